@@ -1,0 +1,29 @@
+# make setup | demo | test | lint | bench: each sets up what it needs; the second time is quick.
+PYTHON := .venv/bin/python
+STAMP := .venv/.installed
+
+.PHONY: setup test lint format demo bench
+
+setup: $(STAMP)
+
+$(STAMP): setup.py pyproject.toml scripts/setup.sh
+	bash scripts/setup.sh
+	touch $(STAMP)
+
+test: $(STAMP)
+	$(PYTHON) -m pytest
+
+lint: $(STAMP)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+format: $(STAMP)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+demo: $(STAMP)
+	bash scripts/demo.sh
+
+bench: $(STAMP)
+	bash scripts/bench.sh

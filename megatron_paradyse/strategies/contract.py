@@ -1,0 +1,124 @@
+"""What a parallel strategy is: one attention function and one MLP function over one shared layout.
+
+A strategy knows tensors, weight shards and a process group. It knows nothing of Megatron, of plans
+or of other strategies.
+
+Legend, used by every file beside this one:
+
+    s  sequence length          b  batch             h  hidden size
+    n  query heads              g  key/value heads   d  head dim
+    f  ffn size                 p  group size        r  rank in the group
+
+The resident layout, the same for every strategy, so that switching moves nothing:
+
+    activations  [s/p, b, h]           rank r holds the r-th contiguous chunk of the sequence
+    qkv          [(n + 2g) d / p, h]   rows of Megatron's linear_qkv: for each key/value head its
+                                       n/g query heads, then its key head, then its value head
+    proj         [h, n d / p]          columns of Megatron's linear_proj
+    fc1          [f / p, h]            or, gated, [2 f / p, h]: the rank's gate rows, then its up rows
+    fc2          [h, f / p]
+
+Each function returns [s/p, b, h], and its backward returns the complete gradient of the rank's
+own shards. The output biases of proj and fc2 are not a strategy's business: Megatron adds them
+after. Parameters that every rank holds whole (query/key norms) get the partial sum over the rank's
+share of the work, as Megatron's sequence parallelism expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What is fixed about a layer's attention for the whole run."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    causal: bool
+    softmax_scale: float
+    window: int | None = None  # keys visible to a query, itself included; None: all
+    dropout: float = 0.0
+    rope_interleaved: bool = False
+    qk_norm: str | None = None  # None, "layernorm", "rmsnorm" or "l2"
+    qk_norm_eps: float = 1e-5
+    qk_norm_plus_one: bool = False  # the norm's weight is stored less one
+
+
+@dataclass(frozen=True)
+class MlpShape:
+    """What is fixed about a layer's MLP for the whole run."""
+
+    activation: Callable[[Tensor], Tensor]  # elementwise
+    gated: bool
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """The rank's shards of one attention; see the module's docstring for their layout."""
+
+    qkv: Tensor
+    proj: Tensor
+    qkv_bias: Tensor | None = None  # [(n + 2g) d / p]
+    q_norm: Tensor | None = None  # [d], held by every rank
+    q_norm_bias: Tensor | None = None
+    k_norm: Tensor | None = None
+    k_norm_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """The rank's shards of one MLP; see the module's docstring for their layout."""
+
+    fc1: Tensor
+    fc2: Tensor
+    fc1_bias: Tensor | None = None  # [f / p], or gated [2 f / p]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What is known of one microbatch, alike on every rank of the group.
+
+    documents: None when each of the b sequences is one document of s tokens; else, for each
+        sequence, its documents as (start, stop) token ranges: ascending, disjoint, within [0, s).
+        Attention does not cross documents. A token in no document is padding: nobody attends to
+        it and its own attention output is zero.
+    rope: angles [s, d_rot] of the s global positions in float32 (d_rot <= d), or None. Their
+        cosine and sine rotate the first d_rot channels of each query and key head.
+    dropout_seed: with global indices (sequence, head, query, key) it decides what attention
+        dropout drops, so that every strategy, p and recomputation drops the same.
+    """
+
+    seq_length: int
+    batch_size: int
+    documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    rope: Tensor | None = None
+    dropout_seed: int = 0
+
+
+AttentionFunction = Callable[
+    ["Tensor", AttentionWeights, AttentionShape, Microbatch, "ProcessGroup"], "Tensor"
+]
+MlpFunction = Callable[["Tensor", MlpWeights, MlpShape, "ProcessGroup"], "Tensor"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One entry of the registry.
+
+    check(shape, p) raises ValueError with the rule, the values and the remedy when this strategy
+    cannot run such an attention on p ranks.
+    """
+
+    name: str  # as code and flags write it: megatron_ts
+    title: str  # as the paper writes it: MegatronTS
+    attention: AttentionFunction
+    mlp: MlpFunction
+    check: Callable[[AttentionShape, int], None]
