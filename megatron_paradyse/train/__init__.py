@@ -1,0 +1,1 @@
+"""How ParaDySe enters Megatron's training: flags, data, hook, log."""

@@ -1,0 +1,213 @@
+"""Lets Megatron 0.19 run on CPU ranks with gloo, where there is no GPU.
+
+Megatron names the device "cuda" in places that no flag reaches. install() makes those calls land on
+the CPU: the arithmetic is then PyTorch's own on CPU tensors, and nothing else changes. It must be
+called before megatron is imported, only when torch.cuda.is_available() is False, and once.
+
+torch.cuda.is_available() stays False: True would start pinned-memory loaders, Adam's capture check
+and the compiler's CUDA paths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import types
+import warnings
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+logger = logging.getLogger(__name__)
+
+# Megatron flags that a machine without a GPU needs; applied to the parsed arguments.
+CPU_ARGUMENTS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "use_cpu_initialization": True,
+    "transformer_impl": "local",
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "no_persist_layer_norm": True,
+    "async_tensor_model_parallel_allreduce": False,
+}
+
+_installed = False
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Redirects device="cuda", in any spelling, to the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if kwargs and "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], torch.device("cpu"), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _Stream:
+    """A stream of a device that runs everything at once, in order."""
+
+    def __init__(self, *args, **kwargs):
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, stream) -> None: ...
+
+    def wait_event(self, event) -> None: ...
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None: ...
+
+
+class _Event(_Stream):
+    def record(self, stream=None) -> None: ...
+
+    def wait(self, stream=None) -> None: ...
+
+
+def install() -> None:
+    """Patch torch and, once it is imported, Megatron; announce it in one log line.
+
+    Raises RuntimeError on a machine with a GPU.
+    """
+    global _installed
+    if torch.cuda.is_available():
+        raise RuntimeError("cpu_platform.install() on a machine with a GPU")
+    if _installed:
+        return
+    _installed = True
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it, in vain here
+    warnings.filterwarnings("ignore", message="Apex is not installed")
+    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed")
+    warnings.filterwarnings("ignore", message="Only transformer-engine")
+    torch._dynamo.config.disable = True
+    _patch_torch()
+    _patch_megatron()
+    if os.environ.get("RANK", "0") == "0":
+        print("megatron_paradyse: no GPU found, Megatron runs on the CPU with gloo", flush=True)
+
+
+def apply_arguments(args) -> None:
+    """Set the Megatron arguments that a CPU needs on a parsed namespace, in place."""
+    for name, value in CPU_ARGUMENTS.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
+
+
+def _patch_torch() -> None:
+    cuda = torch.cuda
+    cpu = torch.device("cpu")
+    nothing = lambda *args, **kwargs: None  # noqa: E731
+    zero = lambda *args, **kwargs: 0  # noqa: E731
+    properties = types.SimpleNamespace(
+        name="CPU", major=0, minor=0, total_memory=0, multi_processor_count=os.cpu_count()
+    )
+    replacements: dict[str, Any] = {
+        "device_count": lambda: 1,
+        "set_device": nothing,
+        "current_device": lambda: cpu,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": _Stream,
+        "default_stream": _Stream,
+        "set_stream": nothing,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+        "get_device_capability": lambda device=None: (0, 0),
+        "get_device_properties": lambda device=None: properties,
+        "memory_allocated": zero,
+        "max_memory_allocated": zero,
+        "memory_reserved": zero,
+        "max_memory_reserved": zero,
+        "reset_peak_memory_stats": nothing,
+        "device_memory_used": zero,
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, replacement in replacements.items():
+        setattr(cuda, name, replacement)
+    cuda.random.get_rng_state = replacements["get_rng_state"]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.Tensor.type = _tensor_type(torch.Tensor.type)  # type: ignore[method-assign]
+    for name in ("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "IntTensor"):
+        setattr(cuda, name, getattr(torch, name))
+    for name in ("LongTensor", "ByteTensor"):
+        setattr(cuda, name, getattr(torch, name))
+    _CudaMeansCpu().__enter__()
+
+
+def _tensor_type(original):
+    """Tensor.type() that reports and takes torch.cuda.FloatTensor where Megatron compares names."""
+
+    @functools.wraps(original)
+    def tensor_type(self, dtype=None, **kwargs):
+        if dtype is None:
+            name = original(self)  # under a TorchFunctionMode this comes back through tensor_type
+            return name if name.startswith("torch.cuda.") else f"torch.cuda.{name[6:]}"
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return original(self, dtype, **kwargs)
+
+    return tensor_type
+
+
+def _patch_megatron() -> None:
+    import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.tensor_parallel.random as parallel_random
+    import megatron.training.initialize as initialize
+    import megatron.training.training as training
+    from megatron.core.transformer import torch_norm
+
+    dataset_utils.compile_helpers = lambda: None  # the wheel ships the built helper
+    parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
+        torch.set_rng_state(state)
+    )
+    initialize_megatron = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
+    initialize.initialize_megatron = initialize_megatron
+    training.initialize_megatron = initialize_megatron
+    training.set_jit_fusion_options = lambda tp_size=None: None  # no kernels to warm up
+    original_new = torch_norm.WrappedTorchNorm.__new__
+    torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(original_new)  # type: ignore[method-assign]
+
+
+def _norm_with_sequence_parallel(original_new):
+    """WrappedTorchNorm.__new__ that tags its parameters instead of refusing sequence parallelism."""
+
+    def norm(cls, config, *args, **kwargs):
+        if not config.sequence_parallel:
+            return original_new(cls, config, *args, **kwargs)
+        import copy
+
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        module = original_new(cls, plain, *args, **kwargs)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = True  # Megatron then sums its gradient over the group
+        return module
+
+    return norm

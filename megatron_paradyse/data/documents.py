@@ -1,0 +1,203 @@
+"""A dataset where one document is one training sequence.
+
+A document of t tokens has t - 1 next-token predictions. With --seq-length S it becomes
+ceil((t - 1) / S) samples; sample k reads tokens [k S, min((k + 1) S, t - 1)] inclusive, so that
+neighbours share one token, every prediction is made exactly once, and no sample has more than S
+inputs. Documents of fewer than two tokens have nothing to predict and are left out, with a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_paradyse.errors import UserError
+
+LONG_DOCUMENT_CHOICES = ("split", "truncate", "refuse")
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """Where each sample lies: three arrays of equal length.
+
+    document: index of its document; start: its first token in that document; length: its number
+    of inputs (it reads length + 1 tokens).
+    """
+
+    document: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    num_short: int  # documents left out: fewer than two tokens
+    num_truncated: int  # documents that lost their tail
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+
+def build_sample_table(
+    document_tokens: np.ndarray, *, seq_length: int, long_documents: str, first_document: int = 0
+) -> SampleTable:
+    """Cut documents of the given token counts into samples of at most seq_length inputs.
+
+    Raises UserError when long_documents is "refuse" and a document is too long.
+    """
+    predictions = document_tokens.astype(np.int64) - 1
+    num_short = int((predictions < 1).sum())
+    predictions = np.maximum(predictions, 0)
+    too_long = np.flatnonzero(predictions > seq_length)
+    if len(too_long) and long_documents == "refuse":
+        worst = too_long[0]
+        raise UserError(
+            f"document {first_document + worst} has {int(predictions[worst]) + 1} tokens, "
+            f"--seq-length {seq_length} takes {seq_length + 1}: raise --seq-length, or choose "
+            "--paradyse-long-documents split or truncate"
+        )
+    num_truncated = 0
+    if long_documents == "truncate":
+        num_truncated = len(too_long)
+        predictions = np.minimum(predictions, seq_length)
+    pieces = -(-predictions // seq_length)
+    document = np.repeat(np.arange(len(predictions)), pieces)
+    piece = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = piece * seq_length
+    length = np.minimum(predictions[document] - start, seq_length)
+    return SampleTable(document + first_document, start, length, num_short, num_truncated)
+
+
+class DocumentDataset:
+    """Samples of a contiguous range of documents of one Megatron .bin/.idx pair.
+
+    Indexing gives the length + 1 tokens of a sample as an int64 array.
+    """
+
+    def __init__(
+        self, prefix: str, *, fraction: tuple[float, float], seq_length: int, long_documents: str
+    ):
+        """fraction: the range of documents, as shares of their number, like Megatron's --split."""
+        for suffix in (".idx", ".bin"):
+            if not Path(prefix + suffix).is_file():
+                raise UserError(
+                    f"data file {prefix + suffix} not found: give --data-path the prefix that "
+                    "'megatron-paradyse data prepare --output PREFIX' wrote, without .bin or .idx"
+                )
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        try:
+            self._indexed = IndexedDataset(prefix)
+        except (AssertionError, ValueError, OSError) as error:
+            raise UserError(
+                f"{prefix}.idx is not a Megatron index ({error}): prepare it again"
+            ) from error
+        documents = _document_token_counts(self._indexed)
+        first, last = (round(share * len(documents)) for share in fraction)
+        self._first_sequence = self._indexed.document_indices
+        self.samples = build_sample_table(
+            documents[first:last],
+            seq_length=seq_length,
+            long_documents=long_documents,
+            first_document=first,
+        )
+        self.prefix = prefix
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.samples.length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        samples = self.samples
+        document, start = int(samples.document[index]), int(samples.start[index])
+        stop = start + int(samples.length[index]) + 1
+        first = int(self._first_sequence[document])
+        last = int(self._first_sequence[document + 1])
+        if last == first + 1:
+            return self._indexed.get(first, offset=start, length=stop - start).astype(np.int64)
+        whole = np.concatenate([self._indexed.get(i) for i in range(first, last)])
+        return whole[start:stop].astype(np.int64)
+
+
+def _document_token_counts(indexed) -> np.ndarray:
+    """Tokens per document; a document may be several sequences of the index."""
+    ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
+    return np.diff(ends[indexed.document_indices])
+
+
+class SampleStream:
+    """An endless, deterministic stream of samples over one or more datasets.
+
+    Position k of the stream is always the same sample, so that a restart resumes at the exact one.
+    Without weights the datasets are joined: an epoch runs through all of them once. With weights
+    each dataset runs through its own epochs and the stream follows the weights.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[DocumentDataset],
+        *,
+        weights: Sequence[float] | None,
+        order: Callable[[np.ndarray, int], np.ndarray],
+        num_samples: int,
+    ):
+        """order(lengths, epoch) is a permutation of the samples; num_samples bounds the blend."""
+        self._datasets = list(datasets)
+        self._order = order
+        self._epochs: dict[int, tuple[int, np.ndarray]] = {}
+        if weights is None:
+            self._lengths = [np.concatenate([d.lengths for d in self._datasets])]
+            self._blend = None
+        else:
+            self._lengths = [d.lengths for d in self._datasets]
+            self._blend = _blend(weights, num_samples)
+        self._first = np.cumsum([0] + [len(d) for d in self._datasets])
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in one epoch (of all datasets together)."""
+        return int(self._first[-1])
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        """(dataset, index in it) of a stream position."""
+        if self._blend is None:
+            source, position_in_source = 0, position
+        else:
+            sources, positions = self._blend
+            wrapped = position % len(sources)
+            laps = position // len(sources)
+            source = int(sources[wrapped])
+            position_in_source = int(positions[wrapped]) + laps * int((sources == source).sum())
+        epoch, rank = divmod(position_in_source, len(self._lengths[source]))
+        cached = self._epochs.get(source)
+        if cached is None or cached[0] != epoch:
+            cached = (epoch, self._order(self._lengths[source], epoch))
+            self._epochs[source] = cached
+        index = int(cached[1][rank])
+        if self._blend is not None:
+            return source, index
+        dataset = int(np.searchsorted(self._first, index, side="right")) - 1
+        return dataset, index - int(self._first[dataset])
+
+    def length(self, position: int) -> int:
+        dataset, index = self._locate(position)
+        return int(self._datasets[dataset].lengths[index])
+
+    def tokens(self, position: int) -> np.ndarray:
+        dataset, index = self._locate(position)
+        return self._datasets[dataset][index]
+
+
+def _blend(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """(dataset, its running count) for each of num_samples positions, following the weights."""
+    from megatron.core.datasets import helpers
+
+    shares = np.asarray(weights, dtype=np.float64)
+    sources = np.zeros(num_samples, dtype=np.int16)
+    positions = np.zeros(num_samples, dtype=np.int64)
+    helpers.build_blending_indices(
+        sources, positions, shares / shares.sum(), len(shares), num_samples, False
+    )
+    return sources, positions

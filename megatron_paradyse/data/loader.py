@@ -1,0 +1,102 @@
+"""Microbatches of whole documents for Megatron's training loop.
+
+Each data-parallel replica draws its own samples of a global batch, as Megatron's sampler deals
+them; the first rank of each tensor-parallel group reads them and broadcasts (train/batch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_paradyse.data.documents import SampleStream
+
+
+def aligned(length: int, alignment: int) -> int:
+    """The smallest multiple of alignment that is at least length."""
+    return -(-length // alignment) * alignment
+
+
+def collate(samples: list[np.ndarray], alignment: int) -> dict[str, torch.Tensor]:
+    """Pad samples of lengths + 1 tokens to one aligned length.
+
+    Returns tokens [b, s + 1] (padding 0) and lengths [b] (inputs that count), both int64.
+    """
+    lengths = [len(sample) - 1 for sample in samples]
+    padded = aligned(max(lengths), alignment)
+    tokens = np.zeros((len(samples), padded + 1), dtype=np.int64)
+    for row, sample in zip(tokens, samples, strict=True):
+        row[: len(sample)] = sample
+    return {"tokens": torch.from_numpy(tokens), "lengths": torch.tensor(lengths)}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a global batch falls apart over replicas and microbatches."""
+
+    micro_batch_size: int
+    replica: int  # this rank's data-parallel rank
+    num_replicas: int
+
+    def positions(self, first: int) -> range:
+        """Stream positions of this replica's share of the round that starts at `first`."""
+        start = first + self.replica * self.micro_batch_size
+        return range(start, start + self.micro_batch_size)
+
+    @property
+    def round_size(self) -> int:
+        """Samples that all replicas together take for one microbatch each."""
+        return self.micro_batch_size * self.num_replicas
+
+
+class _PositionSampler(torch.utils.data.Sampler):
+    """Batches of stream positions, from `consumed` on, without end."""
+
+    def __init__(self, sharding: Sharding, consumed: int):
+        self._sharding = sharding
+        self._consumed = consumed
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._consumed
+        while True:
+            yield list(self._sharding.positions(first))
+            first += self._sharding.round_size
+
+
+class _StreamDataset(torch.utils.data.Dataset):
+    def __init__(self, stream: SampleStream):
+        self._stream = stream
+
+    def __getitem__(self, position: int) -> np.ndarray:
+        return self._stream.tokens(position)
+
+
+class _Collate:
+    def __init__(self, alignment: int):
+        self._alignment = alignment
+
+    def __call__(self, samples: list[np.ndarray]) -> dict[str, torch.Tensor]:
+        return collate(samples, self._alignment)
+
+
+def microbatches(
+    stream: SampleStream,
+    *,
+    sharding: Sharding,
+    consumed: int,
+    alignment: int,
+    num_workers: int,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """This replica's microbatches from global sample `consumed` on; see collate for their form."""
+    loader = torch.utils.data.DataLoader(
+        _StreamDataset(stream),
+        batch_sampler=_PositionSampler(sharding, consumed),
+        collate_fn=_Collate(alignment),
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=num_workers > 0,
+    )
+    return iter(loader)

@@ -1,0 +1,65 @@
+"""Before each forward pass: ask the policy, and hand its plan to the layers with the microbatch.
+
+The plan travels to the layers as Megatron's packed_seq_params argument. Megatron's activation
+recomputation closes over that argument, so a layer that runs again in the backward sees the plan
+of its own microbatch, whatever has been planned since.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+if TYPE_CHECKING:
+    from megatron_paradyse.plan import Plan
+    from megatron_paradyse.policy import Policy
+
+
+@dataclass
+class PlannedMicrobatch(PackedSeqParams):
+    """Megatron's packed-sequence parameters of a microbatch, and its plan.
+
+    original is what Megatron passed: None for unpacked sequences.
+    """
+
+    plan: Plan | None = None
+    original: PackedSeqParams | None = None
+
+    def __post_init__(self):
+        pass  # seq_idx was computed when the original was made
+
+
+class MicrobatchHook:
+    """Forward pre-hook of one TransformerBlock."""
+
+    def __init__(self, block: TransformerBlock, policy: Policy):
+        self._policy = policy
+        self._layer_numbers = tuple(layer.layer_number for layer in block.layers)
+        self._shards = block.tp_group.size() if block.config.sequence_parallel else 1
+
+    def __call__(self, block: TransformerBlock, args, kwargs):
+        hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
+        rows, batch_size = hidden.shape[0], hidden.shape[1]  # [s/p, b, h]
+        plan = self._policy.plan(batch_size, rows * self._shards, self._layer_numbers)
+        original = kwargs.get("packed_seq_params")
+        fields = {} if original is None else _fields(original)
+        kwargs["packed_seq_params"] = PlannedMicrobatch(**fields, plan=plan, original=original)
+        return args, kwargs
+
+
+def _fields(params: PackedSeqParams) -> dict:
+    return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+
+
+def attach_hooks(model_chunks: list, *, policy: Policy) -> list:
+    """Register the hook on every transformer block of every model chunk; returns the chunks."""
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerBlock):
+                hook = MicrobatchHook(module, policy)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+    return model_chunks

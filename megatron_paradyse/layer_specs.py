@@ -1,0 +1,92 @@
+"""Megatron's own layer specs with attention and MLP that can switch their strategy.
+
+Give it to Megatron as --spec megatron_paradyse.layer_specs gpt_layer_spec; --paradyse does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    _get_block_submodules,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training.models.gpt import default_layer_spec
+
+from megatron_paradyse.submodules import (
+    CoreAttention,
+    SwitchableLayer,
+    SwitchableMLP,
+    SwitchableSelfAttention,
+    TorchNorm,
+)
+
+
+def gpt_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The block that Megatron would build from this GPTModelConfig, with switchable submodules.
+
+    Parameters keep Megatron's names, shapes, shards and initialisation. Mixture-of-experts layers
+    keep Megatron's MLP.
+    """
+    block = _get_block_submodules(
+        config.transformer, default_layer_spec(config, vp_stage), vp_stage
+    )
+    fused_kernel = config.transformer.attention_backend not in (
+        AttnBackend.local,
+        AttnBackend.unfused,
+    )
+    layers = [_switchable_layer(spec, fused_kernel) for spec in block.layer_specs]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(block.layer_norm))
+
+
+def _switchable_layer(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
+    if spec.module is not TransformerLayer:
+        raise ValueError(f"gpt_layer_spec cannot switch a layer of type {spec.module.__name__}")
+    old = spec.submodules
+    submodules = dataclasses.replace(
+        old,
+        input_layernorm=_norm(old.input_layernorm),
+        pre_mlp_layernorm=_norm(old.pre_mlp_layernorm),
+        self_attention=_switchable_attention(old.self_attention, fused_kernel),
+        mlp=_switchable_mlp(old.mlp),
+    )
+    return ModuleSpec(module=SwitchableLayer, params=spec.params, submodules=submodules)
+
+
+def _switchable_attention(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
+    if spec.module is not SelfAttention:
+        raise ValueError(f"gpt_layer_spec cannot switch attention of type {spec.module.__name__}")
+    old = spec.submodules
+    core = old.core_attention
+    if core is DotProductAttention and fused_kernel:
+        core = CoreAttention
+    submodules = dataclasses.replace(
+        old,
+        core_attention=core,
+        q_layernorm=_norm(old.q_layernorm),
+        k_layernorm=_norm(old.k_layernorm),
+    )
+    return ModuleSpec(
+        module=SwitchableSelfAttention, params=spec.params, submodules=submodules
+    )
+
+
+def _switchable_mlp(builder):
+    """MLP.as_mlp_submodule -> SwitchableMLP.as_mlp_submodule; other builders stay as they are."""
+    if isinstance(builder, functools.partial) and builder.func == MLP.as_mlp_submodule:
+        return functools.partial(
+            SwitchableMLP.as_mlp_submodule, *builder.args, **builder.keywords
+        )
+    return builder
+
+
+def _norm(builder):
+    return TorchNorm if builder is WrappedTorchNorm else builder

@@ -1,0 +1,99 @@
+"""Everything that the user sets: one frozen dataclass, from flags over a YAML file over defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_paradyse.errors import UserError
+
+SEQUENCES_CHOICES = ("documents", "fixed")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of the --paradyse-* flags and of the YAML keys of the same name."""
+
+    policy: str = "fixed:megatron_ts"
+    strategies: tuple[str, ...] | None = None
+    cost_model: str | None = None
+    memory_budget: str | None = None
+    smoothing: float = 0.05
+    trace: str | None = None
+    sequences: str = "documents"
+    order: str = "shuffled"
+    long_documents: str = "split"
+
+
+def load_yaml_settings(path: str) -> dict[str, Any]:
+    """The settings that a YAML file gives, checked against the fields of Settings.
+
+    Raises UserError with the file, the line and the remedy.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UserError(
+            f"--paradyse-config {path}: {error.strerror}: give an existing YAML file"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"--paradyse-config {path} is not YAML: {problem}") from error
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{path}:1: expected 'key: value' lines")
+    known = {field.name for field in dataclasses.fields(Settings)}
+    settings: dict[str, Any] = {}
+    for key_node, value_node in root.value:
+        where = f"{path}:{key_node.start_mark.line + 1}"
+        key = key_node.value
+        if not isinstance(key_node, yaml.ScalarNode) or key not in known:
+            raise UserError(f"{where}: unknown key {key!r}: known are {', '.join(sorted(known))}")
+        if key in settings:
+            raise UserError(f"{where}: key {key!r} is given twice: keep one")
+        settings[key] = _checked(key, yaml.safe_load(yaml.serialize(value_node)), where)
+    return settings
+
+
+def make_settings(flags: dict[str, Any], config_path: str | None) -> Settings:
+    """Flags that were given win over the YAML file, which wins over the defaults."""
+    values = load_yaml_settings(config_path) if config_path else {}
+    for name, value in flags.items():
+        if value is not None:
+            values[name] = _checked(name, value, f"--paradyse-{name.replace('_', '-')}")
+    return Settings(**values)
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    """The value in the type of its field, or UserError."""
+    from megatron_paradyse.data.documents import LONG_DOCUMENT_CHOICES
+    from megatron_paradyse.data.order import ORDER_CHOICES
+
+    choices = {
+        "sequences": SEQUENCES_CHOICES,
+        "order": ORDER_CHOICES,
+        "long_documents": LONG_DOCUMENT_CHOICES,
+    }.get(name)
+    if choices is not None:
+        if value not in choices:
+            raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}")
+        return value
+    if name == "smoothing":
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise UserError(f"{where}: {value!r} is not a number from 0 to 1")
+        return float(value)
+    if name == "strategies":
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")]
+        if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+            raise UserError(f"{where}: {value!r} is not a list of strategy names")
+        return tuple(value)
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {value!r} is not a text")
+    return value

@@ -1,0 +1,164 @@
+"""The --paradyse flags: added to Megatron's parser, checked before and after Megatron's own checks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_paradyse.data.documents import LONG_DOCUMENT_CHOICES
+from megatron_paradyse.data.order import ORDER_CHOICES
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.settings import SEQUENCES_CHOICES, Settings, make_settings
+
+SPEC = ["megatron_paradyse.layer_specs", "gpt_layer_spec"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the argument group; every default is None, so that a YAML file can tell what was given."""
+    group = parser.add_argument_group("paradyse", "parallel strategies per layer and microbatch")
+    add = group.add_argument
+    add("--paradyse", action="store_true", help="switch ParaDySe on; without it nothing changes")
+    add("--paradyse-config", metavar="FILE", help="YAML file with the settings below, less 'paradyse-'")
+    add(
+        "--paradyse-policy",
+        metavar="POLICY",
+        help="fixed:STRATEGY runs one strategy everywhere (default fixed:megatron_ts); "
+        "plan:FILE runs a hand-written plan",
+    )
+    add(
+        "--paradyse-strategies",
+        metavar="NAMES",
+        help="comma-separated strategies that plans may use (default: all)",
+    )
+    add("--paradyse-cost-model", metavar="FILE", help="cost file for policies that choose")
+    add(
+        "--paradyse-memory-budget",
+        metavar="SIZE",
+        help="memory per rank that plans may use, such as 76GiB",
+    )
+    add(
+        "--paradyse-smoothing",
+        type=float,
+        metavar="SHARE",
+        help="keep the previous plan when it is slower by at most this share (default 0.05)",
+    )
+    add("--paradyse-trace", metavar="FILE", help="write one JSON line per iteration to FILE")
+    add(
+        "--paradyse-sequences",
+        choices=SEQUENCES_CHOICES,
+        help="documents: one document is one sequence of its own length (default); "
+        "fixed: Megatron's own data of --seq-length",
+    )
+    add(
+        "--paradyse-order",
+        choices=ORDER_CHOICES,
+        help="order of the documents in an epoch (default shuffled)",
+    )
+    add(
+        "--paradyse-long-documents",
+        choices=LONG_DOCUMENT_CHOICES,
+        help="what happens to documents beyond --seq-length (default split)",
+    )
+    add("--paradyse-debug", action="store_true", help="print tracebacks for errors of the user")
+    return parser
+
+
+def before_validation(args: argparse.Namespace) -> None:
+    """Check and complete parsed arguments before Megatron validates them, in place.
+
+    Raises UserError for a combination that cannot run.
+    """
+    if not args.paradyse:
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name, value in vars(args).items()
+            if name.startswith("paradyse_") and value not in (None, False)
+        ]
+        given = [flag for flag in given if flag != "--paradyse-debug"]
+        if given:
+            raise UserError(f"{given[0]} has no effect without --paradyse: add --paradyse")
+        return
+    flags = {
+        name: getattr(args, f"paradyse_{name}")
+        for name in Settings.__dataclass_fields__
+        if hasattr(args, f"paradyse_{name}")
+    }
+    args.paradyse_settings = make_settings(flags, args.paradyse_config)
+    _check_model(args)
+    if args.spec is None:
+        args.spec = SPEC
+    elif list(args.spec) != SPEC:
+        raise UserError(
+            f"--spec {' '.join(args.spec)} with --paradyse: leave --spec out, or give "
+            f"--spec {' '.join(SPEC)}"
+        )
+    args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
+    if args.paradyse_settings.sequences == "documents":
+        _prepare_documents(args)
+
+
+def after_validation(args: argparse.Namespace) -> None:
+    """Set what Megatron's validation resets, in place."""
+    if args.paradyse and args.paradyse_settings.sequences == "documents":
+        args.dataloader_type = "external"
+        if args.pipeline_model_parallel_size > 1:
+            args.variable_seq_lengths = True  # stages then tell each other their shapes
+            args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it, even if dense
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    p = args.tensor_model_parallel_size
+    if p > 1 and not args.sequence_parallel:
+        raise UserError(
+            f"--paradyse with --tensor-model-parallel-size {p} needs --sequence-parallel: add it"
+        )
+    heads = args.num_attention_heads
+    if heads and heads % p:
+        fitting = max(q for q in range(1, p + 1) if heads % q == 0)
+        raise UserError(
+            f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {p}: "
+            f"use --tensor-model-parallel-size {fitting}"
+        )
+    refused = {
+        "context_parallel_size": (1, "--paradyse shares sequences over the tensor-parallel group"),
+        "multi_latent_attention": (False, "latent attention has no switchable strategy"),
+        "mtp_num_layers": (None, "multi-token prediction is not supported"),
+        "fp8": (None, "strategies run in float32, bfloat16 and float16"),
+        "fp4": (None, "strategies run in float32, bfloat16 and float16"),
+        "cuda_graph_impl": ("none", "a captured graph cannot change its strategy"),
+        "overlap_moe_expert_parallel_comm": (False, "it replaces the layer's forward"),
+        "tp_comm_overlap": (False, "its buffers have one fixed sequence length"),
+    }
+    for name, (allowed, why) in refused.items():
+        value = getattr(args, name, allowed)
+        if value != allowed:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
+
+
+def _prepare_documents(args: argparse.Namespace) -> None:
+    if args.mock_data:
+        raise UserError(
+            "--mock-data has no documents: give --data-path, or --paradyse-sequences fixed"
+        )
+    for name in ("sft", "fim_data", "full_validation", "multiple_validation_sets"):
+        if getattr(args, name, False):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} with --paradyse-sequences documents: use fixed, or drop {flag}")
+    if args.seq_length is None:
+        raise UserError("--seq-length is missing: give the longest sequence to train on")
+    args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens
+    for entry in args.data_path or []:
+        if not _is_number(entry) and not Path(f"{entry}.idx").is_file():
+            raise UserError(
+                f"data file {entry}.idx not found: give --data-path the prefix that "
+                "'megatron-paradyse data prepare' wrote, without .bin or .idx"
+            )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,109 @@
+"""Megatron's dataset provider, for documents: three iterators of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.training import get_args, print_rank_0
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_paradyse.data.documents import DocumentDataset, SampleStream
+from megatron_paradyse.data.loader import Sharding, microbatches
+from megatron_paradyse.data.order import make_order
+from megatron_paradyse.errors import UserError
+
+SPLITS = ("train", "valid", "test")
+
+
+def alignment(tensor_parallel_size: int) -> int:
+    """Sequence lengths are padded to a multiple of this: two half chunks for every rank."""
+    return 2 * tensor_parallel_size if tensor_parallel_size > 1 else 1
+
+
+def provide_document_iterators(num_samples, vp_stage: int | None = None) -> tuple:
+    """Train, valid and test iterators for Megatron's "external" data loader.
+
+    num_samples: Megatron's target sizes of the three. Raises UserError when a split that is
+    needed has no sample.
+    """
+    args = get_args()
+    sources = _sources(args)
+    consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
+    needed = (not args.skip_train, bool(args.eval_iters), bool(args.eval_iters))
+    return tuple(
+        _iterator(args, split, sources[i], num_samples[i], consumed[i]) if needed[i] else None
+        for i, split in enumerate(SPLITS)
+    )
+
+
+def _sources(args) -> list[tuple[list[str], list[float] | None, tuple[float, float] | None]]:
+    """(prefixes, weights, share of the documents) of the three splits."""
+    blend, per_split = get_blend_and_blend_per_split(args)
+    if per_split is not None:
+        return [(*(b or ([], None)), (0.0, 1.0)) for b in per_split]
+    if blend is None:
+        raise UserError("no data: give --data-path PREFIX, as 'megatron-paradyse data prepare' wrote it")
+    matrix = convert_split_vector_to_split_matrix(
+        parse_and_normalize_split(args.split or "969,30,1")
+    )
+    return [(*blend, share) for share in matrix]
+
+
+def _iterator(args, split: str, source, num_samples: int, consumed: int) -> Iterator | None:
+    prefixes, weights, share = source
+    settings = args.paradyse_settings
+    is_train = split == "train"
+    datasets = [
+        DocumentDataset(
+            prefix,
+            fraction=share,
+            seq_length=args.seq_length,
+            long_documents=settings.long_documents,
+        )
+        for prefix in (prefixes if share is not None else [])
+    ]
+    stream_size = sum(len(dataset) for dataset in datasets)
+    if stream_size == 0 or (weights is not None and not all(len(d) for d in datasets)):
+        if split == "test":
+            return None
+        raise UserError(
+            f"the {split} split has no document of two tokens or more: change --split "
+            f"{args.split}, add data, or set --eval-iters 0"
+        )
+    stream = SampleStream(
+        datasets,
+        weights=weights,
+        order=make_order(settings.order, seed=args.seed, group=args.global_batch_size),
+        num_samples=max(num_samples or 0, 1),
+    )
+    _report(split, datasets, settings)
+    micro_batch_size = args.micro_batch_size if is_train else args.eval_micro_batch_size
+    sharding = Sharding(
+        micro_batch_size, mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    )
+    return microbatches(
+        stream,
+        sharding=sharding,
+        consumed=consumed,
+        alignment=alignment(args.tensor_model_parallel_size),
+        num_workers=args.num_workers,
+    )
+
+
+def _report(split: str, datasets: list[DocumentDataset], settings) -> None:
+    samples = sum(len(d) for d in datasets)
+    shortest = min(int(d.lengths.min()) for d in datasets if len(d))
+    longest = max(int(d.lengths.max()) for d in datasets if len(d))
+    short = sum(d.samples.num_short for d in datasets)
+    truncated = sum(d.samples.num_truncated for d in datasets)
+    line = f"> {split}: {samples} sequences of {shortest} to {longest} tokens, {settings.order}"
+    if short:
+        line += f"; {short} documents of under two tokens left out"
+    if truncated:
+        line += f"; {truncated} documents truncated"
+    print_rank_0(line)

@@ -1,0 +1,143 @@
+"""What pretrain_gpt.py of a Megatron-LM checkout gives to pretrain(): here on the wheel alone.
+
+Without --paradyse, or with --paradyse-sequences fixed, data are Megatron's GPTDataset.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers
+from megatron.training import training as megatron_training
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.batch import document_batch
+
+BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+LAUNCH = "run it through megatron_paradyse.launch with a checkout's pretrain_gpt.py"
+
+
+def pretrain_gpt() -> None:
+    """Parse Megatron's flags and train."""
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):
+        if getattr(args, name, False):
+            raise UserError(f"--{name.replace('_', '-')} is not in this entry point: {LAUNCH}")
+    datasets = _provide_datasets
+    datasets.is_distributed = True  # type: ignore[attr-defined]
+    megatron_training.pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
+
+
+def forward_step(data_iterator, model):
+    """One microbatch forward: the output tensor, and the function that makes the loss of it."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    args = get_args()
+    if args.paradyse and args.paradyse_settings.sequences == "documents":
+        batch = document_batch(data_iterator, vp_stage)
+    else:
+        batch = _fixed_batch(data_iterator, vp_stage)
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, functools.partial(loss_function, batch["loss_mask"])
+
+
+def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor):
+    """Sum of the losses [b, s] of the tokens that count, their number, and both for the log."""
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(losses.reshape(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for bad, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=bad,
+                message=f"found {name} in local forward loss calculation",
+                tolerance=0.0,
+                fatal=True,
+            )
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
+
+
+def _fixed_batch(data_iterator, vp_stage) -> dict:
+    """A microbatch of Megatron's own dataset, on every rank of the tensor-parallel group."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(BATCH)
+    args = get_args()
+    rank = mpu.get_tensor_model_parallel_rank()
+    batch = {}
+    if rank == 0:
+        batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=1,
+        tp_rank=rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return {name: batch.get(name) for name in BATCH}
+
+
+def _provide_datasets(num_samples, vp_stage: int | None = None):
+    """Megatron's GPTDataset or MockGPTDataset for the three splits."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if blend is None and blend_per_split is None and not args.mock_data:
+        raise UserError("no data: give --data-path PREFIX or --mock-data")
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+    def is_built_on_this_rank() -> bool:
+        first_or_last = is_first_or_last_pipeline_stage(vp_stage)
+        return first_or_last and mpu.get_tensor_model_parallel_rank() == 0
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, num_samples, is_built_on_this_rank, config).build()

@@ -1,0 +1,172 @@
+"""Wraps the two functions through which pretrain_gpt.py enters Megatron's training.
+
+parse_and_validate_args gains the flags; pretrain gains the documents, the hook and the log. Both
+pass through unchanged without --paradyse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from typing import NoReturn
+
+from megatron_paradyse.errors import UserError
+
+_installed = False
+
+
+def install() -> None:
+    """Make Megatron know --paradyse; call it before pretrain_gpt.py imports from Megatron.
+
+    On a machine without a GPU the CPU platform is put under Megatron first.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    import torch
+
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        from megatron_paradyse import cpu_platform
+
+        cpu_platform.install()
+    import megatron.training
+    from megatron.training import arguments, training
+
+    _wrap_parsing(arguments, on_cpu)
+    wrapped = _wrap_pretrain(training.pretrain)
+    training.pretrain = wrapped
+    megatron.training.pretrain = wrapped
+
+
+def _wrap_parsing(arguments, on_cpu: bool) -> None:
+    parse_args = arguments.parse_args
+    validate_args = arguments.validate_args
+
+    from megatron_paradyse.train.arguments import (
+        add_arguments,
+        after_validation,
+        before_validation,
+    )
+
+    @functools.wraps(parse_args)
+    def parse_with_paradyse(extra_args_provider=None, ignore_unknown_args=False):
+        def provider(parser):
+            parser = extra_args_provider(parser) if extra_args_provider else parser
+            parser.error = functools.partial(_parser_error, parser)
+            return add_arguments(parser)
+
+        args = parse_args(provider, ignore_unknown_args)
+        if on_cpu:
+            from megatron_paradyse import cpu_platform
+
+            cpu_platform.apply_arguments(args)
+        before_validation(args)
+        return args
+
+    @functools.wraps(validate_args)
+    def validate_with_paradyse(args, defaults=None):
+        try:
+            args = validate_args(args, defaults or {})
+        except AssertionError as error:
+            reason = " ".join(str(error).split()) or _failed_line(error)
+            raise UserError(f"Megatron refuses these flags: {reason}") from error
+        after_validation(args)
+        return args
+
+    arguments.parse_args = parse_with_paradyse
+    arguments.validate_args = validate_with_paradyse
+
+
+def _failed_line(error: BaseException) -> str:
+    """The source line of an assertion without a message."""
+    import traceback
+
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.line} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
+
+
+def _parser_error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """argparse's error as one line, with the nearest flag as the remedy."""
+    import difflib
+
+    unknown = message.removeprefix("unrecognized arguments: ").split()
+    if message.startswith("unrecognized arguments:") and unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "see --help for the flags there are"
+        raise UserError(f"unknown flag {unknown[0]}: {remedy}")
+    raise UserError(f"{message}: see --help")
+
+
+def _wrap_pretrain(pretrain):
+    @functools.wraps(pretrain)
+    def pretrain_with_paradyse(config, datasets_provider, model_type, forward_step, *args, **kwargs):
+        from megatron.training import get_args
+
+        if getattr(get_args(), "paradyse", False):
+            datasets_provider = _enter(config, datasets_provider, forward_step)
+        return pretrain(config, datasets_provider, model_type, forward_step, *args, **kwargs)
+
+    return pretrain_with_paradyse
+
+
+def _enter(config, datasets_provider, forward_step):
+    """Put hook, log and documents into place; returns the provider of the datasets to use."""
+    from megatron.training import get_args
+
+    from megatron_paradyse.hook import attach_hooks
+    from megatron_paradyse.policy import make_policy
+    from megatron_paradyse.train.log import IterationLog
+
+    settings = get_args().paradyse_settings
+    policy = make_policy(settings)
+    config.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+    IterationLog(settings.trace).install()
+    if settings.sequences == "fixed":
+        return datasets_provider
+    from megatron_paradyse.train.batch import document_batch
+    from megatron_paradyse.train.datasets import provide_document_iterators
+
+    script = forward_step.__globals__
+    if "BATCH_KEYS" in script:  # an unmodified pretrain_gpt.py, whose get_batch returns a list
+        keys = script["BATCH_KEYS"]
+
+        def get_batch(data_iterator, vp_stage=None):
+            batch = document_batch(data_iterator, vp_stage)
+            return [batch.get(key) for key in keys]
+
+        script["get_batch"] = get_batch
+    elif script.get("__name__") != "megatron_paradyse.train.gpt":
+        raise UserError(
+            "this pretrain script has no BATCH_KEYS: documents need pretrain_gpt.py of "
+            "Megatron-LM core_v0.19, or --paradyse-sequences fixed"
+        )
+    return provide_document_iterators
+
+
+def run(main) -> NoReturn:
+    """Run main(); an error that the user can mend becomes one line and exit code 2."""
+    import os
+
+    try:
+        main()
+    except UserError as error:
+        if "--paradyse-debug" in sys.argv:
+            raise
+        _report(str(error), int(os.environ.get("RANK", "0")))
+        sys.stdout.flush()
+        os._exit(2)  # other ranks may wait in a collective: leave without waiting for them
+    sys.exit(0)
+
+
+def _report(message: str, rank: int) -> None:
+    """One line on stderr: from rank 0, or from any rank once ranks may differ."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        print(f"error (rank {rank}): {message}", file=sys.stderr, flush=True)
+    elif rank == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
