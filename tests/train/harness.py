@@ -1,0 +1,117 @@
+"""Runs real Megatron trainings on CPU ranks, each with a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = Path(__file__).parent / "driver.py"
+
+MODEL = {
+    "--num-layers": 4,
+    "--hidden-size": 64,
+    "--num-attention-heads": 8,
+    "--seq-length": 64,
+    "--max-position-embeddings": 4096,
+    "--micro-batch-size": 2,
+    "--global-batch-size": 8,
+    "--train-iters": 4,
+    "--lr": "1e-2",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": 64,
+    "--make-vocab-size-divisible-by": 8,
+    "--log-interval": 1,
+    "--eval-iters": 0,
+    "--eval-interval": 100,
+    "--num-workers": 0,
+    "--attention-dropout": 0,
+    "--hidden-dropout": 0,
+    "--clip-grad": 1.0,
+}
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention "
+    "--num-query-groups 4 --disable-bias-linear --untie-embeddings-and-output-weights"
+).split()
+
+
+@dataclass
+class Run:
+    """What a training printed and measured."""
+
+    code: int
+    stdout: str
+    stderr: str
+    records: list[dict]
+
+    def values(self, name: str) -> np.ndarray:
+        return np.array([record[name] for record in self.records], dtype=np.float64)
+
+
+def train(
+    folder: Path,
+    *flags: object,
+    ranks: int,
+    entry: tuple[str, ...] = ("module",),
+    expect_code: int | None = 0,
+    timeout_seconds: float = 240,
+) -> Run:
+    """Train through torchrun with MODEL's flags overridden by `flags`; asserts on the exit code."""
+    given = [str(flag) for flag in flags]
+    base = [
+        text for name, value in MODEL.items() if name not in given for text in (name, str(value))
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "record.json"
+    record.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(DRIVER), str(record), *entry, *base, *given]
+    code, stdout, stderr = run_bounded(command, timeout_seconds=timeout_seconds)
+    if expect_code is not None:
+        assert code == expect_code, f"exit code {code}\n{stdout[-3000:]}\n{stderr[-6000:]}"
+    records = json.loads(record.read_text()) if record.exists() else []
+    return Run(code, stdout, stderr, records)
+
+
+def run_bounded(command: list[str], *, timeout_seconds: float) -> tuple[int, str, str]:
+    """Run a command in a process group of its own, which is ended with it or at the limit."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        raise AssertionError(
+            f"no end within {timeout_seconds} s\n{stdout[-2000:]}\n{stderr[-4000:]}"
+        ) from None
+    return process.returncode, stdout, stderr
+
+
+def write_documents(prefix: Path, lengths: list[int], *, vocab_size: int = 63, seed: int = 0):
+    """A Megatron data set of documents of the given token counts, learnable by a small model."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    builder = IndexedDatasetBuilder(str(prefix) + ".bin", dtype=np.uint8)
+    for length in lengths:
+        start, step = random.integers(vocab_size), random.integers(1, 4)
+        tokens = (start + step * np.arange(length)) % vocab_size
+        builder.add_document(torch.from_numpy(tokens), [length])
+    builder.finalize(str(prefix) + ".idx")

@@ -1,0 +1,43 @@
+"""fixed:megatron_ts on fixed lengths is stock Megatron: losses, gradient norms, checkpoints."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.train.harness import LLAMA, train
+
+OURS = ["--paradyse", "--paradyse-sequences", "fixed", "--paradyse-policy", "fixed:megatron_ts"]
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+GRIDS = {
+    "tp1": (1, []),
+    "tp2": (2, TP2),
+    "tp4-llama": (4, ["--tensor-model-parallel-size", 4, "--sequence-parallel", *LLAMA]),
+    "tp2-pp2": (4, [*TP2, "--pipeline-model-parallel-size", 2]),
+    "tp2-dp2-llama": (4, [*TP2, *LLAMA, "--use-distributed-optimizer"]),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_losses_and_gradient_norms_equal_stock_megatron(grid, tmp_path):
+    ranks, flags = GRIDS[grid]
+    stock = train(tmp_path / "stock", "--mock-data", *flags, ranks=ranks)
+    ours = train(tmp_path / "ours", "--mock-data", *flags, *OURS, ranks=ranks)
+    assert len(stock.records) == 4
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(ours.values(name), stock.values(name), rtol=1e-5)
+    assert stock.values("loss")[-1] < stock.values("loss")[0]  # it did train
+
+
+@pytest.mark.parametrize("first, second", [("stock", "ours"), ("ours", "stock")])
+def test_checkpoint_of_one_continues_in_the_other(first, second, tmp_path):
+    """Save after 2 of 4 iterations with one, load with the other: the same last 2 iterations."""
+    flags = [*TP2, "--mock-data"]
+    extra = {"stock": [], "ours": OURS}
+    whole = train(tmp_path / "whole", *flags, *extra[first], ranks=2)
+    checkpoint = ["--save", tmp_path / "saved", "--save-interval", 2]
+    train(tmp_path / "a", *flags, *extra[first], *checkpoint, "--exit-interval", 2, ranks=2)
+    resumed = train(tmp_path / "b", *flags, *extra[second], "--load", tmp_path / "saved", ranks=2)
+    assert [record["iteration"] for record in resumed.records] == [3, 4]
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(resumed.values(name), whole.values(name)[2:], rtol=1e-5)
