@@ -63,7 +63,7 @@ def data() -> None:
     """Prepare, inspect and synthesize data sets in Megatron's .bin/.idx format."""
 
 
-@data.command()
+@data.command(short_help="Turn source files, JSONL or FASTA into a data set.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @output_prefix
 @click.option(
@@ -127,7 +127,7 @@ def prepare(inputs: tuple[str, ...], output_prefix: str, as_json: bool, **option
     _report(output_prefix, metadata, as_json)
 
 
-@data.command()
+@data.command(short_help="Show how long the sequences of a data set are.")
 @click.argument("prefix")
 @click.option("--scale", type=RATIO, default="1", help="Multiply the buckets' edges, 1/32 say.")
 @click.option("--plot", metavar="FILE", help="Draw it too: .png, .svg or .pdf.")
@@ -166,14 +166,26 @@ def lengths(prefix: str, scale: float, plot: str | None, as_json: bool) -> None:
         click.echo(f"drew {plot}")
 
 
-@data.command()
+@data.command(short_help="Write documents with published lengths.")
 @output_prefix
-@click.option("--distribution", type=click.Choice(["githubcode", "grch38"]), required=True)
+@click.option(
+    "--distribution",
+    type=click.Choice(["githubcode", "grch38"]),
+    required=True,
+    help="Whose published lengths.",
+)
 @click.option("--documents", type=COUNT, required=True, metavar="N", help="How many.")
 @click.option("--scale", type=RATIO, default="1", help="Multiply the lengths, 1/32 say.")
 @click.option("--max-tokens", type=COUNT, metavar="N", help="Cut longer documents to N tokens.")
-@click.option("--vocab-size", type=COUNT, default=256, show_default=True, metavar="N")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--vocab-size",
+    type=COUNT,
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Number of ids; the last ends a document.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same bytes.")
 @overwrite_option
 @json_option
 def synthesize(output_prefix: str, documents: int, as_json: bool, **options: Any) -> None:

@@ -66,9 +66,10 @@ class FastaSource:
                         continue
                     bases = data.translate(None, b" \t\r\n")
                     if bases and not place:
+                        blank_lines = data[: len(data) - len(data.lstrip())].count(b"\n")
                         raise SourceError(
-                            f"{path}:{line_number}: sequence before the first line that starts "
-                            "with '>': this is no FASTA file"
+                            f"{path}:{line_number + blank_lines}: sequence before the first "
+                            "line that starts with '>': this is no FASTA file"
                         )
                     if foreign_letter(bases) is not None:
                         raise _foreign_letter_error(path, line_number, data)

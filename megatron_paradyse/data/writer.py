@@ -52,6 +52,8 @@ class DatasetWriter:
         existing = [self.prefix + s for s in SUFFIXES if os.path.lexists(self.prefix + s)]
         if existing and not overwrite:
             raise UserError(f"{existing[0]} exists: choose another prefix, or give --overwrite")
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise UserError(f"{folder} is not a folder: choose another prefix than {self.prefix}")
         os.makedirs(folder or ".", exist_ok=True)
         temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
         self._temporary = {suffix: temporary + suffix for suffix in SUFFIXES}
@@ -118,14 +120,21 @@ class DatasetWriter:
             stream.write(metadata.to_json())
         for path in self._temporary.values():
             _sync(path)
-        for suffix in reversed(SUFFIXES):
-            if os.path.lexists(self.prefix + suffix):
-                os.unlink(self.prefix + suffix)
-        for suffix in SUFFIXES:
-            os.replace(self._temporary[suffix], self.prefix + suffix)
+        self._remove_named()
+        try:
+            for suffix in SUFFIXES:
+                os.replace(self._temporary[suffix], self.prefix + suffix)
+        except BaseException:
+            self._remove_named()
+            raise
         _sync(os.path.dirname(self.prefix) or ".")
         self._committed = True
         return metadata
+
+    def _remove_named(self) -> None:
+        for suffix in reversed(SUFFIXES):
+            if os.path.lexists(self.prefix + suffix):
+                os.unlink(self.prefix + suffix)
 
     def _remove_temporary(self) -> None:
         for path in self._temporary.values():
