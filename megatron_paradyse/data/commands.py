@@ -1,0 +1,274 @@
+"""`megatron-paradyse data`: options and what they print; the work is imported when it is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import parse_count, parse_ratio
+
+if TYPE_CHECKING:
+    from megatron_paradyse.data.metadata import DatasetMetadata
+
+JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
+FASTA_SUFFIXES = (".fa", ".fasta", ".fna", ".ffn", ".frn")
+# Written out here, because help must not import what builds them; a test compares.
+MEGATRON_TOKENIZERS = (
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "GPT2BPETokenizer",
+)
+
+
+class _Parsed(click.ParamType[Any]):
+    """A click type from a function that raises UserError."""
+
+    def __init__(self, name: str, parse: Any) -> None:
+        self.name = name
+        self.parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self.parse(value)
+        except UserError as error:
+            self.fail(str(error), param, ctx)
+
+
+COUNT = _Parsed("count", parse_count)
+RATIO = _Parsed("factor", parse_ratio)
+
+output_prefix = click.option(
+    "-o",
+    "--output-prefix",
+    required=True,
+    metavar="PREFIX",
+    help="Write PREFIX.bin, PREFIX.idx and PREFIX.json.",
+)
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing data set.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+
+
+@click.group()
+def data() -> None:
+    """Prepare, inspect and synthesize data sets in Megatron's .bin/.idx format."""
+
+
+@data.command(short_help="Turn source files, JSONL or FASTA into a data set.")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@output_prefix
+@click.option(
+    "--source",
+    type=click.Choice(["auto", "tree", "jsonl", "fasta"]),
+    default="auto",
+    show_default=True,
+    help="What INPUT is; auto: a folder is a tree, files by their suffix.",
+)
+@click.option(
+    "--tokenizer",
+    "--tokenizer-type",
+    type=click.Choice(["bytes", "kmer", *MEGATRON_TOKENIZERS]),
+    help="Default: kmer for FASTA, else bytes.",
+)
+@click.option("--kmer", type=int, default=3, show_default=True, metavar="K", help="kmer: bases.")
+@click.option("--tokenizer-model", metavar="PATH", help="File or folder of a Megatron tokenizer.")
+@click.option("--vocab-file", metavar="PATH", help="GPT2BPETokenizer: vocab.json.")
+@click.option("--merge-file", metavar="PATH", help="GPT2BPETokenizer: merges.txt.")
+@click.option("--suffix", multiple=True, metavar=".EXT", help="tree: files to take [.py].")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="tree: also leave these out.")
+@click.option("--key", default="text", show_default=True, help="jsonl: where the text is.")
+@click.option("--split-bases", type=COUNT, metavar="N", help="fasta: N bases a document.")
+@click.option(
+    "--append-eod/--no-append-eod",
+    default=True,
+    show_default=True,
+    help="End each document with the end-of-document token.",
+)
+@click.option("--strict", is_flag=True, help="An empty document is an error, not left out.")
+@click.option("--max-documents", type=COUNT, metavar="N", help="Stop after N documents.")
+@overwrite_option
+@json_option
+def prepare(inputs: tuple[str, ...], output_prefix: str, as_json: bool, **options: Any) -> None:
+    """Turn source files, JSONL or FASTA (.gz too) into a data set; one document, one sequence.
+
+    A tree leaves out symbolic links, site-packages, __pycache__, .git and the like. K = 1024.
+
+    \b
+    Examples:
+      megatron-paradyse data prepare my_project/ -o data/code
+      megatron-paradyse data prepare docs.jsonl.gz --key body -o data/docs \\
+          --tokenizer GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+      megatron-paradyse data prepare GRCh38.fa.gz --split-bases 1M -o data/grch38
+    """
+    from megatron_paradyse.data import prepare as work
+
+    source_kind = _source_kind(inputs, options["source"])
+    source = _source(source_kind, inputs, options)
+    name = options["tokenizer"] or ("kmer" if source_kind == "fasta" else "bytes")
+    metadata = work.prepare(
+        source,
+        _tokenizer(name, options),
+        output_prefix,
+        append_eod=options["append_eod"],
+        strict=options["strict"],
+        max_documents=options["max_documents"],
+        overwrite=options["overwrite"],
+        quiet=as_json,
+    )
+    _report(output_prefix, metadata, as_json)
+
+
+@data.command(short_help="Show how long the sequences of a data set are.")
+@click.argument("prefix")
+@click.option("--scale", type=RATIO, default="1", help="Multiply the buckets' edges, 1/32 say.")
+@click.option("--plot", metavar="FILE", help="Draw it too: .png, .svg or .pdf.")
+@json_option
+def lengths(prefix: str, scale: float, plot: str | None, as_json: bool) -> None:
+    """Show how long the sequences of PREFIX.idx are, beside the paper's two corpora.
+
+    \b
+    Examples:
+      megatron-paradyse data lengths data/code
+      megatron-paradyse data lengths data/synthetic --scale 1/32 --plot lengths.png
+    """
+    from megatron_paradyse.data import lengths as work
+    from megatron_paradyse.data.index import read_index
+    from megatron_paradyse.data.metadata import read_metadata
+
+    index = read_index(prefix)
+    summary = work.summarize(index, scale)
+    if plot is not None:
+        from megatron_paradyse.data.lengths_plot import plot_lengths
+
+        described = os.path.exists(index.prefix + ".json")
+        synthetic = described and read_metadata(index.prefix).is_synthetic
+        source = "synthetic data" if synthetic else "measured"
+        label = os.path.basename(index.prefix)
+        plot_lengths(summary, plot, label=label, source=f"{label}: {source}")
+    if as_json:
+        click.echo(json.dumps(work.to_json_values(summary), indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(work.length_table(summary))
+    for line in work.summary_lines(summary):
+        click.echo(line)
+    if plot is not None:
+        click.echo(f"drew {plot}")
+
+
+@data.command(short_help="Write documents with published lengths.")
+@output_prefix
+@click.option(
+    "--distribution",
+    type=click.Choice(["githubcode", "grch38"]),
+    required=True,
+    help="Whose published lengths.",
+)
+@click.option("--documents", type=COUNT, required=True, metavar="N", help="How many.")
+@click.option("--scale", type=RATIO, default="1", help="Multiply the lengths, 1/32 say.")
+@click.option("--max-tokens", type=COUNT, metavar="N", help="Cut longer documents to N tokens.")
+@click.option(
+    "--vocab-size",
+    type=COUNT,
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Number of ids; the last ends a document.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same bytes.")
+@overwrite_option
+@json_option
+def synthesize(output_prefix: str, documents: int, as_json: bool, **options: Any) -> None:
+    """Write documents with the lengths of one of the paper's corpora and learnable tokens.
+
+    Lengths are log-uniform inside each published bucket, from 32 tokens up to the published
+    maximum (GitHubCode 309K, GRCh38 624K; K = 1024). Tokens are a Markov chain, so a loss falls.
+
+    \b
+    Example:
+      megatron-paradyse data synthesize --distribution githubcode --documents 1000 \\
+          --scale 1/32 -o data/synthetic
+    """
+    from megatron_paradyse.data import synthesize as work
+
+    metadata = work.synthesize(output_prefix, num_documents=documents, quiet=as_json, **options)
+    _report(output_prefix, metadata, as_json)
+
+
+def _source_kind(inputs: tuple[str, ...], asked: str) -> str:
+    if asked != "auto":
+        return asked
+    kinds = set()
+    for path in inputs:
+        name = path.lower().removesuffix(".gz")
+        if os.path.isdir(path):
+            kinds.add("tree")
+        elif name.endswith(JSONL_SUFFIXES):
+            kinds.add("jsonl")
+        elif name.endswith(FASTA_SUFFIXES):
+            kinds.add("fasta")
+        elif not os.path.exists(path):
+            raise UserError(f"{path} does not exist: check the path")
+        else:
+            raise UserError(f"{path}: unknown kind of file: give --source tree, jsonl or fasta")
+    if len(kinds) > 1:
+        raise UserError(f"inputs of kinds {', '.join(sorted(kinds))}: prepare each kind alone")
+    return kinds.pop()
+
+
+def _source(kind: str, inputs: tuple[str, ...], options: dict[str, Any]) -> Any:
+    from megatron_paradyse.data import fasta, sources
+
+    if kind == "tree":
+        return sources.TreeSource(
+            inputs,
+            suffixes=options["suffix"] or sources.DEFAULT_SUFFIXES,
+            exclude=(*sources.DEFAULT_EXCLUDES, *options["exclude"]),
+        )
+    if kind == "jsonl":
+        return sources.JsonlSource(inputs, key=options["key"])
+    return fasta.FastaSource(inputs, split_bases=options["split_bases"])
+
+
+def _tokenizer(name: str, options: dict[str, Any]) -> Any:
+    from megatron_paradyse.data import tokenizers
+
+    files = {
+        "model": options["tokenizer_model"],
+        "vocab_file": options["vocab_file"],
+        "merge_file": options["merge_file"],
+    }
+    if name in MEGATRON_TOKENIZERS:
+        from megatron_paradyse.data.megatron_tokenizers import MegatronTokenizer
+
+        return MegatronTokenizer(name, **files)
+    if any(files.values()):
+        raise UserError(f"--tokenizer {name} reads no files: name the type with --tokenizer")
+    return (
+        tokenizers.KmerTokenizer(options["kmer"]) if name == "kmer" else tokenizers.BytesTokenizer()
+    )
+
+
+def _report(prefix: str, metadata: DatasetMetadata, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"prefix": prefix, **dataclasses.asdict(metadata)}, indent=2))
+        return
+    empty = metadata.num_empty_documents
+    left_out = f"; left out {empty:,} empty" if empty else ""
+    click.echo(
+        f"{prefix}.bin, .idx, .json: {metadata.num_documents:,} documents, "
+        f"{metadata.num_tokens:,} tokens, longest {metadata.max_document_tokens:,}{left_out}"
+    )
+    click.echo(
+        f"tokenizer {metadata.tokenizer}, vocabulary {metadata.vocab_size:,} ({metadata.dtype})"
+    )

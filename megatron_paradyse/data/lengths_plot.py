@@ -1,0 +1,73 @@
+"""The length histogram as a figure, beside the paper's two distributions."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+from megatron_paradyse.data.distributions import DISTRIBUTIONS, PAPER, bucket_labels
+from megatron_paradyse.data.lengths import LengthSummary
+from megatron_paradyse.errors import UserError
+
+# Okabe and Ito's colours, told apart by the colour-blind; hatches, so that a grey print does too.
+COLOURS = ("#0072B2", "#E69F00", "#009E73")
+HATCHES = ("", "//", "..")
+
+
+def plot_lengths(summary: LengthSummary, path: str, *, label: str, source: str) -> None:
+    """Draw shares of sequences per bucket into path (.png, .svg or .pdf), all or nothing.
+
+    label names the data set in the legend; source says what it is (measured, synthetic).
+    """
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"a figure ends in .png, .svg or .pdf, got {path}")
+    # Without pyplot: no display, no state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    rows = [(label, summary.percent)]
+    rows += [(f"{row.title} (paper)", row.percent) for row in DISTRIBUTIONS.values()]
+    width = 0.8 / len(rows)
+    for i, (name, percent) in enumerate(rows):
+        positions = [bucket - 0.4 + (i + 0.5) * width for bucket in range(len(percent))]
+        bars = axes.bar(
+            positions,
+            percent,
+            width,
+            label=name,
+            color=COLOURS[i],
+            hatch=HATCHES[i],
+            edgecolor="white",
+        )
+        axes.bar_label(bars, fmt=_bar_text, fontsize=7, padding=1)
+    axes.set_xticks(range(len(summary.percent)), bucket_labels(summary.scale))
+    scaled = f", edges x {summary.scale:g}" if summary.scale != 1 else ""
+    axes.set_xlabel(f"sequence length (tokens, K = 1024{scaled})")
+    axes.set_ylabel("share of sequences (%)")
+    axes.set_title(
+        f"{summary.num_sequences:,} sequences, {summary.num_tokens:,} tokens, "
+        f"longest {summary.max_tokens:,}",
+        fontsize=10,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    today = datetime.date.today().isoformat()
+    figure.supxlabel(f"{source}; paper: {PAPER}; drawn {today}", fontsize=7, color="0.35")
+    _save(figure, path, suffix)
+
+
+def _bar_text(percent: float) -> str:
+    return f"{percent:.1f}" if percent else ""
+
+
+def _save(figure: object, path: str, suffix: str) -> None:
+    temporary = f"{path}.{os.getpid()}.tmp{suffix}"
+    try:
+        figure.savefig(temporary, dpi=150)  # type: ignore[attr-defined]
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        raise

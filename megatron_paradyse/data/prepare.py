@@ -1,0 +1,103 @@
+"""Documents in, Megatron's .bin and .idx out: `data prepare` as a function."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from megatron_paradyse.data.metadata import DatasetMetadata
+from megatron_paradyse.data.progress import Progress
+from megatron_paradyse.data.sources import Chunk, Source, SourceError
+from megatron_paradyse.data.tokenizers import Tokenizer
+from megatron_paradyse.data.writer import DatasetWriter
+from megatron_paradyse.errors import UserError
+
+
+def prepare(
+    source: Source,
+    tokenizer: Tokenizer,
+    prefix: str,
+    *,
+    append_eod: bool = True,
+    strict: bool = False,
+    max_documents: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> DatasetMetadata:
+    """Tokenize the documents of source into PREFIX.bin, .idx and .json; each is one sequence.
+
+    Documents without tokens are counted and left out; with strict they are an error. Nothing is
+    left behind when it fails. Memory: a chunk (1 MiB) and its tokens for tokenizers that stream,
+    the longest document for the others, and about 150 bytes per document.
+
+    Raises UserError for bad input, with its place, and OSError.
+    """
+    if append_eod and tokenizer.eod is None:
+        raise UserError(f"{tokenizer.name} has no end-of-document token: give --no-append-eod")
+    if max_documents is not None and max_documents < 1:
+        raise UserError(f"at least 1 document is needed, got --max-documents {max_documents}")
+    empty_documents = 0
+    with (
+        DatasetWriter(prefix, tokenizer.vocab_size, overwrite=overwrite) as writer,
+        Progress("preparing", source.total_bytes, quiet=quiet) as progress,
+    ):
+        chunks = _watched(source, writer, progress)
+        for _, document in itertools.groupby(chunks, key=lambda chunk: chunk.document):
+            first = next(document)
+            pieces = (chunk.data for chunk in itertools.chain([first], document))
+            if not _write_document(writer, tokenizer, first.place, pieces, append_eod):
+                if strict:
+                    raise UserError(
+                        f"{first.place}: an empty document: remove it, or leave --strict away"
+                    )
+                empty_documents += 1
+            if writer.num_documents == max_documents:
+                break
+        if writer.num_documents == 0:
+            raise UserError(
+                f"the {source.kind} source holds no document with a token "
+                f"({empty_documents} empty): check the input"
+            )
+        return writer.commit(
+            tokenizer=tokenizer.name,
+            tokenizer_parameters=tokenizer.parameters(),
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            append_eod=append_eod,
+            num_empty_documents=empty_documents,
+            source=source.kind,
+            source_parameters=source.parameters(),
+        )
+
+
+def _watched(source: Source, writer: DatasetWriter, progress: Progress) -> Iterator[Chunk]:
+    for chunk in source.chunks():
+        progress.update(source.read_bytes, writer.num_documents, writer.num_tokens)
+        yield chunk
+
+
+def _write_document(
+    writer: DatasetWriter,
+    tokenizer: Tokenizer,
+    place: str,
+    pieces: Iterable[bytes],
+    append_eod: bool,
+) -> bool:
+    """Write one document; False when it has no tokens, and then nothing is written."""
+    is_empty = True
+    try:
+        for tokens in tokenizer.stream(pieces):
+            if len(tokens):
+                writer.add_tokens(tokens)
+                is_empty = False
+        if append_eod and not is_empty:
+            writer.add_tokens(np.array([tokenizer.eod]))
+    except SourceError:
+        raise
+    except UserError as error:
+        # A tokenizer or the writer knows the text but not where it came from.
+        raise UserError(f"{place}: {error}") from error
+    writer.end_document()
+    return not is_empty

@@ -1,0 +1,159 @@
+"""Write Megatron's .bin and .idx and our .json: streaming, and all or nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from megatron_paradyse.data.metadata import DatasetMetadata
+from megatron_paradyse.data.tokenizers import TokenArray
+from megatron_paradyse.errors import UserError
+
+MAX_DOCUMENT_TOKENS = np.iinfo(np.int32).max  # .idx keeps lengths as int32
+SUFFIXES = (".bin", ".idx", ".json")
+
+
+def smallest_dtype(vocab_size: int) -> type[np.number[Any]]:
+    """The smallest dtype of Megatron's that holds ids below vocab_size: uint8, uint16 or int32."""
+    if vocab_size <= 1 << 8:
+        return np.uint8
+    return np.uint16 if vocab_size <= 1 << 16 else np.int32
+
+
+class DatasetWriter:
+    """Writes a data set under temporary names; commit() gives it its names, leaving removes it.
+
+    Tokens go to the disk as they come: a document of any length costs no memory beyond the array
+    it is given in. Each document costs about 150 bytes until commit(), for its entry in the index.
+
+    .json is renamed last and removed first, so that a .json stands only beside the .bin and .idx
+    that it describes, whenever the process is killed.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int, *, overwrite: bool = False) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = smallest_dtype(vocab_size)
+        self.num_documents = 0
+        self.num_tokens = 0
+        self.max_document_tokens = 0
+        self._document_tokens = 0
+        self._committed = False
+        self._check_target(overwrite)
+
+    def _check_target(self, overwrite: bool) -> None:
+        folder, name = os.path.split(self.prefix)
+        if not name:
+            raise UserError(f"{self.prefix} is a folder: give PREFIX as folder/name")
+        existing = [self.prefix + s for s in SUFFIXES if os.path.lexists(self.prefix + s)]
+        if existing and not overwrite:
+            raise UserError(f"{existing[0]} exists: choose another prefix, or give --overwrite")
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise UserError(f"{folder} is not a folder: choose another prefix than {self.prefix}")
+        os.makedirs(folder or ".", exist_ok=True)
+        temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+        self._temporary = {suffix: temporary + suffix for suffix in SUFFIXES}
+
+    def __enter__(self) -> Self:
+        builder_class = _import_builder()
+        try:
+            self._builder = builder_class(self._temporary[".bin"], dtype=self.dtype)
+        except BaseException:
+            self._remove_temporary()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._committed:
+            try:
+                self._builder.data_file.close()
+            except OSError:
+                # A full disk fails again when the last buffer is flushed.
+                pass
+            finally:
+                self._remove_temporary()
+
+    def add_tokens(self, tokens: TokenArray) -> None:
+        """Append tokens to the document that is being written."""
+        self._document_tokens += len(tokens)
+        if self._document_tokens > MAX_DOCUMENT_TOKENS:
+            raise UserError(
+                f"a document of more than {MAX_DOCUMENT_TOKENS} tokens, which Megatron's index "
+                "cannot hold: split it (FASTA: --split-bases)"
+            )
+        # Not builder.add_item: that needs the whole document, as a tensor, and copies it twice.
+        self._builder.data_file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+
+    def end_document(self) -> None:
+        """Close the document; an empty one leaves no trace."""
+        tokens, self._document_tokens = self._document_tokens, 0
+        if tokens:
+            self._builder.sequence_lengths.append(tokens)
+            self._builder.end_document()
+            self.num_documents += 1
+            self.num_tokens += tokens
+            self.max_document_tokens = max(self.max_document_tokens, tokens)
+
+    def commit(self, **description: Any) -> DatasetMetadata:
+        """Write .idx and .json and give all three files their names; returns what .json says.
+
+        description: the fields of DatasetMetadata that the writer cannot know.
+        """
+        metadata = DatasetMetadata(
+            dtype=np.dtype(self.dtype).name,
+            num_documents=self.num_documents,
+            num_tokens=self.num_tokens,
+            max_document_tokens=self.max_document_tokens,
+            **description,
+        )
+        self._builder.finalize(self._temporary[".idx"])
+        with open(self._temporary[".json"], "w", encoding="utf-8") as stream:
+            stream.write(metadata.to_json())
+        for path in self._temporary.values():
+            _sync(path)
+        self._remove_named()
+        try:
+            for suffix in SUFFIXES:
+                os.replace(self._temporary[suffix], self.prefix + suffix)
+        except BaseException:
+            self._remove_named()
+            raise
+        _sync(os.path.dirname(self.prefix) or ".")
+        self._committed = True
+        return metadata
+
+    def _remove_named(self) -> None:
+        for suffix in reversed(SUFFIXES):
+            if os.path.lexists(self.prefix + suffix):
+                os.unlink(self.prefix + suffix)
+
+    def _remove_temporary(self) -> None:
+        for path in self._temporary.values():
+            if os.path.lexists(path):
+                os.unlink(path)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _import_builder() -> Any:
+    """Megatron's builder, imported late (torch, seconds) and without the chatter of its import."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    return IndexedDatasetBuilder

@@ -1,0 +1,51 @@
+"""Quantities as people write them: 128K tokens, a scale of 1/32."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from megatron_paradyse.errors import UserError
+
+KIBI = 1024
+_COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMG]?)i?", re.IGNORECASE)
+_RATIO = re.compile(r"\d{1,15}(?:\.\d{0,15})?(?:[eE][+-]?\d{1,2})?(?:/\d{1,15})?")
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3}
+
+
+def parse_count(text: str) -> int:
+    """Read `4096`, `4K` or `1.5M` as a whole number; K, M and G are powers of 1024.
+
+    Raises UserError when the text is something else or the number is not whole.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise UserError(f"a count is written like 4096, 128K or 1.5M (K = 1024), got {text[:40]!r}")
+    value = Fraction(match[1]) * KIBI ** _POWERS[match[2].upper()]
+    if value.denominator != 1:
+        raise UserError(f"a count must be whole, got {text[:40]!r} = {float(value):g}")
+    return int(value)
+
+
+def parse_ratio(text: str) -> float:
+    """Read `1/32`, `0.25` or `2` as a positive, finite factor; UserError otherwise."""
+    if _RATIO.fullmatch(text.strip()):
+        numerator, _, denominator = text.strip().partition("/")
+        if not denominator or int(denominator) > 0:
+            value = float(numerator) / int(denominator or 1)
+            if value > 0 and math.isfinite(value):
+                return value
+    raise UserError(f"a factor is written like 1/32, 0.25 or 2 and above 0, got {text[:40]!r}")
+
+
+def format_count(count: float) -> str:
+    """Write a count of tokens short: 4096 as 4K, 640 as 640, 1500 as 1.46K (K = 1024)."""
+    for symbol, power in (("G", 3), ("M", 2), ("K", 1)):
+        if count >= KIBI**power:
+            return (
+                f"{count / KIBI**power:.3g}{symbol}"
+                if count < 1000 * KIBI**power
+                else (f"{count / KIBI**power:.0f}{symbol}")
+            )
+    return f"{count:.3g}" if count < 1000 else f"{count:.0f}"

@@ -1,0 +1,156 @@
+"""PREFIX.json and PREFIX.idx: strict reading, and one-line errors for whatever they hold."""
+
+import dataclasses
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_paradyse.data.index import HEADER, MAGIC, read_index
+from megatron_paradyse.data.lengths import summarize
+from megatron_paradyse.data.metadata import DatasetMetadata, read_metadata
+from megatron_paradyse.errors import UserError
+
+GOOD = DatasetMetadata(
+    tokenizer="kmer",
+    tokenizer_parameters={"k": 3},
+    vocab_size=86,
+    eod=85,
+    append_eod=True,
+    dtype="uint8",
+    num_documents=2,
+    num_tokens=7,
+    max_document_tokens=5,
+    num_empty_documents=0,
+    source="fasta",
+    source_parameters={"split_bases": None},
+)
+
+
+def write_index(path, lengths, *, code=8, boundaries=None, extra=b""):
+    lengths = np.array(lengths, dtype="<i4")
+    boundaries = range(len(lengths) + 1) if boundaries is None else boundaries
+    path.write_bytes(
+        HEADER.pack(MAGIC, 1, code, len(lengths), len(boundaries))
+        + lengths.tobytes()
+        + np.zeros(len(lengths), dtype="<i8").tobytes()
+        + np.array(boundaries, dtype="<i8").tobytes()
+        + extra
+    )
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx", ".json"])
+def test_metadata_is_read_by_prefix_or_file(tmp_path, suffix):
+    (tmp_path / "a.b.json").write_text(GOOD.to_json())
+    assert read_metadata(str(tmp_path / "a.b") + suffix) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "schema_version must be 1, got 2"),
+        ({"schema_version": True}, "schema_version must be 1, got True"),
+        ({"vocab_size": None}, "vocab_size must be int, got None"),
+        ({"vocab_size": True}, "vocab_size must be int, got True"),
+        ({"vocab_size": 85}, "eod must be below vocab_size=85, got 85"),
+        ({"eod": -1}, "eod must be below"),
+        ({"eod": None}, "append_eod is true but eod is null"),
+        ({"eod": "85"}, "eod must be int or null, got '85'"),
+        ({"dtype": "int4"}, "dtype must be one of uint8, uint16, int32"),
+        ({"source": "web"}, "source must be one of"),
+        ({"num_tokens": 1}, "cannot be true together"),
+        ({"max_document_tokens": 8}, "cannot be true together"),
+        ({"surprise": 1}, "has unknown 'surprise'"),
+        ({"tokenizer": ...}, "lacks tokenizer"),
+    ],
+)
+def test_metadata_that_is_wrong_is_refused_with_its_key(tmp_path, change, message):
+    values = {**dataclasses.asdict(GOOD), **change}
+    values = {key: value for key, value in values.items() if value is not ...}
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=message):
+        read_metadata(tmp_path / "a")
+
+
+def test_metadata_that_is_absent_or_huge_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"a\.json does not exist.*data prepare"):
+        read_metadata(tmp_path / "a")
+    (tmp_path / "a.json").write_text(" " * (1 << 20) + "{}")
+    with pytest.raises(UserError, match="larger than 1 MiB"):
+        read_metadata(tmp_path / "a")
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.one_of(
+        st.binary(max_size=200),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text() | st.floats(),
+            lambda inner: st.dictionaries(
+                st.sampled_from(sorted(dataclasses.asdict(GOOD))) | st.text(), inner
+            ),
+        ).map(lambda value: json.dumps(value).encode()),
+        st.dictionaries(
+            st.sampled_from(sorted(dataclasses.asdict(GOOD))),
+            st.none() | st.integers() | st.text() | st.just({}),
+        ).map(lambda some: json.dumps({**dataclasses.asdict(GOOD), **some}).encode()),
+    )
+)
+def test_any_metadata_is_read_or_refused_in_one_line(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    try:
+        assert isinstance(read_metadata(tmp_path / "a"), DatasetMetadata)
+    except UserError as error:
+        assert len(str(error)) < 1000
+
+
+def test_lengths_are_read_from_an_index_of_megatron(tmp_path):
+    write_index(tmp_path / "a.idx", [5, 2, 9], boundaries=[0, 2, 3])
+    index = read_index(tmp_path / "a")
+    assert index.sequence_lengths.tolist() == [5, 2, 9]
+    assert (index.num_documents, index.dtype) == (2, "uint16")
+    write_index(tmp_path / "multimodal.idx", [5, 2], extra=b"\0\0")
+    assert read_index(tmp_path / "multimodal.idx").sequence_lengths.tolist() == [5, 2]
+
+
+def test_a_damaged_index_is_refused(tmp_path):
+    path = tmp_path / "a.idx"
+    with pytest.raises(UserError, match="does not exist"):
+        read_index(path)
+    cases = {
+        "are too few": b"MMIDIDX",
+        "no index of Megatron": b"\0" * 50,
+        "is damaged or unfinished": HEADER.pack(MAGIC, 1, 8, 2**63, 2**63),
+        "holds no documents": HEADER.pack(MAGIC, 1, 8, 0, 1) + struct.pack("<q", 0),
+    }
+    for message, content in cases.items():
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            read_index(path)
+    write_index(path, [3, -1])
+    with pytest.raises(UserError, match="a negative length"):
+        read_index(path)
+    write_index(path, [3, 1], extra=b"\0")
+    with pytest.raises(UserError, match="is damaged or unfinished"):
+        read_index(path)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)),
+    small=st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    use_small=st.booleans(),
+    code=st.integers(0, 255),
+    rest=st.binary(max_size=90),
+)
+def test_any_index_is_read_or_refused(tmp_path, counts, small, use_small, code, rest):
+    header = HEADER.pack(MAGIC, 1, code, *(small if use_small else counts))
+    (tmp_path / "a.idx").write_bytes(header + rest)
+    try:
+        summary = summarize(read_index(tmp_path / "a"))
+        assert sum(summary.bucket_sequences) == summary.num_sequences
+    except UserError as error:
+        assert "prepare the data again" in str(error)
