@@ -29,7 +29,7 @@ class DatasetWriter:
     """Writes a data set under temporary names; commit() gives it its names, leaving removes it.
 
     Tokens go to the disk as they come: a document of any length costs no memory beyond the array
-    it is given in. Each document costs about 150 bytes until commit(), for its entry in the index.
+    it is given in. Each document costs about 110 bytes until commit(), for its entry in the index.
 
     .json is renamed last and removed first, so that a .json stands only beside the .bin and .idx
     that it describes, whenever the process is killed.
@@ -41,7 +41,7 @@ class DatasetWriter:
         self.num_documents = 0
         self.num_tokens = 0
         self.max_document_tokens = 0
-        self._document_tokens = 0
+        self.document_tokens = 0  # of the document that is being written
         self._committed = False
         self._check_target(overwrite)
 
@@ -84,8 +84,8 @@ class DatasetWriter:
 
     def add_tokens(self, tokens: TokenArray) -> None:
         """Append tokens to the document that is being written."""
-        self._document_tokens += len(tokens)
-        if self._document_tokens > MAX_DOCUMENT_TOKENS:
+        self.document_tokens += len(tokens)
+        if self.document_tokens > MAX_DOCUMENT_TOKENS:
             raise UserError(
                 f"a document of more than {MAX_DOCUMENT_TOKENS} tokens, which Megatron's index "
                 "cannot hold: split it (FASTA: --split-bases)"
@@ -95,7 +95,7 @@ class DatasetWriter:
 
     def end_document(self) -> None:
         """Close the document; an empty one leaves no trace."""
-        tokens, self._document_tokens = self._document_tokens, 0
+        tokens, self.document_tokens = self.document_tokens, 0
         if tokens:
             self._builder.sequence_lengths.append(tokens)
             self._builder.end_document()
