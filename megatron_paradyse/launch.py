@@ -10,10 +10,11 @@ import runpy
 import sys
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.train.plugin import install, run
+from megatron_paradyse.train.plugin import install, show_user_errors_in_one_line
 
 
 def main() -> None:
+    show_user_errors_in_one_line()
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise UserError(
             "no script: torchrun ... -m megatron_paradyse.launch path/to/pretrain_gpt.py <flags>"
@@ -28,4 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from megatron_paradyse.train.plugin import install, run
+from megatron_paradyse.train.plugin import install
 
 
 def main() -> None:
@@ -16,4 +16,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -12,6 +12,7 @@ import yaml
 from megatron_paradyse.errors import UserError
 
 SEQUENCES_CHOICES = ("documents", "fixed")
+LOG_CHOICES = ("megatron", "compact")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Settings:
     memory_budget: str | None = None
     smoothing: float = 0.05
     trace: str | None = None
+    log: str = "megatron"
     sequences: str = "documents"
     order: str = "shuffled"
     long_documents: str = "split"
@@ -57,7 +59,11 @@ def load_yaml_settings(path: str) -> dict[str, Any]:
             raise UserError(f"{where}: unknown key {key!r}: known are {', '.join(sorted(known))}")
         if key in settings:
             raise UserError(f"{where}: key {key!r} is given twice: keep one")
-        settings[key] = _checked(key, yaml.safe_load(yaml.serialize(value_node)), where)
+        try:
+            value = yaml.safe_load(yaml.serialize(value_node))
+        except yaml.YAMLError as error:
+            raise UserError(f"{where}: {' '.join(str(error).split())}") from error
+        settings[key] = _checked(key, value, where)
     return settings
 
 
@@ -76,6 +82,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
     from megatron_paradyse.data.order import ORDER_CHOICES
 
     choices = {
+        "log": LOG_CHOICES,
         "sequences": SEQUENCES_CHOICES,
         "order": ORDER_CHOICES,
         "long_documents": LONG_DOCUMENT_CHOICES,

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 
 from megatron_paradyse.data.documents import LONG_DOCUMENT_CHOICES
+from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.data.order import ORDER_CHOICES
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.settings import SEQUENCES_CHOICES, Settings, make_settings
+from megatron_paradyse.settings import LOG_CHOICES, SEQUENCES_CHOICES, Settings, make_settings
 
 SPEC = ["megatron_paradyse.layer_specs", "gpt_layer_spec"]
 
@@ -43,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="keep the previous plan when it is slower by at most this share (default 0.05)",
     )
     add("--paradyse-trace", metavar="FILE", help="write one JSON line per iteration to FILE")
+    add(
+        "--paradyse-log",
+        choices=LOG_CHOICES,
+        help="megatron: lengths and tokens/s at the end of Megatron's line per iteration "
+        "(default); compact: a short line instead",
+    )
     add(
         "--paradyse-sequences",
         choices=SEQUENCES_CHOICES,
@@ -148,12 +155,26 @@ def _prepare_documents(args: argparse.Namespace) -> None:
     if args.seq_length is None:
         raise UserError("--seq-length is missing: give the longest sequence to train on")
     args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens
+    _take_tokenizer_from_data(args)
     for entry in args.data_path or []:
         if not _is_number(entry) and not Path(f"{entry}.idx").is_file():
             raise UserError(
                 f"data file {entry}.idx not found: give --data-path the prefix that "
                 "'megatron-paradyse data prepare' wrote, without .bin or .idx"
             )
+
+
+def _take_tokenizer_from_data(args: argparse.Namespace) -> None:
+    """Without --tokenizer-type, the vocabulary that the data were prepared with."""
+    prefixes = [entry for entry in args.data_path or [] if not _is_number(entry)]
+    if args.tokenizer_type is not None or not prefixes:
+        return
+    if not Path(f"{prefixes[0]}.json").is_file():
+        return
+    metadata = read_metadata(prefixes[0])
+    args.tokenizer_type = "NullTokenizer"  # tokens are ready; only the vocabulary's size is needed
+    args.vocab_size = metadata.vocab_size
+    args.null_tokenizer_eod_id = metadata.eod
 
 
 def _is_number(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from megatron_paradyse.train.batch import meter
 
 
 class IterationLog:
-    """Times train_step and extends what training_log prints."""
+    """Times train_step and extends, or replaces, the line that training_log prints."""
 
-    def __init__(self, trace: str | None):
+    def __init__(self, *, style: str, trace: str | None):
+        """style: "megatron" appends to Megatron's line; "compact" prints a short one instead."""
+        self._style = style
         self._trace = Path(trace) if trace else None
-        self._seconds = 0.0
-        self._tokens = 0.0
-        self._longest = 0
-        self._logged = (0.0, 0.0, 0)
+        self._step_seconds = 0.0
+        self._interval = _Interval()
 
     def install(self) -> None:
         """Wrap train_step and training_log where Megatron's training loop looks them up."""
@@ -34,8 +35,7 @@ class IterationLog:
         def timed(*args, **kwargs):
             start = time.perf_counter()
             result = train_step(*args, **kwargs)
-            self._last_seconds = time.perf_counter() - start
-            self._seconds += self._last_seconds
+            self._step_seconds = time.perf_counter() - start
             return result
 
         return timed
@@ -44,16 +44,15 @@ class IterationLog:
         @functools.wraps(training_log)
         def extended(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs):
             tokens = kwargs.get("total_real_tokens_in_batch")
-            if tokens is None:
+            if tokens is None:  # fixed lengths: Megatron's own line says it all
                 return training_log(
                     loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs
                 )
             longest = _longest_over_replicas(meter.take())
-            self._tokens += tokens
-            self._longest = max(self._longest, longest)
-            self._record(iteration, loss_dict, tokens, longest)
+            self._interval.add(int(tokens), longest, self._step_seconds, loss_dict)
+            self._record(iteration, loss_dict, int(tokens), longest)
             print_line = training.print_rank_last
-            training.print_rank_last = lambda line: print_line(self._extend(line))
+            training.print_rank_last = lambda line: _print_on_last_rank(self._line(line, iteration))
             try:
                 return training_log(
                     loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs
@@ -63,19 +62,18 @@ class IterationLog:
 
         return extended
 
-    def _extend(self, line: str) -> str:
-        rate = self._tokens / self._seconds if self._seconds else 0.0
-        line += f" longest sequence: {self._longest} | tokens: {int(self._tokens)} |"
-        line += f" tokens/s: {rate:.1f} |"
-        self._seconds, self._tokens, self._longest = 0.0, 0.0, 0
-        return line
+    def _line(self, megatron_line: str, iteration: int) -> str:
+        interval, self._interval = self._interval, _Interval()
+        if self._style == "compact":
+            return f"iteration {iteration}/{get_args().train_iters} | {interval.compact()}"
+        return megatron_line + interval.extension()
 
-    def _record(self, iteration: int, loss_dict: dict, tokens: float, longest: int) -> None:
+    def _record(self, iteration: int, loss_dict: dict, tokens: int, longest: int) -> None:
         """Scalars for TensorBoard and W&B, and a line of the trace, on the last rank."""
         scalars = {
             "paradyse/tokens": tokens,
             "paradyse/longest-sequence": longest,
-            "paradyse/tokens-per-second": tokens / self._last_seconds,
+            "paradyse/tokens-per-second": tokens / self._step_seconds,
         }
         writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
         if writer and iteration % get_args().tensorboard_log_interval == 0:
@@ -86,13 +84,50 @@ class IterationLog:
         if self._trace and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             record = {
                 "iteration": iteration,
-                "tokens": int(tokens),
+                "tokens": tokens,
                 "longest_sequence_tokens": longest,
-                "seconds": round(self._last_seconds, 6),
+                "seconds": round(self._step_seconds, 6),
                 **{name: float(value) for name, value in loss_dict.items()},
             }
             with self._trace.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+
+
+def _print_on_last_rank(line: str) -> None:
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        sys.stdout.write(line + "\n")  # one write: ranks share the terminal
+        sys.stdout.flush()
+
+
+class _Interval:
+    """What happened since the last printed line."""
+
+    def __init__(self):
+        self.iterations = 0
+        self.tokens = 0
+        self.longest = 0
+        self.seconds = 0.0
+        self.losses: list[float] = []
+
+    def add(self, tokens: int, longest: int, seconds: float, loss_dict: dict) -> None:
+        self.iterations += 1
+        self.tokens += tokens
+        self.longest = max(self.longest, longest)
+        self.seconds += seconds
+        self.losses.extend(float(value) for value in loss_dict.values())
+
+    def extension(self) -> str:
+        return (
+            f" longest sequence: {self.longest} | tokens: {self.tokens} |"
+            f" tokens/s: {self.tokens / self.seconds:.1f} |"
+        )
+
+    def compact(self) -> str:
+        loss = sum(self.losses) / len(self.losses) if self.losses else float("nan")
+        return (
+            f"longest {self.longest:,} of {self.tokens:,} tokens | loss {loss:.4f} | "
+            f"{self.seconds / self.iterations:.2f} s | {self.tokens / self.seconds:,.0f} tokens/s"
+        )
 
 
 def _longest_over_replicas(lengths: list[int]) -> int:

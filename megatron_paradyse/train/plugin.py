@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
+import time
 from typing import NoReturn
 
 from megatron_paradyse.errors import UserError
+
+SECONDS_TO_BE_ENDED = 20
 
 _installed = False
 
@@ -25,6 +29,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    show_user_errors_in_one_line()
     import torch
 
     on_cpu = not torch.cuda.is_available()
@@ -124,7 +129,7 @@ def _enter(config, datasets_provider, forward_step):
     settings = get_args().paradyse_settings
     policy = make_policy(settings)
     config.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
-    IterationLog(settings.trace).install()
+    IterationLog(style=settings.log, trace=settings.trace).install()
     if settings.sequences == "fixed":
         return datasets_provider
     from megatron_paradyse.train.batch import document_batch
@@ -147,26 +152,44 @@ def _enter(config, datasets_provider, forward_step):
     return provide_document_iterators
 
 
-def run(main) -> NoReturn:
-    """Run main(); an error that the user can mend becomes one line and exit code 2."""
-    import os
+def show_user_errors_in_one_line() -> None:
+    """From now on an uncaught UserError is one line on stderr and exit code 2.
 
-    try:
-        main()
-    except UserError as error:
+    A rank that only lost its peer, because that one ended with an error, gives torchrun time to end
+    it before it says anything, so that the cause is not buried.
+    """
+    show_traceback = sys.excepthook
+
+    def hook(kind, error, traceback):
         if "--paradyse-debug" in sys.argv:
-            raise
-        _report(str(error), int(os.environ.get("RANK", "0")))
-        sys.stdout.flush()
-        os._exit(2)  # other ranks may wait in a collective: leave without waiting for them
-    sys.exit(0)
+            show_traceback(kind, error, traceback)
+        elif isinstance(error, UserError):
+            sys.stdout.flush()
+            _report(str(error))
+            os._exit(2)  # other ranks may wait in a collective: leave without waiting for them
+        else:
+            if _lost_peer(error):
+                time.sleep(SECONDS_TO_BE_ENDED)
+            show_traceback(kind, error, traceback)
+
+    sys.excepthook = hook
 
 
-def _report(message: str, rank: int) -> None:
-    """One line on stderr: from rank 0, or from any rank once ranks may differ."""
+def _lost_peer(error: BaseException) -> bool:
+    causes = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(cause in str(error) for cause in causes)
+
+
+def _report(message: str) -> None:
+    """One line on stderr, once: before ranks differ, rank 0 speaks for all.
+
+    The others then wait to be ended by torchrun, and speak for themselves if that does not happen:
+    what is wrong may be wrong on their machine alone.
+    """
     import torch
 
-    if torch.distributed.is_initialized():
-        print(f"error (rank {rank}): {message}", file=sys.stderr, flush=True)
-    elif rank == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and not torch.distributed.is_initialized():
+        time.sleep(SECONDS_TO_BE_ENDED)
+    name = "" if rank == "0" else f" (rank {rank})"
+    os.write(2, f"error{name}: {message}\n".encode())  # torch.distributed redirects sys.stderr

@@ -54,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    plugin.run(main)
+    main()

@@ -1,0 +1,56 @@
+"""Settings come from flags over YAML over defaults, and nothing unknown passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.settings import Settings, load_yaml_settings, make_settings
+
+
+def write(tmp_path, text):
+    path = tmp_path / "paradyse.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
+    path = write(tmp_path, "order: bucketed\nsmoothing: 0.1\nstrategies: [megatron_ts, metp]\n")
+    settings = make_settings({"order": "short-to-long", "trace": None}, path)
+    assert settings.order == "short-to-long"
+    assert settings.smoothing == 0.1
+    assert settings.strategies == ("megatron_ts", "metp")
+    assert settings.policy == Settings().policy
+
+
+def test_strategies_flag_is_a_comma_separated_list():
+    assert make_settings({"strategies": "metp, ulysses_z"}, None).strategies == ("metp", "ulysses_z")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a: 1\n", r"yaml:1: unknown key 'a': known are"),
+        ("order: shuffled\n\norder: shuffled\n", r"yaml:3: key 'order' is given twice"),
+        ("order: random\n", r"yaml:1: 'random' is not one of shuffled, short-to-long, bucketed"),
+        ("smoothing: 2\n", r"yaml:1: 2 is not a number from 0 to 1"),
+        ("smoothing: true\n", r"yaml:1: True is not a number"),
+        ("trace: 7\n", r"yaml:1: 7 is not a text"),
+        ("strategies: [1]\n", r"yaml:1: \[1\] is not a list of strategy names"),
+        ("- a\n", r"yaml:1: expected 'key: value' lines"),
+        ("a: [\n", r"is not YAML"),
+        ("trace: !!python/object/apply:os.getcwd []\n", r"yaml:1: "),
+    ],
+)
+def test_yaml_errors_name_file_line_and_value(tmp_path, text, message):
+    with pytest.raises(UserError, match=message):
+        make_settings({}, write(tmp_path, text))
+
+
+def test_missing_yaml_file(tmp_path):
+    with pytest.raises(UserError, match="nothing.yaml: No such file or directory: give an"):
+        load_yaml_settings(str(tmp_path / "nothing.yaml"))
+
+
+def test_empty_yaml_is_the_defaults(tmp_path):
+    assert make_settings({}, write(tmp_path, "# nothing\n")) == Settings()

@@ -1,0 +1,71 @@
+"""Bad input: one line that names the value and the remedy, exit code not 0, no rank left over."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from tests.train.harness import train, write_documents
+
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, [20] * 10 + [200])
+    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse"]
+
+
+CASES = {
+    "unknown flag": (["--paradise"], "unknown flag --paradise: did you mean --paradyse?"),
+    "tp and heads": (
+        ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--num-attention-heads", 7],
+        "--num-attention-heads 7 is not divisible by --tensor-model-parallel-size 2: "
+        "use --tensor-model-parallel-size 1",
+    ),
+    "sequence parallel off": (
+        ["--tensor-model-parallel-size", 2],
+        "--paradyse with --tensor-model-parallel-size 2 needs --sequence-parallel: add it",
+    ),
+    "missing data": (
+        [*TP2, "--data-path", "/nowhere/corpus"],
+        "data file /nowhere/corpus.idx not found: give --data-path the prefix",
+    ),
+    "too long": (
+        [*TP2, "--paradyse-long-documents", "refuse"],
+        "document 10 has 200 tokens, --seq-length 64 takes 65: raise --seq-length",
+    ),
+    "policy": ([*TP2, "--paradyse-policy", "fixed:megatron"], "'fixed:megatron'"),
+    "megatron's own check": ([*TP2, "--lr", "1e-3", "--min-lr", "1"], "Megatron refuses"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_refuses_with_one_line_and_leaves_no_rank(case, data, tmp_path):
+    flags, message = CASES[case]
+    start = time.monotonic()
+    run = train(tmp_path, *data, *flags, ranks=2, expect_code=None, timeout_seconds=120)
+    assert time.monotonic() - start < 120
+    assert run.code != 0
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error")]
+    assert len(errors) == 1 and message in errors[0], run.stderr[-3000:]
+    # torchrun, in its own process, reports by a traceback that a rank failed; no rank prints one
+    files = re.findall(r'File "([^"]+)", line', run.stderr)
+    assert all("torch/distributed/" in file or file == "<frozen runpy>" for file in files)
+
+
+def test_unknown_yaml_key_is_named_with_its_line(data, tmp_path):
+    config = tmp_path / "paradyse.yaml"
+    config.write_text("policy: fixed:megatron_ts\npolizy: fixed:metp\n")
+    run = train(tmp_path, *data, "--paradyse-config", config, ranks=1, expect_code=None)
+    assert run.code != 0
+    assert f"{config}:2: unknown key 'polizy': known are" in run.stderr
+
+
+def test_debug_shows_the_traceback(data, tmp_path):
+    run = train(tmp_path, *data, "--paradise", "--paradyse-debug", ranks=1, expect_code=None)
+    assert run.code != 0
+    assert "Traceback" in run.stderr and "UserError" in run.stderr

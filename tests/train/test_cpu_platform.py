@@ -1,0 +1,46 @@
+"""The CPU platform lets Megatron run without a GPU and changes no result."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tests.train.harness import MODEL, run_bounded
+
+
+@pytest.mark.parametrize("spec", ["stock", "paradyse"])
+def test_megatron_on_cpu_equals_plain_pytorch(spec):
+    """Losses and every gradient of a GPT against the same model in plain float64 PyTorch."""
+    flags = {**MODEL, "--num-layers": 2, "--hidden-size": 32, "--num-attention-heads": 4}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m"]
+    command += ["tests.train.compare_with_plain"]
+    command += [str(text) for pair in flags.items() for text in pair]
+    if spec == "paradyse":
+        command += ["--paradyse", "--paradyse-sequences", "fixed"]
+    code, stdout, stderr = run_bounded(command, timeout_seconds=120)
+    assert code == 0, stderr[-3000:]
+    assert "worst of" in stdout
+    assert stdout.count("Megatron runs on the CPU with gloo") == 1
+
+
+def test_it_is_refused_where_there_is_a_gpu(monkeypatch):
+    from megatron_paradyse import cpu_platform
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="with a GPU"):
+        cpu_platform.install()
+
+
+def test_it_is_not_imported_where_there_is_a_gpu():
+    """plugin.install() with a GPU in sight: Megatron as it is, cpu_platform never imported."""
+    code = (
+        "import sys, torch; torch.cuda.is_available = lambda: True\n"
+        "from megatron_paradyse.train import plugin\n"
+        "try:\n    plugin.install()\nexcept Exception as error:\n    print('stopped', error)\n"
+        "assert 'megatron_paradyse.cpu_platform' not in sys.modules\n"
+        "print('not imported')"
+    )
+    result, stdout, stderr = run_bounded([sys.executable, "-c", code], timeout_seconds=120)
+    assert result == 0 and "not imported" in stdout, stdout + stderr[-2000:]

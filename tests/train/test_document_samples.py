@@ -1,0 +1,171 @@
+"""Documents become samples: nothing dropped, nothing repeated, padding never counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_paradyse.data.documents import DocumentDataset, SampleStream, build_sample_table
+from megatron_paradyse.data.loader import Sharding, collate, microbatches
+from megatron_paradyse.data.order import ORDER_CHOICES, make_order
+from megatron_paradyse.errors import UserError
+from tests.train.harness import write_documents
+
+LENGTHS = [1, 2, 3, 17, 64, 65, 66, 200, 9, 31, 5, 129, 40, 40, 40, 7]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 20))
+def test_splitting_makes_every_prediction_exactly_once(token_counts, seq_length):
+    table = build_sample_table(
+        np.array(token_counts), seq_length=seq_length, long_documents="split"
+    )
+    targets = [
+        (document, start + 1 + i)
+        for document, start, length in zip(table.document, table.start, table.length, strict=True)
+        for i in range(length)
+    ]
+    expected = [(d, t) for d, count in enumerate(token_counts) for t in range(1, count)]
+    assert sorted(targets) == expected
+    assert all(1 <= length <= seq_length for length in table.length)
+    assert table.num_short == sum(count < 2 for count in token_counts)
+
+
+def test_truncating_keeps_the_head_and_counts_the_loss():
+    table = build_sample_table(np.array([5, 100]), seq_length=10, long_documents="truncate")
+    assert table.length.tolist() == [4, 10]
+    assert table.num_truncated == 1
+
+
+def test_refusing_names_the_document_and_the_remedy():
+    with pytest.raises(UserError, match="document 1 has 100 tokens, --seq-length 10.*raise"):
+        build_sample_table(np.array([5, 100]), seq_length=10, long_documents="refuse")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("documents") / "corpus"
+    write_documents(prefix, LENGTHS)
+    return DocumentDataset(
+        str(prefix), fraction=(0.0, 1.0), seq_length=64, long_documents="split"
+    )
+
+
+def test_samples_are_the_documents_tokens(dataset):
+    rebuilt: dict[int, list[int]] = {}
+    for i in range(len(dataset)):
+        document = int(dataset.samples.document[i])
+        tokens = dataset[i].tolist()
+        assert len(tokens) == dataset.lengths[i] + 1
+        if document in rebuilt:
+            assert rebuilt[document][-1] == tokens[0]  # neighbours share one token
+            rebuilt[document].extend(tokens[1:])
+        else:
+            rebuilt[document] = tokens
+    assert {d: len(t) for d, t in rebuilt.items()} == {
+        d: n for d, n in enumerate(LENGTHS) if n >= 2
+    }
+    for document, tokens in rebuilt.items():
+        whole = dataset._indexed.get(document)
+        assert tokens == whole.tolist()
+
+
+def test_splits_are_disjoint_and_complete(tmp_path):
+    write_documents(tmp_path / "corpus", [4] * 50)
+    documents = []
+    for fraction in ((0.0, 0.9), (0.9, 0.97), (0.97, 1.0)):
+        part = DocumentDataset(
+            str(tmp_path / "corpus"), fraction=fraction, seq_length=64, long_documents="split"
+        )
+        documents.extend(part.samples.document.tolist())
+    assert documents == list(range(50))
+
+
+@pytest.mark.parametrize("name", ORDER_CHOICES)
+def test_every_order_is_a_permutation_and_deterministic(name):
+    lengths = np.random.default_rng(0).integers(1, 1000, size=101)
+    order = make_order(name, seed=3, group=8)
+    for epoch in range(3):
+        assert sorted(order(lengths, epoch)) == list(range(101))
+        np.testing.assert_array_equal(order(lengths, epoch), order(lengths, epoch))
+
+
+def test_epochs_and_seeds_shuffle_differently():
+    lengths = np.ones(100)
+    shuffled = make_order("shuffled", seed=3, group=8)
+    assert (shuffled(lengths, 0) != shuffled(lengths, 1)).any()
+    assert (shuffled(lengths, 0) != make_order("shuffled", seed=4, group=8)(lengths, 0)).any()
+
+
+def test_short_to_long_is_sorted_and_bucketed_groups_are_alike():
+    lengths = np.random.default_rng(1).integers(1, 4096, size=400)
+    assert (np.diff(lengths[make_order("short-to-long", seed=0, group=8)(lengths, 0)]) >= 0).all()
+    order = make_order("bucketed", seed=0, group=8)(lengths, 0)
+    buckets = np.log2(lengths[order]).astype(int)
+    whole = sum(int(n) // 8 for n in np.bincount(buckets))
+    groups = buckets[: whole * 8].reshape(-1, 8)
+    assert (groups == groups[:, :1]).all()
+
+
+def stream_of(dataset, **kwargs):
+    options = {"weights": None, "order": make_order("shuffled", seed=1, group=4), "num_samples": 1}
+    return SampleStream([dataset], **{**options, **kwargs})
+
+
+def test_replicas_share_an_epoch_without_gap_or_overlap(dataset):
+    """All replicas' microbatches of an epoch together are the epoch, then the next begins."""
+    stream = stream_of(dataset)
+    seen = []
+    for replica in range(3):
+        sharding = Sharding(micro_batch_size=2, replica=replica, num_replicas=3)
+        for step in range(4):
+            seen.extend(sharding.positions(step * sharding.round_size))
+    assert sorted(seen) == list(range(24))
+    epoch = [stream._locate(k) for k in range(stream.epoch_samples)]
+    assert sorted(epoch) == [(0, i) for i in range(len(dataset))]
+
+
+def test_a_restart_resumes_at_the_exact_sample(dataset):
+    sharding = Sharding(micro_batch_size=2, replica=1, num_replicas=2)
+    options = {"sharding": sharding, "alignment": 4, "num_workers": 0}
+    whole = microbatches(stream_of(dataset), consumed=0, **options)
+    batches = [next(whole) for _ in range(9)]
+    resumed = microbatches(stream_of(dataset), consumed=5 * sharding.round_size, **options)
+    for expected in batches[5:]:
+        batch = next(resumed)
+        assert (batch["tokens"] == expected["tokens"]).all()
+        assert (batch["lengths"] == expected["lengths"]).all()
+
+
+def test_collate_pads_to_the_longest_and_the_alignment():
+    batch = collate([np.arange(1, 6), np.arange(1, 11)], alignment=8)
+    assert batch["tokens"].shape == (2, 17)
+    assert batch["lengths"].tolist() == [4, 9]
+    assert batch["tokens"][0].tolist() == [1, 2, 3, 4, 5] + [0] * 12
+
+
+def test_weights_blend_datasets_and_keep_each_ones_epochs(tmp_path):
+    for name, count in (("a", 10), ("b", 4)):
+        write_documents(tmp_path / name, [8] * count)
+    sets = [
+        DocumentDataset(
+            str(tmp_path / n), fraction=(0.0, 1.0), seq_length=64, long_documents="split"
+        )
+        for n in "ab"
+    ]
+    order = make_order("shuffled", seed=1, group=4)
+    stream = SampleStream(sets, weights=[3.0, 1.0], order=order, num_samples=40)
+    sources = [stream._locate(k) for k in range(80)]
+    assert sum(source == 0 for source, _ in sources[:40]) == 30
+    first = [index for source, index in sources if source == 0]
+    for epoch in range(6):
+        assert sorted(first[epoch * 10 : epoch * 10 + 10]) == list(range(10))
+
+
+def test_a_missing_file_is_named_with_the_remedy(tmp_path):
+    with pytest.raises(UserError, match=r"nothing\.idx not found.*data prepare"):
+        DocumentDataset(
+            str(tmp_path / "nothing"), fraction=(0.0, 1.0), seq_length=8, long_documents="split"
+        )

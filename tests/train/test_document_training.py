@@ -1,0 +1,77 @@
+"""Training on documents: the grid, padding and restarts change nothing."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.train.harness import LLAMA, train, write_documents
+
+LENGTHS = np.random.default_rng(5).integers(2, 90, size=60).tolist()
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, LENGTHS)
+    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3"]
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """One rank, one document per microbatch: no padding anywhere. Saves after 2 of 4 iterations."""
+    folder = tmp_path_factory.mktemp("alone")
+    saved = ["--save", folder / "saved", "--save-interval", 2]
+    run = train(folder, *data, *saved, "--micro-batch-size", 1, ranks=1)
+    (folder / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    return run, folder / "saved"
+
+
+@pytest.mark.parametrize(
+    "ranks, flags",
+    [
+        (1, ["--micro-batch-size", 4]),  # pads to the longest of four
+        (2, TP2),  # pads to multiples of four
+        (4, [*TP2, "--pipeline-model-parallel-size", 2]),  # microbatches of different lengths
+        (4, [*TP2, "--micro-batch-size", 1]),  # two replicas with documents of their own
+    ],
+    ids=["batch4", "tp2", "tp2-pp2", "tp2-dp2"],
+)
+def test_padding_and_grid_change_neither_loss_nor_gradient(ranks, flags, data, alone, tmp_path):
+    """From the checkpoint of one rank: the same two iterations on every grid."""
+    expected, checkpoint = alone
+    run = train(tmp_path, *data, *flags, "--load", checkpoint, ranks=ranks)
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(run.values(name), expected.values(name)[2:], rtol=1e-5)
+
+
+def test_resuming_continues_at_the_exact_sample(data, tmp_path):
+    """Killed after iteration 3 of 6 and started again: the same losses, on interleaved stages."""
+    flags = [*data, *TP2, "--train-iters", 6, "--hidden-dropout", 0.1, "--seed", 7]
+    saved = ["--save", tmp_path / "saved", "--save-interval", 3]
+    whole = train(tmp_path / "whole", *flags, *saved, ranks=2)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = train(tmp_path / "rest", *flags, "--load", tmp_path / "saved", ranks=2)
+    assert [record["iteration"] for record in resumed.records] == [4, 5, 6]
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(resumed.values(name), whole.values(name)[3:], rtol=1e-6)
+
+
+def test_interleaved_pipeline_evaluation_and_trace(data, tmp_path):
+    """Virtual stages, a blend of two data sets, validation, and one trace line per iteration."""
+    trace = tmp_path / "trace.jsonl"
+    prefix = data[1]
+    flags = ["--paradyse", "--data-path", 0.7, prefix, 0.3, prefix, "--split", "80,20,0", *LLAMA]
+    flags += ["--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1]
+    flags += ["--eval-iters", 1, "--eval-interval", 2, "--paradyse-order", "bucketed"]
+    flags += ["--paradyse-trace", trace, "--paradyse-log", "compact"]
+    run = train(tmp_path, *flags, ranks=2)
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
+    assert [line["tokens"] for line in lines] == run.values("tokens").tolist()
+    assert all(0 < line["longest_sequence_tokens"] <= 64 for line in lines)
+    assert run.stdout.count("validation loss at iteration 2") == 1
+    assert "iteration 4/4 | longest" in run.stdout

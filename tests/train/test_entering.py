@@ -1,0 +1,122 @@
+"""The three ways into Megatron: our module, the launcher, the patch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.train.harness import MODEL, ROOT, run_bounded, train, write_documents
+
+PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.0.patch"
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+needs_checkout = pytest.mark.skipif(
+    CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM core_v0.19.0 checkout"
+)
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+
+# The shape of Megatron-LM's pretrain_gpt.py: it imports the two functions, unpacks get_batch's list
+# in the order of BATCH_KEYS, and has a get_batch that the launcher must replace.
+SCRIPT = '''
+from functools import partial
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+BATCH_KEYS = ["attention_mask", "labels", "loss_mask", "position_ids", "tokens"]
+
+
+def get_batch(data_iterator, vp_stage=None):
+    raise AssertionError("not replaced")
+
+
+def loss_func(loss_mask, losses):
+    mask = loss_mask.view(-1)
+    loss = (losses.view(-1) * mask).sum()
+    report = torch.stack([loss.detach(), mask.sum()])
+    return loss, mask.sum().int(), {"lm loss": report}
+
+
+def forward_step(data_iterator, model):
+    mask, labels, loss_mask, positions, tokens = get_batch(data_iterator)
+    output = model(tokens, positions, mask, labels=labels)
+    return output, partial(loss_func, loss_mask)
+
+
+def provide(num_samples):
+    raise AssertionError("not replaced")
+
+
+if __name__ == "__main__":
+    args = parse_and_validate_args()
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, provide, ModelType.encoder_or_decoder, forward_step)
+'''
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, np.random.default_rng(2).integers(2, 90, size=60).tolist())
+    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", *TP2]
+
+
+@pytest.fixture(scope="module")
+def own_entry(data, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("own"), *data, ranks=2)
+
+
+def test_launcher_replaces_data_and_batches_of_a_pretrain_script(data, own_entry, tmp_path):
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(SCRIPT)
+    run = train(tmp_path, *data, ranks=2, entry=("script", str(script)))
+    np.testing.assert_allclose(run.values("loss"), own_entry.values("loss"), rtol=1e-6)
+
+
+@needs_checkout
+def test_launcher_runs_an_unmodified_checkout(data, own_entry, tmp_path):
+    script = Path(CHECKOUT) / "pretrain_gpt.py"
+    run = train(tmp_path, *data, ranks=2, entry=("script", str(script)))
+    np.testing.assert_allclose(run.values("loss"), own_entry.values("loss"), rtol=1e-6)
+    np.testing.assert_allclose(run.values("grad_norm"), own_entry.values("grad_norm"), rtol=1e-6)
+
+
+@needs_checkout
+def test_patch_applies_runs_and_reverts(data, tmp_path):
+    """The patched script alone, under torchrun, trains with --paradyse; -R restores the file."""
+    original = Path(CHECKOUT) / "pretrain_gpt.py"
+    for name in ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
+        shutil.copy(Path(CHECKOUT) / name, tmp_path)
+    apply = ["git", "apply", "--unidiff-zero"]
+    subprocess.run([*apply, str(PATCH)], cwd=tmp_path, check=True, timeout=30)
+    flags = {**MODEL, "--train-iters": 2}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(tmp_path / "pretrain_gpt.py")]
+    command += [str(text) for pair in flags.items() for text in pair]
+    code, stdout, stderr = run_bounded([*command, *map(str, data)], timeout_seconds=240)
+    assert code == 0, stderr[-3000:]
+    assert "tokens/s" in stdout
+    subprocess.run([*apply, "-R", str(PATCH)], cwd=tmp_path, check=True, timeout=30)
+    assert (tmp_path / "pretrain_gpt.py").read_text() == original.read_text()
+
+
+def test_patch_only_adds_lines():
+    lines = PATCH.read_text().splitlines()
+    assert [line for line in lines if line[:1] not in "+@-" or line[:1] == "-"] == [
+        "--- a/pretrain_gpt.py"
+    ]
+    assert sum(line.startswith("+") and not line.startswith("+++") for line in lines) == 2
+
+
+def test_without_the_flag_the_model_is_stock_megatrons(tmp_path):
+    """No switchable module, no hook, no extended log line."""
+    run = train(tmp_path, "--mock-data", *TP2, ranks=2)
+    assert "tokens/s" not in run.stdout
