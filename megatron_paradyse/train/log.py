@@ -48,9 +48,9 @@ class IterationLog:
                 return training_log(
                     loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs
                 )
-            longest = _longest_over_replicas(meter.take())
-            self._interval.add(int(tokens), longest, self._step_seconds, loss_dict)
-            self._record(iteration, loss_dict, int(tokens), longest)
+            lengths = _range_over_replicas(meter.take())
+            self._interval.add(int(tokens), lengths, self._step_seconds, loss_dict)
+            self._record(iteration, loss_dict, int(tokens), lengths)
             print_line = training.print_rank_last
             training.print_rank_last = lambda line: _print_on_last_rank(self._line(line, iteration))
             try:
@@ -68,11 +68,13 @@ class IterationLog:
             return f"iteration {iteration}/{get_args().train_iters} | {interval.compact()}"
         return megatron_line + interval.extension()
 
-    def _record(self, iteration: int, loss_dict: dict, tokens: int, longest: int) -> None:
+    def _record(
+        self, iteration: int, loss_dict: dict, tokens: int, lengths: tuple[int, int]
+    ) -> None:
         """Scalars for TensorBoard and W&B, and a line of the trace, on the last rank."""
         scalars = {
             "paradyse/tokens": tokens,
-            "paradyse/longest-sequence": longest,
+            "paradyse/longest-sequence": lengths[1],
             "paradyse/tokens-per-second": tokens / self._step_seconds,
         }
         writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
@@ -85,7 +87,8 @@ class IterationLog:
             record = {
                 "iteration": iteration,
                 "tokens": tokens,
-                "longest_sequence_tokens": longest,
+                "shortest_sequence_tokens": lengths[0],
+                "longest_sequence_tokens": lengths[1],
                 "seconds": round(self._step_seconds, 6),
                 **{name: float(value) for name, value in loss_dict.items()},
             }
@@ -105,38 +108,44 @@ class _Interval:
     def __init__(self):
         self.iterations = 0
         self.tokens = 0
-        self.longest = 0
+        self.shortest, self.longest = sys.maxsize, 0
         self.seconds = 0.0
         self.losses: list[float] = []
 
-    def add(self, tokens: int, longest: int, seconds: float, loss_dict: dict) -> None:
+    def add(
+        self, tokens: int, lengths: tuple[int, int], seconds: float, loss_dict: dict
+    ) -> None:
         self.iterations += 1
         self.tokens += tokens
-        self.longest = max(self.longest, longest)
+        self.shortest = min(self.shortest, lengths[0])
+        self.longest = max(self.longest, lengths[1])
         self.seconds += seconds
         self.losses.extend(float(value) for value in loss_dict.values())
 
     def extension(self) -> str:
         return (
-            f" longest sequence: {self.longest} | tokens: {self.tokens} |"
+            f" sequence lengths: {self.shortest} to {self.longest} | tokens: {self.tokens} |"
             f" tokens/s: {self.tokens / self.seconds:.1f} |"
         )
 
     def compact(self) -> str:
         loss = sum(self.losses) / len(self.losses) if self.losses else float("nan")
         return (
-            f"longest {self.longest:,} of {self.tokens:,} tokens | loss {loss:.4f} | "
-            f"{self.seconds / self.iterations:.2f} s | {self.tokens / self.seconds:,.0f} tokens/s"
+            f"lengths {self.shortest:,} to {self.longest:,}, {self.tokens:,} tokens | "
+            f"loss {loss:.4f} | {self.seconds / self.iterations:.2f} s | "
+            f"{self.tokens / self.seconds:,.0f} tokens/s"
         )
 
 
-def _longest_over_replicas(lengths: list[int]) -> int:
-    longest = max(lengths, default=0)
+def _range_over_replicas(lengths: list[int]) -> tuple[int, int]:
+    """The shortest and the longest sequence that any replica trained on."""
+    shortest, longest = min(lengths), max(lengths)
     if mpu.get_data_parallel_world_size() == 1:
-        return longest
+        return shortest, longest
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    value = torch.tensor(longest, device=device)
+    ends = torch.tensor([-shortest, longest], device=device)
     torch.distributed.all_reduce(
-        value, torch.distributed.ReduceOp.MAX, group=mpu.get_data_parallel_group()
+        ends, torch.distributed.ReduceOp.MAX, group=mpu.get_data_parallel_group()
     )
-    return int(value)
+    negated, longest = ends.tolist()
+    return -negated, longest

@@ -72,6 +72,9 @@ def test_interleaved_pipeline_evaluation_and_trace(data, tmp_path):
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
     assert [line["tokens"] for line in lines] == run.values("tokens").tolist()
-    assert all(0 < line["longest_sequence_tokens"] <= 64 for line in lines)
+    assert all(
+        0 < line["shortest_sequence_tokens"] <= line["longest_sequence_tokens"] <= 64
+        for line in lines
+    )
     assert run.stdout.count("validation loss at iteration 2") == 1
-    assert "iteration 4/4 | longest" in run.stdout
+    assert "iteration 4/4 | lengths" in run.stdout

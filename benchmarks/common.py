@@ -1,0 +1,107 @@
+"""What every benchmark shares: options, the description of the machine, the last line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="print the result as the last line")
+    parser.add_argument("--quick", action="store_true", help="a version of at most one minute")
+    parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
+    return parser
+
+
+def finish(name: str, result: dict, configuration: dict, arguments: argparse.Namespace) -> None:
+    """Print the result with hardware, versions and date, and save it if asked."""
+    document = {
+        "benchmark": name,
+        **result,
+        "configuration": configuration,
+        "hardware": hardware(),
+        "versions": versions(),
+        "date": datetime.date.today().isoformat(),
+        "quick": arguments.quick,
+    }
+    if arguments.save:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{name}-{hardware_tag()}.json"
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"wrote {path}", file=sys.stderr)
+    print(json.dumps(document))
+
+
+def hardware() -> dict:
+    import torch
+
+    described = {"cpu": _cpu_name(), "cores": os.cpu_count()}
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+        described["num_gpus"] = torch.cuda.device_count()
+    return described
+
+
+def hardware_tag() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name().lower().replace(" ", "-")
+    return f"cpu-{os.cpu_count()}-cores"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    names = ("torch", "megatron-core", "numpy", "xgboost")
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in names
+    }
+
+
+def spawn(module: str, arguments: list[str], *, ranks: int, timeout_seconds: float) -> None:
+    """Run `-m module` on gloo ranks of this machine; raises if one fails or the limit passes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", module, *arguments]
+        processes.append(subprocess.Popen(command, env=environment, stdout=sys.stderr))
+    try:
+        for process in processes:
+            if process.wait(timeout=timeout_seconds):
+                raise RuntimeError(f"{module}: a rank ended with exit code {process.returncode}")
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
