@@ -75,8 +75,11 @@ def balanced_spans(microbatch: Microbatch, p: int, rank: int) -> tuple[Span, ...
     """The spans of `rank` after swap_halves: first half of chunk r, second half of chunk p-1-r.
 
     Causal work grows linearly with the position, and the two halves' positions sum to the same on
-    every rank. Any chunk size will do: the first half takes the odd row.
+    every rank. Any chunk size will do: the first half takes the odd row. A rank that is its own
+    mirror holds its whole chunk.
     """
+    if rank == p - 1 - rank:
+        return contiguous_spans(microbatch, p, rank)
     size = microbatch.seq_length // p
     half = (size + 1) // 2
     first, second = rank * size, (p - 1 - rank) * size

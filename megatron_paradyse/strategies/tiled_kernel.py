@@ -47,7 +47,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Ten
         keep = _keep(probs, rule, rows, keys)
         if keep is not None:
             probs = probs * keep
-        out[:, :, rows] = _per_query(probs, v[:, :, keys])
+        out[:, :, rows] = per_query_head(probs, v[:, :, keys])
     return out, lse
 
 
@@ -66,15 +66,17 @@ def tiled_backward(
         k_tile, v_tile = wide_k[:, :, keys], wide_v[:, :, keys]
         q_tile, grad_tile = _wide(q[:, :, rows]), _wide(grad_out[:, :, rows])
         probs = _probabilities(_scores(q_tile, k_tile, rule, rows, keys), lse[:, :, rows])
-        grad_probs = _per_query(grad_tile, v_tile.transpose(-1, -2))
+        grad_probs = per_query_head(grad_tile, v_tile.transpose(-1, -2))
         keep = _keep(probs, rule, rows, keys)
         if keep is not None:
             grad_probs *= keep
-        grad_v[:, :, keys] += _per_key(probs if keep is None else probs * keep, grad_tile, v_tile)
+        grad_v[:, :, keys] += per_kv_head(
+            probs if keep is None else probs * keep, grad_tile, v_tile
+        )
         delta = (grad_tile * _wide(out[:, :, rows])).sum(-1, keepdim=True)
         grad_scores = probs * (grad_probs - delta) * rule.scale
-        grad_q[:, :, rows] = _per_query(grad_scores, k_tile)
-        grad_k[:, :, keys] += _per_key(grad_scores, q_tile, k_tile)
+        grad_q[:, :, rows] = per_query_head(grad_scores, k_tile)
+        grad_k[:, :, keys] += per_kv_head(grad_scores, q_tile, k_tile)
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
@@ -94,16 +96,22 @@ def _tiles(sq: int, sk: int, rule: BlockRule):
 
 
 def _scores(q: Tensor, k: Tensor, rule: BlockRule, rows: slice, keys: slice) -> Tensor:
-    scores = _per_query(_wide(q), k.transpose(-1, -2)) * rule.scale
-    if rule.causal or rule.window is not None:
-        q_position = torch.arange(rows.start, rows.stop, device=q.device) + rule.q_start
-        k_position = torch.arange(keys.start, keys.stop, device=q.device) + rule.k_start
-        distance = q_position[:, None] - k_position
-        hidden = distance < 0 if rule.causal else torch.zeros_like(distance, dtype=torch.bool)
-        if rule.window is not None:
-            hidden |= distance >= rule.window
-        scores.masked_fill_(hidden, float("-inf"))
+    scores = per_query_head(_wide(q), k.transpose(-1, -2)) * rule.scale
+    hide_(scores, rule, rows, keys)
     return scores
+
+
+def hide_(scores: Tensor, rule: BlockRule, rows: slice, keys: slice) -> None:
+    """Set the scores [..., rows, keys] that the block's causal or window mask hides to -inf."""
+    if not rule.causal and rule.window is None:
+        return
+    q_position = torch.arange(rows.start, rows.stop, device=scores.device) + rule.q_start
+    k_position = torch.arange(keys.start, keys.stop, device=scores.device) + rule.k_start
+    distance = q_position[:, None] - k_position
+    hidden = distance < 0 if rule.causal else torch.zeros_like(distance, dtype=torch.bool)
+    if rule.window is not None:
+        hidden |= distance >= rule.window
+    scores.masked_fill_(hidden, float("-inf"))
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
@@ -128,14 +136,14 @@ def _keep(probs: Tensor, rule: BlockRule, rows: slice, keys: slice) -> Tensor | 
     return keep.to(probs.dtype) / (1.0 - rule.dropout)
 
 
-def _per_query(x: Tensor, y: Tensor) -> Tensor:
+def per_query_head(x: Tensor, y: Tensor) -> Tensor:
     """[b, n, t, i] x [b, g, i, j] -> [b, n, t, j]: each group of n/g heads shares one y."""
     b, n, t, _ = x.shape
     g = y.shape[1]
     return (x.reshape(b, g, n // g * t, -1) @ y).view(b, n, t, -1)
 
 
-def _per_key(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
+def per_kv_head(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
     """[b, n, t, k]^T x [b, n, t, d] -> [b, g, k, d], summed over each group of n/g heads."""
     b, n, t, _ = x.shape
     g = like.shape[1]

@@ -1,0 +1,82 @@
+"""Attention over a ring: queries stay, key/value chunks go round, the next while one is used.
+
+Partial results are merged by log-sum-exp. In the backward, the gradients of a chunk of keys and
+values travel with it, in float32, and come home after p hops. From "Ring Attention with Blockwise
+Transformers for Near-Infinite Context" (Liu et al., 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from megatron_paradyse.strategies.blocks import Span
+from megatron_paradyse.strategies.collectives import ring_exchange_async
+from megatron_paradyse.strategies.local_attention import (
+    AttentionTask,
+    PartialOutput,
+    add_gradients_,
+    new_gradients,
+)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans_of_ranks: tuple[tuple[Span, ...], ...],
+    task: AttentionTask,
+    group: ProcessGroup,
+) -> Tensor:
+    """q [s/p, b, n, d], k and v [s/p, b, g, d] -> [s/p, b, n, d].
+
+    spans_of_ranks[r] are the positions that rank r's chunk holds. Keeps q, k, v, the output and
+    its lse. Sends k and v p-1 times forward; p-1 times, and p times float32 gradients, backward.
+    """
+    return _RingAttention.apply(q, k, v, spans_of_ranks, task, group)
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(ctx, q, k, v, spans_of_ranks, task, group):
+        p, rank = group.size(), group.rank()
+        mine = kv = torch.stack((k, v))
+        partial = PartialOutput(q)
+        for step in range(p):
+            coming = ring_exchange_async(kv, group) if step < p - 1 else None
+            source = (rank - step) % p
+            partial.add(
+                *kv, q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[source], task=task
+            )
+            if coming is not None:
+                kv = coming.wait()
+        out, lse = partial.result()
+        ctx.save_for_backward(q, mine, out, lse)
+        ctx.spans_of_ranks, ctx.task, ctx.group = spans_of_ranks, task, group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, kv, out, lse = ctx.saved_tensors
+        spans_of_ranks, group = ctx.spans_of_ranks, ctx.group
+        p, rank = group.size(), group.rank()
+        (grad_q,) = new_gradients(q)
+        grad_coming = None
+        for step in range(p):
+            coming = ring_exchange_async(kv, group) if step < p - 1 else None
+            (grad_kv,) = new_gradients(kv)
+            add_gradients_(
+                (grad_q, *grad_kv), grad_out, q, *kv, out, lse,
+                q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[(rank - step) % p],
+                task=ctx.task,
+            )  # fmt: skip
+            if grad_coming is not None:
+                grad_kv += grad_coming.wait()  # what the ranks before this one added
+            grad_coming = ring_exchange_async(grad_kv, group)
+            if coming is not None:
+                kv = coming.wait()
+        grad_k, grad_v = grad_coming.wait().to(q.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
