@@ -8,6 +8,7 @@ A query in no document gets out 0, lse -inf and gradients 0: no kernel ever sees
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,7 +118,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 def add_gradients_(
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: Sequence[Tensor],
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,

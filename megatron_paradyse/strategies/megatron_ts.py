@@ -80,22 +80,16 @@ def _heads_of_rank(qkv: Tensor, shape: AttentionShape, group: ProcessGroup) -> t
     With g < p the shards cut heads anywhere: all of them are gathered, as Megatron does, and the
     rank takes its query heads and the key/value head that those use.
     """
-    p, rank, g = group.size(), group.rank(), shape.num_kv_heads
+    p, rank, g, d = group.size(), group.rank(), shape.num_kv_heads, shape.head_dim
     if g >= p:
-        return split_heads(qkv, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim)
+        return split_heads(qkv, heads_per_group=shape.heads_per_group, head_dim=d)
     by_rank = gather_sequence(qkv[None], group)  # -> [p, s, b, (n + 2g) d / p]
-    mixed = by_rank.permute(1, 2, 0, 3).flatten(2)  # -> [s, b, (n + 2g) d]
-    ranks_per_group = p // g
-    size = shape.qkv_size // g
-    start = rank // ranks_per_group * size
-    q, k, v = split_heads(
-        mixed[..., start : start + size],
-        heads_per_group=shape.heads_per_group,
-        head_dim=shape.head_dim,
-    )
+    mixed = by_rank.permute(1, 2, 0, 3).flatten(2).unflatten(2, (g, -1, d))
+    heads = mixed[:, :, rank // (p // g)]  # [s, b, n/g + 2, d]
     num_heads = shape.num_heads // p
-    first = rank % ranks_per_group * num_heads
-    return q[:, :, first : first + num_heads], k, v
+    first = rank % (p // g) * num_heads
+    parts = (heads[:, :, first : first + num_heads], heads[:, :, -2:-1], heads[:, :, -1:])
+    return tuple(part.contiguous() for part in parts)
 
 
 class _ColumnLinear(Function):

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies.blocks import Span
-from megatron_paradyse.strategies.collectives import ring_exchange_async
+from megatron_paradyse.strategies.collectives import TravellingGradient, ring_exchange_async
 from megatron_paradyse.strategies.local_attention import (
     AttentionTask,
     PartialOutput,
@@ -49,7 +49,11 @@ class _RingAttention(Function):
             coming = ring_exchange_async(kv, group) if step < p - 1 else None
             source = (rank - step) % p
             partial.add(
-                *kv, q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[source], task=task
+                kv[0],
+                kv[1],
+                q_spans=spans_of_ranks[rank],
+                k_spans=spans_of_ranks[source],
+                task=task,
             )
             if coming is not None:
                 kv = coming.wait()
@@ -64,19 +68,17 @@ class _RingAttention(Function):
         spans_of_ranks, group = ctx.spans_of_ranks, ctx.group
         p, rank = group.size(), group.rank()
         (grad_q,) = new_gradients(q)
-        grad_coming = None
+        travelling = TravellingGradient(group)
         for step in range(p):
             coming = ring_exchange_async(kv, group) if step < p - 1 else None
             (grad_kv,) = new_gradients(kv)
             add_gradients_(
-                (grad_q, *grad_kv), grad_out, q, *kv, out, lse,
+                (grad_q, grad_kv[0], grad_kv[1]), grad_out, q, kv[0], kv[1], out, lse,
                 q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[(rank - step) % p],
                 task=ctx.task,
             )  # fmt: skip
-            if grad_coming is not None:
-                grad_kv += grad_coming.wait()  # what the ranks before this one added
-            grad_coming = ring_exchange_async(grad_kv, group)
+            travelling.add(grad_kv)
             if coming is not None:
                 kv = coming.wait()
-        grad_k, grad_v = grad_coming.wait().to(q.dtype)
+        grad_k, grad_v = travelling.home().to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
