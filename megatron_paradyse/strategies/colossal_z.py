@@ -11,8 +11,6 @@ Perspective" (Li et al., 2021), the ring self-attention of Colossal-AI.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -34,7 +32,7 @@ from megatron_paradyse.strategies.local_attention import (
     new_gradients,
 )
 from megatron_paradyse.strategies.tiled_kernel import hide_, per_kv_head, per_query_head
-from megatron_paradyse.strategies.zero import zero_attention, zero_mlp
+from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 
 
 def attention(
@@ -48,9 +46,12 @@ def attention(
 
     Keeps, besides q, k, v and the output, the probabilities [b, n, s/p, s].
     """
-    inner = partial(_RowAttention.apply, AttentionTask(shape, microbatch), group)
     spans = contiguous_spans(microbatch, group.size(), group.rank())
-    return zero_attention(x, weights, shape, microbatch, group, spans=spans, inner=inner)
+    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
+    proj = gather_weight(weights.proj.t(), group)
+    out = _RowAttention.apply(AttentionTask(shape, microbatch), group, q, k, v)
+    del q, k, v
+    return zero_proj(out, proj, weights, group)
 
 
 class _RowAttention(Function):

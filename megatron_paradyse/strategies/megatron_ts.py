@@ -49,10 +49,12 @@ def attention(
     p, rank = group.size(), group.rank()
     qkv = _ColumnLinear.apply(x, weights.qkv, weights.qkv_bias, group)
     q, k, v = _heads_of_rank(qkv, shape, group)
+    del qkv
     spans = whole(microbatch)
     q, k = normalise_and_rotate(q, k, weights, shape, microbatch, spans)
     task = AttentionTask(shape, microbatch, first_head=rank * shape.num_heads // p)
     out = local_attention(q, k, v, spans=spans, task=task)
+    del q, k, v
     return _RowLinear.apply(out.flatten(2), weights.proj, group, None)
 
 

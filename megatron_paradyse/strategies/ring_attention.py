@@ -7,7 +7,6 @@ Transformers for Near-Infinite Context" (Liu et al., 2023).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
@@ -24,26 +23,25 @@ from megatron_paradyse.strategies.local_attention import (
 
 def ring_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: Tensor,
     *,
     spans_of_ranks: tuple[tuple[Span, ...], ...],
     task: AttentionTask,
     group: ProcessGroup,
 ) -> Tensor:
-    """q [s/p, b, n, d], k and v [s/p, b, g, d] -> [s/p, b, n, d].
+    """q [s/p, b, n, d], keys and values kv [2, s/p, b, g, d] -> [s/p, b, n, d].
 
-    spans_of_ranks[r] are the positions that rank r's chunk holds. Keeps q, k, v, the output and
-    its lse. Sends k and v p-1 times forward; p-1 times, and p times float32 gradients, backward.
+    spans_of_ranks[r] are the positions that rank r's chunk holds. Keeps q, kv, the output and
+    its lse. Sends kv p-1 times forward; p-1 times, and p times float32 gradients, backward.
     """
-    return _RingAttention.apply(q, k, v, spans_of_ranks, task, group)
+    return _RingAttention.apply(q, kv, spans_of_ranks, task, group)
 
 
 class _RingAttention(Function):
     @staticmethod
-    def forward(ctx, q, k, v, spans_of_ranks, task, group):
+    def forward(ctx, q, kv, spans_of_ranks, task, group):
         p, rank = group.size(), group.rank()
-        mine = kv = torch.stack((k, v))
+        mine = kv
         partial = PartialOutput(q)
         for step in range(p):
             coming = ring_exchange_async(kv, group) if step < p - 1 else None
@@ -80,5 +78,4 @@ class _RingAttention(Function):
             travelling.add(grad_kv)
             if coming is not None:
                 kv = coming.wait()
-        grad_k, grad_v = travelling.home().to(q.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        return grad_q.to(q.dtype), travelling.home().to(kv.dtype), None, None, None
