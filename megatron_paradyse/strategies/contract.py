@@ -15,7 +15,7 @@ The resident layout, the same for every strategy, so that switching moves nothin
     qkv          [(n + 2g) d / p, h]   rows of Megatron's linear_qkv: for each key/value head its
                                        n/g query heads, then its key head, then its value head
     proj         [h, n d / p]          columns of Megatron's linear_proj
-    fc1          [f / p, h]            or, gated, [2 f / p, h]: the rank's gate rows, then its up rows
+    fc1          [f / p, h]            or, gated, [2 f / p, h]: the rank's gate rows, then up rows
     fc2          [h, f / p]
 
 Each function returns [s/p, b, h], and its backward returns the complete gradient of the rank's
@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megatron_paradyse.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +52,41 @@ class AttentionShape:
     qk_norm: str | None = None  # None, "layernorm", "rmsnorm" or "l2"
     qk_norm_eps: float = 1e-5
     qk_norm_plus_one: bool = False  # the norm's weight is stored less one
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                "attention needs n % g == 0 (query heads share key/value heads evenly), "
+                f"got n={self.num_heads}, g={self.num_kv_heads}"
+            )
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise UserError(
+                "a sliding window needs causal attention and at least 1 key, "
+                f"got window={self.window}, causal={self.causal}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"attention dropout lies in [0, 1), got {self.dropout}")
+        if self.qk_norm not in (None, "layernorm", "rmsnorm", "l2"):
+            raise UserError(f"qk_norm is layernorm, rmsnorm or l2, got {self.qk_norm!r}")
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the full qkv weight: (n + 2g) d."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def check_layout(shape: AttentionShape, p: int) -> None:
+    """Raise UserError unless the attention's weights split evenly over p ranks."""
+    n, g, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    if shape.qkv_size % p or n * d % p:
+        raise UserError(
+            "the layout needs (n + 2g) d % p == 0 and n d % p == 0, "
+            f"got n={n}, g={g}, d={d}, p={p}: use a p that divides both"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +116,7 @@ class MlpWeights:
 
     fc1: Tensor
     fc2: Tensor
-    fc1_bias: Tensor | None = None  # [f / p], or gated [2 f / p]
+    fc1_bias: Tensor | None = None  # [f / p], or gated [2 f / p]: gate, then up
 
 
 @dataclass(frozen=True)

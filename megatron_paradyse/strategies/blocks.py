@@ -1,0 +1,169 @@
+"""Which rectangles of the score matrix hold anything: the one place that knows the mask.
+
+Queries and keys come as contiguous ranges of global positions that are either the same range or
+disjoint (chunks of a sequence). Cut at document edges, each rectangle is then empty, full, or the
+square on the diagonal: never a general mask. A sliding window adds a band to some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+
+Documents = tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Contiguous rows of a rank's chunk: from `row` on they are positions [start, stop)."""
+
+    row: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of scores: sequences x queries x keys, with nothing masked but what is said.
+
+    Queries and keys are ranges of rows of the rank's chunks; q_start and k_start are the global
+    positions of the first of each.
+    """
+
+    sequences: tuple[int, int]
+    q_rows: tuple[int, int]
+    k_rows: tuple[int, int]
+    q_start: int
+    k_start: int
+    causal: bool  # the square on the diagonal: a query sees the keys up to its own position
+    window: int | None  # keys further back than window - 1 are hidden; None: no key here is
+
+    @property
+    def num_scores(self) -> int:
+        """Scores that are not masked, per head."""
+        rows = self.q_rows[1] - self.q_rows[0]
+        columns = self.k_rows[1] - self.k_rows[0]
+        sequences = self.sequences[1] - self.sequences[0]
+        if self.window is None:
+            return sequences * (rows * (rows + 1) // 2 if self.causal else rows * columns)
+        visible = 0
+        for q in range(self.q_start, self.q_start + rows):
+            last = min(q, self.k_start + columns - 1) if self.causal else self.k_start + columns - 1
+            visible += max(0, last - max(self.k_start, q - self.window + 1) + 1)
+        return sequences * visible
+
+
+def whole(microbatch: Microbatch) -> tuple[Span, ...]:
+    """The span of a rank that holds every position."""
+    return (Span(0, 0, microbatch.seq_length),)
+
+
+def contiguous_spans(microbatch: Microbatch, p: int, rank: int) -> tuple[Span, ...]:
+    """The span of `rank` in the resident layout: the rank-th contiguous chunk."""
+    size = microbatch.seq_length // p
+    return (Span(0, rank * size, (rank + 1) * size),)
+
+
+def balanced_spans(microbatch: Microbatch, p: int, rank: int) -> tuple[Span, ...]:
+    """The spans of `rank` after swap_halves: first half of chunk r, second half of chunk p-1-r.
+
+    Causal work grows linearly with the position, and the two halves' positions sum to the same on
+    every rank. Any chunk size will do: the first half takes the odd row. A rank that is its own
+    mirror holds its whole chunk.
+    """
+    if rank == p - 1 - rank:
+        return contiguous_spans(microbatch, p, rank)
+    size = microbatch.seq_length // p
+    half = (size + 1) // 2
+    first, second = rank * size, (p - 1 - rank) * size
+    spans = (Span(0, first, first + half), Span(half, second + half, second + size))
+    return tuple(span for span in spans if len(span))
+
+
+@lru_cache(maxsize=4096)
+def plan_blocks(
+    q_spans: tuple[Span, ...],
+    k_spans: tuple[Span, ...],
+    documents: Documents | None,
+    batch_size: int,
+    causal: bool,
+    window: int | None,
+) -> tuple[Block, ...]:
+    """The rectangles of q_spans x k_spans that are not empty, each full, diagonal or banded."""
+    blocks: list[Block] = []
+    for sequences, ranges in _sequences_alike(documents, batch_size):
+        for q_span in q_spans:
+            for k_span in k_spans:
+                pairs = [(q_span, k_span)] if ranges is None else _cut(q_span, k_span, ranges)
+                for q, k in pairs:
+                    block = _block(sequences, q, k, causal, window)
+                    if block is not None:
+                        blocks.append(block)
+    return tuple(blocks)
+
+
+def blocks_of(
+    q_spans: tuple[Span, ...],
+    k_spans: tuple[Span, ...],
+    shape: AttentionShape,
+    microbatch: Microbatch,
+) -> tuple[Block, ...]:
+    """plan_blocks with the mask of a layer and a microbatch."""
+    return plan_blocks(
+        q_spans, k_spans, microbatch.documents, microbatch.batch_size, shape.causal, shape.window
+    )
+
+
+def _sequences_alike(documents: Documents | None, batch_size: int):
+    """Runs of neighbouring sequences with the same documents, as ((first, stop), documents)."""
+    if documents is None:
+        yield (0, batch_size), None
+        return
+    first = 0
+    for ranges, run in groupby(documents):
+        stop = first + len(list(run))
+        yield (first, stop), ranges
+        first = stop
+
+
+def _cut(q_span: Span, k_span: Span, ranges: Sequence[tuple[int, int]]):
+    """The parts of two spans that lie in the same document."""
+    for start, stop in ranges:
+        q, k = _part(q_span, start, stop), _part(k_span, start, stop)
+        if len(q) > 0 and len(k) > 0:
+            yield q, k
+
+
+def _part(span: Span, start: int, stop: int) -> Span:
+    start, stop = max(start, span.start), min(stop, span.stop)
+    return Span(span.row + start - span.start, start, max(start, stop))
+
+
+def _block(
+    sequences: tuple[int, int], q: Span, k: Span, causal: bool, window: int | None
+) -> Block | None:
+    same = (q.start, q.stop) == (k.start, k.stop)
+    assert same or q.stop <= k.start or k.stop <= q.start, f"spans overlap in part: {q}, {k}"
+    if causal and k.start > q.start:
+        return None
+    if window is not None:
+        if q.start - (k.stop - 1) >= window:
+            return None  # even the nearest pair is too far apart
+        if (q.stop - 1) - k.start < window:
+            window = None  # even the farthest pair is near enough
+    return Block(
+        sequences=sequences,
+        q_rows=(q.row, q.row + len(q)),
+        k_rows=(k.row, k.row + len(k)),
+        q_start=q.start,
+        k_start=k.start,
+        causal=causal and same,
+        window=window,
+    )

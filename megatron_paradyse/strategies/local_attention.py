@@ -1,0 +1,208 @@
+"""Attention of the queries and keys that one rank holds, block by block, merged by log-sum-exp.
+
+Layouts: q, out [sq, b, n, d]; k, v [sk, b, g, d], views of any stride; lse [b, n, sq] in float32
+(float64 for float64). Partial results and gradients accumulate in float32 (float64).
+
+A query in no document gets out 0, lse -inf and gradients 0: no kernel ever sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_paradyse.strategies.blocks import Block, Span, blocks_of
+from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+from megatron_paradyse.strategies.kernels import Kernel, choose_kernel
+from megatron_paradyse.strategies.tiled_kernel import BlockRule
+
+
+@dataclass(frozen=True)
+class AttentionTask:
+    """What a rank's attention must know besides its tensors; first_head is global (dropout)."""
+
+    shape: AttentionShape
+    microbatch: Microbatch
+    first_head: int = 0
+
+    def blocks(self, q_spans: tuple[Span, ...], k_spans: tuple[Span, ...]) -> tuple[Block, ...]:
+        return blocks_of(q_spans, k_spans, self.shape, self.microbatch)
+
+    def rule(self, block: Block) -> BlockRule:
+        return BlockRule(
+            scale=self.shape.softmax_scale,
+            causal=block.causal,
+            window=block.window,
+            q_start=block.q_start,
+            k_start=block.k_start,
+            dropout=self.shape.dropout,
+            dropout_seed=self.microbatch.dropout_seed,
+            first_sequence=block.sequences[0],
+            first_head=self.first_head,
+        )
+
+    def kernel(self, q: Tensor, block: Block) -> Kernel:
+        return choose_kernel(q, window=block.window is not None, dropout=self.shape.dropout > 0.0)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class PartialOutput:
+    """The attention output of q so far; add() more keys in any order, then result()."""
+
+    def __init__(self, q: Tensor):
+        self.q = q
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(
+        self,
+        k: Tensor,
+        v: Tensor,
+        *,
+        q_spans: tuple[Span, ...],
+        k_spans: tuple[Span, ...],
+        task: AttentionTask,
+    ) -> None:
+        """Attend to k and v, which hold the positions k_spans."""
+        for block in task.blocks(q_spans, k_spans):
+            self._add_block(block, k, v, task)
+
+    def _add_block(self, block: Block, k: Tensor, v: Tensor, task: AttentionTask) -> None:
+        q_part, k_part, v_part = _cut(block, self.q, (k, v))
+        kernel = task.kernel(self.q, block)
+        out, lse = kernel.forward(q_part, k_part, v_part, task.rule(block))
+        out = out.permute(2, 0, 1, 3)
+        if self._out is None and _covers(block, self.q):
+            self._out, self._lse = out, lse
+            return
+        self._widen()
+        assert self._out is not None and self._lse is not None
+        rows, sequences = slice(*block.q_rows), slice(*block.sequences)
+        merge_(self._out[rows, sequences], self._lse[sequences, :, rows], out, lse)
+
+    def _widen(self) -> None:
+        """Make room, in the accumulation dtype, for every query."""
+        sq, b, n, _ = self.q.shape
+        dtype = accumulation_dtype(self.q.dtype)
+        if self._out is None:
+            self._out = torch.zeros_like(self.q, dtype=dtype, memory_format=torch.contiguous_format)
+            self._lse = self.q.new_full((b, n, sq), float("-inf"), dtype=dtype)
+        self._out = self._out.to(dtype)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out [sq, b, n, d] in the dtype of q, contiguous, and lse [b, n, sq]."""
+        if self._out is None:
+            self._widen()
+        assert self._out is not None and self._lse is not None
+        return self._out.to(self.q.dtype).contiguous(), self._lse
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge, in place, attention over more keys into attention over some.
+
+    out, block_out [sq, b, n, d]; lse, block_lse [b, n, sq]. With lse' = logaddexp(lse, block_lse):
+    out' = out + exp(block_lse - lse') (block_out - out), whose weight is
+    sigmoid(block_lse - lse): no exponential can overflow. Where neither saw a key, out stays 0.
+    block_out is used up.
+    """
+    weight = torch.sigmoid(block_lse - lse)
+    weight.masked_fill_(block_lse == float("-inf"), 0.0)
+    weight = weight.permute(2, 0, 1)[..., None]  # [b, n, sq] -> [sq, b, n, 1]
+    out.add_(block_out.to(out.dtype).sub_(out).mul_(weight))
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+def add_gradients_(
+    grads: Sequence[Tensor],
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    q_spans: tuple[Span, ...],
+    k_spans: tuple[Span, ...],
+    task: AttentionTask,
+) -> None:
+    """Add to grads = (grad_q, grad_k, grad_v) those of q's attention to k and v.
+
+    out and lse are q's over all keys, wherever they are. grads are of accumulation_dtype.
+    """
+    for block in task.blocks(q_spans, k_spans):
+        parts = _block_gradients(block, grad_out, q, k, v, out, lse, task)
+        rows = (block.q_rows, block.k_rows, block.k_rows)
+        for i in range(3):
+            grads[i][slice(*rows[i]), slice(*block.sequences)] += parts[i]
+        del parts  # before the next block's come
+
+
+def _block_gradients(block, grad_out, q, k, v, out, lse, task):
+    """Gradients of the block's part of q, k and v, each [rows, sequences, heads, d]."""
+    q_part, k_part, v_part = _cut(block, q, (k, v))
+    grad_part, out_part, _ = _cut(block, grad_out, (out, out), like_queries=True)
+    lse_part = lse[slice(*block.sequences), :, slice(*block.q_rows)]
+    grads = task.kernel(q, block).backward(
+        grad_part, q_part, k_part, v_part, out_part, lse_part.contiguous(), task.rule(block)
+    )
+    return tuple(grad.permute(2, 0, 1, 3) for grad in grads)
+
+
+def _cut(block: Block, q: Tensor, others: tuple[Tensor, Tensor], *, like_queries: bool = False):
+    """[s, b, n, d] -> the block's [sequences, n, rows, d], a view, of q and of two others."""
+    rows = (block.q_rows, *(2 * (block.q_rows if like_queries else block.k_rows,)))
+    return tuple(
+        x[slice(*r), slice(*block.sequences)].permute(1, 2, 0, 3)
+        for x, r in zip((q, *others), rows, strict=True)
+    )
+
+
+def _covers(block: Block, q: Tensor) -> bool:
+    return block.q_rows == (0, q.shape[0]) and block.sequences == (0, q.shape[1])
+
+
+class _LocalAttention(Function):
+    @staticmethod
+    def forward(ctx, q, k, v, spans, task):
+        partial = PartialOutput(q)
+        partial.add(k, v, q_spans=spans, k_spans=spans, task=task)
+        out, lse = partial.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.spans, ctx.task = spans, task
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, k, v, out, lse = ctx.saved_tensors
+        blocks = ctx.task.blocks(ctx.spans, ctx.spans)
+        if len(blocks) == 1 and _covers(blocks[0], q):
+            grads = _block_gradients(blocks[0], grad_out, q, k, v, out, lse, ctx.task)
+        else:
+            grads = new_gradients(q, k, v)
+            add_gradients_(
+                grads, grad_out, q, k, v, out, lse,
+                q_spans=ctx.spans, k_spans=ctx.spans, task=ctx.task,
+            )  # fmt: skip
+        return *(grad.to(q.dtype) for grad in grads), None, None
+
+
+def new_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Zeros like the tensors, contiguous, in the accumulation dtype."""
+    return tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in tensors)
+
+
+def local_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, spans: tuple[Span, ...], task: AttentionTask
+) -> Tensor:
+    """Attention among the positions `spans`: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d].
+
+    Keeps q, k, v, the output and its lse. The backward takes grad_out [s, b, n, d].
+    """
+    return _LocalAttention.apply(q, k, v, spans, task)

@@ -1,0 +1,65 @@
+"""MegatronCZ: context parallelism (ring attention over sequence shards); weights by ZeRO-3.
+
+    attention   x [s/p, b, h] -> qkv of all heads [s/p, b, n] -> ring attention -> proj
+    mlp         zero_mlp
+
+Causal attention over contiguous chunks would give the last rank most of the work. So rank r swaps
+the second half of its chunk with rank p-1-r before the attention and back after it: the rank then
+holds an early and a late half chunk, and at every step of the ring every rank has the same work.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans
+from megatron_paradyse.strategies.collectives import swap_halves
+from megatron_paradyse.strategies.contract import (
+    AttentionShape,
+    AttentionWeights,
+    Microbatch,
+    Strategy,
+    check_layout,
+)
+from megatron_paradyse.strategies.local_attention import AttentionTask
+from megatron_paradyse.strategies.ring_attention import ring_attention
+from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
+
+
+def attention(
+    x: Tensor,
+    weights: AttentionWeights,
+    shape: AttentionShape,
+    microbatch: Microbatch,
+    group: ProcessGroup,
+) -> Tensor:
+    """[s/p, b, h] -> [s/p, b, h]. Besides weights, k and v go round the ring.
+
+    When causal, half of x and half of the output change ranks: swapping [s/p, b, h] at both ends
+    of the layer's attention costs no more than swapping q, k, v and the output around the ring.
+    """
+    p, rank = group.size(), group.rank()
+    spans_of = balanced_spans if shape.causal else contiguous_spans
+    spans_of_ranks = tuple(spans_of(microbatch, p, r) for r in range(p))
+    if shape.causal:
+        x = swap_halves(x, group)
+    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans_of_ranks[rank])
+    proj = gather_weight(weights.proj.t(), group)
+    kv = torch.stack((k, v))
+    del k, v
+    out = ring_attention(
+        q,
+        kv,
+        spans_of_ranks=spans_of_ranks,
+        task=AttentionTask(shape, microbatch),
+        group=group,
+    )
+    y = zero_proj(out, proj, weights, group)
+    return swap_halves(y, group) if shape.causal else y
+
+
+STRATEGY = Strategy(
+    name="megatron_cz", title="MegatronCZ", attention=attention, mlp=zero_mlp, check=check_layout
+)

@@ -1,0 +1,81 @@
+"""Attention over a ring: queries stay, key/value chunks go round, the next while one is used.
+
+Partial results are merged by log-sum-exp. In the backward, the gradients of a chunk of keys and
+values travel with it, in float32, and come home after p hops. From "Ring Attention with Blockwise
+Transformers for Near-Infinite Context" (Liu et al., 2023).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from megatron_paradyse.strategies.blocks import Span
+from megatron_paradyse.strategies.collectives import TravellingGradient, ring_exchange_async
+from megatron_paradyse.strategies.local_attention import (
+    AttentionTask,
+    PartialOutput,
+    add_gradients_,
+    new_gradients,
+)
+
+
+def ring_attention(
+    q: Tensor,
+    kv: Tensor,
+    *,
+    spans_of_ranks: tuple[tuple[Span, ...], ...],
+    task: AttentionTask,
+    group: ProcessGroup,
+) -> Tensor:
+    """q [s/p, b, n, d], keys and values kv [2, s/p, b, g, d] -> [s/p, b, n, d].
+
+    spans_of_ranks[r] are the positions that rank r's chunk holds. Keeps q, kv, the output and
+    its lse. Sends kv p-1 times forward; p-1 times, and p times float32 gradients, backward.
+    """
+    return _RingAttention.apply(q, kv, spans_of_ranks, task, group)
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(ctx, q, kv, spans_of_ranks, task, group):
+        p, rank = group.size(), group.rank()
+        mine = kv
+        partial = PartialOutput(q)
+        for step in range(p):
+            coming = ring_exchange_async(kv, group) if step < p - 1 else None
+            source = (rank - step) % p
+            partial.add(
+                kv[0],
+                kv[1],
+                q_spans=spans_of_ranks[rank],
+                k_spans=spans_of_ranks[source],
+                task=task,
+            )
+            if coming is not None:
+                kv = coming.wait()
+        out, lse = partial.result()
+        ctx.save_for_backward(q, mine, out, lse)
+        ctx.spans_of_ranks, ctx.task, ctx.group = spans_of_ranks, task, group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, kv, out, lse = ctx.saved_tensors
+        spans_of_ranks, group = ctx.spans_of_ranks, ctx.group
+        p, rank = group.size(), group.rank()
+        (grad_q,) = new_gradients(q)
+        travelling = TravellingGradient(group)
+        for step in range(p):
+            coming = ring_exchange_async(kv, group) if step < p - 1 else None
+            (grad_kv,) = new_gradients(kv)
+            add_gradients_(
+                (grad_q, grad_kv[0], grad_kv[1]), grad_out, q, kv[0], kv[1], out, lse,
+                q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[(rank - step) % p],
+                task=ctx.task,
+            )  # fmt: skip
+            travelling.add(grad_kv)
+            if coming is not None:
+                kv = coming.wait()
+        return grad_q.to(q.dtype), travelling.home().to(kv.dtype), None, None, None

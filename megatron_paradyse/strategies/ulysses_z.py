@@ -1,0 +1,87 @@
+"""UlyssesZ: an all_to_all turns sequence shards into head shards and back; weights by ZeRO-3.
+
+    attention   x [s/p, b, h] -> qkv of all heads [s/p, b, n] -> all_to_all -> [s, b, n/p]
+                -> attention -> all_to_all -> [s/p, b, n] -> proj
+    mlp         zero_mlp
+
+From "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+Transformer Models" (Jacobs et al., 2023).
+"""
+
+from __future__ import annotations
+
+from math import gcd, lcm
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.blocks import contiguous_spans, whole
+from megatron_paradyse.strategies.collectives import transpose_blocks
+from megatron_paradyse.strategies.contract import (
+    AttentionShape,
+    AttentionWeights,
+    Microbatch,
+    Strategy,
+    check_layout,
+)
+from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
+from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
+
+
+def attention(
+    x: Tensor,
+    weights: AttentionWeights,
+    shape: AttentionShape,
+    microbatch: Microbatch,
+    group: ProcessGroup,
+) -> Tensor:
+    """[s/p, b, h] -> [s/p, b, h]. Besides weights, two all_to_alls forward and two backward."""
+    p, rank = group.size(), group.rank()
+    spans = contiguous_spans(microbatch, p, rank)
+    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
+    proj = gather_weight(weights.proj.t(), group)
+    packed = _pack_heads(q, k, v, p)
+    del q, k, v  # so that no more than two copies of them are ever alive
+    packed = transpose_blocks(packed, group).flatten(0, 1)  # [s, b, (n + 2g') / p, d]
+    num_heads, num_kv_heads = shape.num_heads // p, num_kv_heads_sent(shape, p) // p
+    q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    task = AttentionTask(shape, microbatch, first_head=rank * num_heads)
+    out = local_attention(q, k, v, spans=whole(microbatch), task=task)
+    del packed, q, k, v
+    out = transpose_blocks(out.unflatten(0, (p, -1)), group)  # [p, s/p, b, n/p, d]
+    return zero_proj(out.permute(1, 2, 0, 3, 4).flatten(2, 3), proj, weights, group)
+
+
+def check(shape: AttentionShape, p: int) -> None:
+    """Each rank needs whole query heads."""
+    check_layout(shape, p)
+    n = shape.num_heads
+    if n % p:
+        fitting = gcd(n, p)
+        remedy = f"use megatron_cz, or p={fitting}" if fitting > 1 else "use megatron_cz"
+        raise UserError(f"ulysses_z needs n % p == 0, got n={n}, p={p}: {remedy}")
+
+
+def num_kv_heads_sent(shape: AttentionShape, p: int) -> int:
+    """Key/value heads after replication: the fewest that split evenly and align with queries."""
+    return lcm(shape.num_kv_heads, p)
+
+
+def _pack_heads(q: Tensor, k: Tensor, v: Tensor, p: int) -> Tensor:
+    """q [s/p, b, n, d], k and v [s/p, b, g, d] -> [p, s/p, b, (n + 2g') / p, d].
+
+    Block i is for rank i: its query heads, then the key and the value heads that these use. g' is
+    g, or more where ranks share a head.
+    """
+    copies = p // gcd(k.shape[2], p)
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2)
+    by_rank = [x.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
+    return torch.cat(by_rank, dim=3)
+
+
+STRATEGY = Strategy(
+    name="ulysses_z", title="UlyssesZ", attention=attention, mlp=zero_mlp, check=check
+)
