@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.plan import Plan, uniform_plan
+from megatron_paradyse.plan import LayerChoice, Plan, uniform_plan
+from megatron_paradyse.plan_file import PlanFile, load_plan_file
 from megatron_paradyse.settings import Settings
+from megatron_paradyse.strategies import RECOMPUTE, parse_strategy_name, strategy_names
+
+POLICIES = "fixed:STRATEGY, plan:FILE or random:SEED"
 
 
 class Policy(Protocol):
-    """Chooses a plan from the shape of a microbatch alone, alike on every rank."""
+    """Chooses a plan from the shape of a microbatch alone, alike on every rank of the group."""
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Every strategy that a plan of this policy may name."""
+        ...
 
     def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
         """The plan of the layers that this pipeline stage holds, for s = seq_length tokens."""
@@ -22,19 +32,66 @@ class FixedPolicy:
     """One strategy for every layer of every microbatch."""
 
     def __init__(self, strategy: str):
-        self._strategy = strategy
+        self.strategies = (strategy,)
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
         key = tuple(layer_numbers)
         if key not in self._plans:
-            self._plans[key] = uniform_plan(key, self._strategy)
+            self._plans[key] = uniform_plan(key, self.strategies[0])
         return self._plans[key]
+
+
+class PlanFilePolicy:
+    """A hand-written choice for every layer, the same for every microbatch."""
+
+    def __init__(self, plan_file: PlanFile):
+        self._file = plan_file
+        self.strategies = plan_file.strategies
+
+    def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
+        return self._file.plan(layer_numbers)
+
+
+class RandomPolicy:
+    """Draws a choice for every layer of every microbatch: to prove that plans change no result."""
+
+    def __init__(self, seed: str, strategies: Sequence[str]):
+        self.strategies = tuple(strategies)
+        self._seed = seed
+        self._drawn = 0
+
+    def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
+        self._drawn += 1
+        return Plan(
+            {
+                number: LayerChoice(self._draw(number, "attention"), self._draw(number, "mlp"))
+                for number in layer_numbers
+            }
+        )
+
+    def _draw(self, layer_number: int, operation: str) -> str:
+        key = f"{self._seed} {self._drawn} {layer_number} {operation}"
+        number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])
+        return self.strategies[number % len(self.strategies)]
 
 
 def make_policy(settings: Settings) -> Policy:
     """The policy that the settings name; UserError for one that does not exist."""
     kind, _, argument = settings.policy.partition(":")
-    if kind == "fixed" and argument == "megatron_ts":
+    for name in settings.strategies or ():
+        parse_strategy_name(name)
+    if kind == "fixed" and argument:
+        parse_strategy_name(argument)
         return FixedPolicy(argument)
-    raise UserError(f"unknown policy {settings.policy!r}: use fixed:megatron_ts")
+    if kind == "plan" and argument:
+        return PlanFilePolicy(load_plan_file(argument))
+    if kind == "random" and argument:
+        names = settings.strategies or strategy_names()
+        return RandomPolicy(argument, names)
+    raise UserError(f"unknown policy {settings.policy!r}: use {POLICIES}")
+
+
+def with_recompute(names: Sequence[str]) -> tuple[str, ...]:
+    """The strategies, each also with +recompute."""
+    return tuple(name for base in names for name in (base, base + RECOMPUTE))

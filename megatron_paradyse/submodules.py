@@ -1,20 +1,29 @@
 """Megatron's transformer layer, attention and MLP, each able to run the strategy of a plan.
 
-The parameters are Megatron's own. Where the plan says megatron_ts, Megatron's own forward runs.
+The parameters are Megatron's own. Where the plan says megatron_ts, Megatron's own forward runs;
+elsewhere a strategy reaches the same parameters.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.nn import functional as F
 
 from megatron_paradyse.hook import PlannedMicrobatch
 from megatron_paradyse.plan import MEGATRON_TS
+from megatron_paradyse.shapes import attention_shape, mlp_shape
+from megatron_paradyse.strategies import get_strategy, parse_strategy_name
+from megatron_paradyse.strategies.blocks import whole
+from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
+from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 
 
 class TorchNorm:
@@ -38,25 +47,123 @@ class TorchNorm:
 
 
 class SwitchableLayer(TransformerLayer):
-    """A transformer layer that hands its MLP the strategy that the microbatch's plan names."""
+    """A transformer layer whose attention and MLP run what the microbatch's plan names.
+
+    A choice with +recompute keeps only the input of its half of the layer, the norm included; both
+    halves with +recompute keep only the input of the layer. Whatever runs again in the backward
+    takes its plan from its own microbatch, so later plans do not matter.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._always_recomputes_mlp = self.recompute_mlp  # Megatron's --recompute-modules mlp:
+        self.recompute_mlp = False  # it would run the MLP again without its plan
 
     def forward(self, *args, **kwargs):
         planned = kwargs.get("packed_seq_params")
-        if isinstance(planned, PlannedMicrobatch) and isinstance(self.mlp, SwitchableMLP):
-            self.mlp.strategy = planned.plan[self.layer_number].mlp
-        return super().forward(*args, **kwargs)
+        if not isinstance(planned, PlannedMicrobatch):
+            return super().forward(*args, **kwargs)
+        attention, mlp = (self._recomputes(planned, half) for half in ("attention", "mlp"))
+        context = kwargs.get("context")
+        if attention and mlp:
+            run = functools.partial(self._both_halves, **kwargs)
+            return _recomputed(run, kwargs.pop("hidden_states")), context
+        hidden = kwargs.pop("hidden_states")
+        run = functools.partial(self._attention_half, **kwargs)
+        hidden = _recomputed(run, hidden) if attention else run(hidden)
+        run = functools.partial(self._mlp_half, **kwargs)
+        return (_recomputed(run, hidden) if mlp else run(hidden)), context
+
+    def _recomputes(self, planned: PlannedMicrobatch, half: str) -> bool:
+        if not torch.is_grad_enabled() or self.config.recompute_granularity == "full":
+            return False  # Megatron runs the whole layer again anyway
+        if half == "mlp" and self._always_recomputes_mlp:
+            return True
+        return parse_strategy_name(getattr(planned.plan[self.layer_number], half))[1]
+
+    def _both_halves(self, hidden, **kwargs):
+        return self._mlp_half(self._attention_half(hidden, **kwargs), **kwargs)
+
+    def _attention_half(self, hidden, **kwargs):
+        kwargs.pop("hidden_states", None)
+        return self._forward_attention(hidden, **kwargs)[0]
+
+    def _mlp_half(self, hidden, **kwargs):
+        planned = kwargs["packed_seq_params"]
+        if isinstance(self.mlp, SwitchableMLP):
+            self.mlp.strategy = parse_strategy_name(planned.plan[self.layer_number].mlp)[0]
+        return self._forward_mlp(
+            hidden,
+            kwargs.get("inference_context"),
+            padding_mask=kwargs.get("padding_mask"),
+            packed_seq_params=planned,
+        )
+
+
+def _recomputed(run, hidden):
+    """run(hidden), keeping only hidden; Megatron's checkpoint restores the random states."""
+    return tensor_parallel.checkpoint(run, False, hidden)
 
 
 class SwitchableSelfAttention(SelfAttention):
     """Self-attention that runs the strategy that the microbatch's plan names for its layer."""
 
-    def forward(self, hidden_states, attention_mask, *args, packed_seq_params=None, **kwargs):
-        if isinstance(packed_seq_params, PlannedMicrobatch):
-            strategy = packed_seq_params.plan[self.layer_number].attention
-            assert strategy == MEGATRON_TS, strategy
-            packed_seq_params = packed_seq_params.original
-        return super().forward(
-            hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
+    def forward(
+        self,
+        hidden_states,
+        attention_mask,
+        *args,
+        rotary_pos_emb=None,
+        packed_seq_params=None,
+        **kwargs,
+    ):
+        planned = packed_seq_params
+        if not isinstance(planned, PlannedMicrobatch):
+            planned, strategy = None, MEGATRON_TS
+        else:
+            strategy = parse_strategy_name(planned.plan[self.layer_number].attention)[0]
+        if strategy == MEGATRON_TS:
+            if planned is not None and not isinstance(self.core_attention, CoreAttention):
+                packed_seq_params = planned.original
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                *args,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        out = get_strategy(strategy).attention(
+            _normalised(hidden_states, self.linear_qkv, self.config),
+            self._weights(),
+            attention_shape(self, training=self.training),
+            self._microbatch(planned, hidden_states, None if skips_rope else rotary_pos_emb),
+            self.pg_collection.tp,
+        )
+        return out, self.linear_proj.bias
+
+    def _weights(self) -> AttentionWeights:
+        q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        return AttentionWeights(
+            qkv=_of_strategy(self.linear_qkv.weight, self.config),
+            proj=_of_strategy(self.linear_proj.weight, self.config),
+            qkv_bias=self.linear_qkv.bias,
+            q_norm=getattr(q_norm, "weight", None),
+            q_norm_bias=getattr(q_norm, "bias", None),
+            k_norm=getattr(k_norm, "weight", None),
+            k_norm_bias=getattr(k_norm, "bias", None),
+        )
+
+    def _microbatch(self, planned, hidden_states, rotary_pos_emb) -> Microbatch:
+        if isinstance(rotary_pos_emb, tuple):
+            rotary_pos_emb = rotary_pos_emb[0]
+        rows, batch_size = hidden_states.shape[:2]
+        return Microbatch(
+            seq_length=rows * self.pg_collection.tp.size(),
+            batch_size=batch_size,
+            rope=None if rotary_pos_emb is None else rotary_pos_emb[:, 0, 0, :],
+            dropout_seed=planned.dropout_seed(self.layer_number),
         )
 
 
@@ -66,8 +173,20 @@ class SwitchableMLP(MLP):
     strategy = MEGATRON_TS
 
     def forward(self, hidden_states, per_token_scale=None, **kwargs):
-        assert self.strategy == MEGATRON_TS, self.strategy
-        return super().forward(hidden_states, per_token_scale, **kwargs)
+        if self.strategy == MEGATRON_TS:
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        weights = MlpWeights(
+            fc1=_of_strategy(self.linear_fc1.weight, self.config),
+            fc2=_of_strategy(self.linear_fc2.weight, self.config),
+            fc1_bias=self.linear_fc1.bias,
+        )
+        out = get_strategy(self.strategy).mlp(
+            _normalised(hidden_states, self.linear_fc1, self.config),
+            weights,
+            mlp_shape(self.config),
+            self.tp_group,
+        )
+        return out, self.linear_fc2.bias
 
 
 class CoreAttention(MegatronModule):
@@ -93,9 +212,9 @@ class CoreAttention(MegatronModule):
             raise ValueError(
                 f"--softmax-type {config.softmax_type} has no linear-memory kernel: use vanilla"
             )
-        self.causal = attn_mask_type == AttnMaskType.causal
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.softmax_scale = softmax_scale
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
+        self.tp_group = pg_collection.tp
 
     def forward(
         self,
@@ -107,14 +226,49 @@ class CoreAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ):
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
-            scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+        planned = packed_seq_params
+        seed = planned.dropout_seed(self.layer_number) if planned is not None else 0
+        microbatch = Microbatch(query.shape[0], query.shape[1], dropout_seed=seed)
+        task = AttentionTask(
+            attention_shape(self, training=self.training),
+            microbatch,
+            first_head=self.tp_group.rank() * query.shape[2],
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        out = local_attention(query, key, value, spans=whole(microbatch), task=task)
+        return out.flatten(2)
+
+
+def _normalised(hidden_states, linear, config):
+    """The layer norm that TransformerEngine keeps inside its linear, when it does."""
+    weight = getattr(linear, "layer_norm_weight", None)
+    if weight is None:
+        return hidden_states
+    if config.layernorm_zero_centered_gamma:
+        weight = weight + 1
+    size, eps = hidden_states.shape[-1:], config.layernorm_epsilon
+    if config.normalization == "RMSNorm":
+        return F.rms_norm(hidden_states, size, weight, eps)
+    return F.layer_norm(hidden_states, size, weight, linear.layer_norm_bias, eps)
+
+
+def _of_strategy(weight, config):
+    """The parameter, for a strategy whose gradient arrives through autograd.
+
+    With gradient accumulation fusion, Megatron's own linears add to main_grad themselves and mark
+    that in grad_added_to_main_grad, which DDP then trusts for the rest of the iteration.
+    """
+    if not config.gradient_accumulation_fusion:
+        return weight
+    return _ThroughAutograd.apply(weight)
+
+
+class _ThroughAutograd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.parameter = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.parameter.grad_added_to_main_grad = False
+        return grad

@@ -9,7 +9,11 @@ from megatron_paradyse.data.documents import LONG_DOCUMENT_CHOICES
 from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.data.order import ORDER_CHOICES
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import MEGATRON_TS
+from megatron_paradyse.policy import make_policy
 from megatron_paradyse.settings import LOG_CHOICES, SEQUENCES_CHOICES, Settings, make_settings
+from megatron_paradyse.strategies import get_strategy, parse_strategy_name
+from megatron_paradyse.strategies.contract import AttentionShape
 
 SPEC = ["megatron_paradyse.layer_specs", "gpt_layer_spec"]
 
@@ -24,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--paradyse-policy",
         metavar="POLICY",
         help="fixed:STRATEGY runs one strategy everywhere (default fixed:megatron_ts); "
-        "plan:FILE runs a hand-written plan",
+        "plan:FILE runs a hand-written plan; random:SEED draws one for every microbatch",
     )
     add(
         "--paradyse-strategies",
@@ -92,6 +96,7 @@ def before_validation(args: argparse.Namespace) -> None:
     }
     args.paradyse_settings = make_settings(flags, args.paradyse_config)
     _check_model(args)
+    _check_strategies(args)
     if args.spec is None:
         args.spec = SPEC
     elif list(args.spec) != SPEC:
@@ -141,6 +146,39 @@ def _check_model(args: argparse.Namespace) -> None:
         if value != allowed:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
+
+
+def _check_strategies(args: argparse.Namespace) -> None:
+    """Every strategy that the policy may choose must be able to run this model on p ranks."""
+    heads = args.num_attention_heads
+    if not heads:
+        return  # Megatron says that it is missing
+    shape = AttentionShape(
+        num_heads=heads,
+        num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
+        head_dim=args.kv_channels or args.hidden_size // heads,
+        causal=True,
+        softmax_scale=1.0,
+    )
+    policy = make_policy(args.paradyse_settings)
+    for name in policy.strategies:
+        get_strategy(name).check(shape, args.tensor_model_parallel_size)
+    others = [name for name in policy.strategies if parse_strategy_name(name)[0] != MEGATRON_TS]
+    if not others:
+        return
+    for name, allowed in {"position_embedding_type": ("learned_absolute", "rope", "none")}.items():
+        value = getattr(args, name)
+        if value not in allowed:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{flag} {value} does not run with {others[0]}: use {', '.join(allowed)}, "
+                "or --paradyse-policy fixed:megatron_ts"
+            )
+    if getattr(args, "attention_output_gate", False) or args.softmax_type != "vanilla":
+        raise UserError(
+            "--attention-output-gate and --softmax-type other than vanilla do not run with "
+            f"{others[0]}: use --paradyse-policy fixed:megatron_ts"
+        )
 
 
 def _prepare_documents(args: argparse.Namespace) -> None:

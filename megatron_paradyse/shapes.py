@@ -1,0 +1,73 @@
+"""What strategies must know of a Megatron model: its attention and MLP shapes."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch.nn import functional as F
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.contract import AttentionShape, MlpShape
+
+
+def attention_shape(module, *, training: bool) -> AttentionShape:
+    """The shape of a Megatron attention module (its config, layer_number and attn_mask_type)."""
+    config = module.config
+    windowed = is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, module.layer_number
+    )
+    return _attention_shape(
+        config.num_attention_heads,
+        config.num_query_groups,
+        config.kv_channels,
+        module.attn_mask_type == AttnMaskType.causal,
+        config.softmax_scale,
+        tuple(config.window_size) if windowed else None,
+        config.attention_dropout if training else 0.0,
+        config.rotary_interleaved,
+        "l2" if config.qk_l2_norm else config.normalization if config.qk_layernorm else None,
+        config.layernorm_epsilon,
+        config.layernorm_zero_centered_gamma,
+    )
+
+
+@functools.cache
+def _attention_shape(
+    num_heads, num_kv_heads, head_dim, causal, scale, window, dropout, interleaved, qk_norm, eps, plus_one
+) -> AttentionShape:
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+        softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        window=None if window is None else window[0] + 1,
+        dropout=dropout,
+        rope_interleaved=interleaved,
+        qk_norm=None if qk_norm is None else qk_norm.lower(),
+        qk_norm_eps=eps,
+        qk_norm_plus_one=plus_one,
+    )
+
+
+def mlp_shape(config) -> MlpShape:
+    """The shape of a Megatron MLP, with the activation that its own forward would compute."""
+    if config.activation_func_clamp_value is not None or config.glu_linear_offset:
+        raise UserError(
+            "--activation-func-clamp-value and --glu-linear-offset run in Megatron's own MLP only: "
+            "use --paradyse-policy fixed:megatron_ts"
+        )
+    return _mlp_shape(
+        config.activation_func, config.gated_linear_unit, config.bias_activation_fusion
+    )
+
+
+@functools.cache
+def _mlp_shape(activation, gated: bool, fused: bool) -> MlpShape:
+    if activation is F.gelu and fused:  # Megatron's fused kernels compute the tanh form
+        activation = functools.partial(F.gelu, approximate="tanh")
+    return MlpShape(activation=activation, gated=gated)
+

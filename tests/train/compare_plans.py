@@ -1,0 +1,154 @@
+"""Started by torchrun: one model, many plans; every plan must give the same loss and gradients.
+
+    compare_plans.py <Megatron flags>
+
+The first plan is Megatron's own forward (megatron_ts) and, without dropout, the oracle before it
+is Megatron's own layer spec on the same parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+
+from megatron_paradyse.plan import LayerChoice, Plan
+from megatron_paradyse.strategies import strategy_names
+from megatron_paradyse.train import plugin
+
+TOLERANCE = 1e-5
+NUM_MICROBATCHES = 3
+
+
+class ChosenPolicy:
+    """Runs whatever plans it is given, one per microbatch, over and over."""
+
+    def __init__(self):
+        self.plans = []
+        self._turn = itertools.count()
+
+    def plan(self, batch_size, seq_length, layer_numbers):
+        return self.plans[next(self._turn) % len(self.plans)]
+
+    def choose(self, plans):
+        self.plans, self._turn = plans, itertools.count()
+
+
+def plans_to_compare(num_layers: int) -> dict[str, list[Plan]]:
+    """Uniform plans, mixes over layers, over operations, and over microbatches."""
+    names = [name for base in strategy_names() for name in (base, base + "+recompute")]
+    uniform = {
+        name: Plan({i: LayerChoice(name, name) for i in range(1, num_layers + 1)})
+        for name in names
+    }
+    by_layer = Plan(
+        {i: LayerChoice(names[2 * i % len(names)], names[2 * i % len(names)])
+         for i in range(1, num_layers + 1)}
+    )  # fmt: skip
+    by_operation = [
+        Plan({i: LayerChoice(names[(i + shift) % len(names)], names[(3 * i + 7 * shift) % len(names)])
+              for i in range(1, num_layers + 1)})
+        for shift in range(NUM_MICROBATCHES)
+    ]  # fmt: skip
+    return {
+        **{name: [plan] for name, plan in uniform.items()},
+        "mixed over layers": [by_layer],
+        "mixed over layers and operations": [by_operation[1]],
+        "another at every microbatch": by_operation,
+    }
+
+
+def gradients(args, model, batches):
+    """(loss, gradient of every parameter, complete over the tensor-parallel group)."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_paradyse.train.gpt import forward_step
+
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([dict(batch) for batch in batches]),
+        model=model,
+        num_microbatches=NUM_MICROBATCHES,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    loss = torch.stack([part["lm loss"] for part in losses]).sum(0)
+    grads = {name: p.main_grad.clone() for name, p in model[0].named_parameters()}
+    return loss[0] / loss[1], grads
+
+
+def main() -> None:
+    plugin.install()
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.utils import get_model_config
+    from megatron.training import initialize, training
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.models.gpt import default_layer_spec
+
+    from megatron_paradyse.hook import attach_hooks
+
+    args = parse_and_validate_args()
+    training.initialize_megatron()
+    args.check_for_nan_in_loss_and_grad = False  # its check wants to run inside train_step
+    policy = ChosenPolicy()
+
+    def build(spec):
+        container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        container.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+        if spec is not None:
+            container.model.transformer_layer_spec = spec
+            container.model.pre_wrap_hooks.clear()
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        model, _, _ = training.setup_model_and_optimizer(
+            ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups
+        )
+        get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+        return model
+
+    model = build(None)
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for length in (24, 40, 32):
+        rows = args.micro_batch_size
+        tokens = torch.randint(args.padded_vocab_size, (rows, length + 1), generator=generator)
+        lengths = torch.tensor([length - 3 * i for i in range(rows)])
+        batches.append({"tokens": tokens, "lengths": lengths})
+    run = functools.partial(gradients, args, batches=batches)
+
+    def seeded(model):
+        initialize._set_random_seed(args.seed)
+        return run(model=model)
+
+    results = {}
+    if not (args.attention_dropout or args.hidden_dropout):
+        stock = build(default_layer_spec)
+        for mine, theirs in zip(model[0].parameters(), stock[0].parameters(), strict=True):
+            theirs.data.copy_(mine.data)
+        results["stock Megatron"] = seeded(stock)
+    for name, plans in plans_to_compare(args.num_layers).items():
+        policy.choose(plans)
+        results[name] = seeded(model)
+    expected_loss, expected = next(iter(results.values()))
+    for name, (loss, grads) in results.items():
+        errors = {"loss": float((loss - expected_loss).abs() / expected_loss.abs())}
+        for parameter, grad in grads.items():
+            reference = expected[parameter]
+            errors[parameter] = float((grad - reference).norm() / reference.norm())
+        worst = max(errors, key=errors.__getitem__)
+        if torch.distributed.get_rank() == 0:
+            print(f"compared {name}: {errors[worst]:.1e} {worst}", flush=True)
+        assert errors[worst] <= TOLERANCE, (name, worst, errors[worst])
+
+
+if __name__ == "__main__":
+    main()

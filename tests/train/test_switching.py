@@ -1,0 +1,81 @@
+"""Whatever the plan, the loss and the gradients are the same."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_paradyse.strategies import strategy_names
+from tests.train.harness import LLAMA, MODEL, run_bounded, train, write_documents
+
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
+MODELS = {
+    "gpt": (4, TP4),
+    "llama": (2, [*TP2, *LLAMA, "--qk-layernorm"]),
+    "mqa-dropout": (
+        4,
+        [*TP4, "--group-query-attention", "--num-query-groups", 1, "--attention-dropout", 0.2,
+         "--hidden-dropout", 0.1, "--no-bias-gelu-fusion"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_plan_gives_the_same_loss_and_gradients(model):
+    """Uniform, mixed over layers, operations and microbatches, against stock Megatron; 1e-5."""
+    ranks, flags = MODELS[model]
+    given = [str(flag) for flag in [*flags, "--global-batch-size", 6]]  # three microbatches
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "tests.train.compare_plans"]
+    base = [str(t) for k, v in MODEL.items() if k not in given for t in (k, v)]
+    code, stdout, stderr = run_bounded([*command, *base, *given, "--paradyse"], timeout_seconds=240)
+    assert code == 0, stdout[-2000:] + stderr[-4000:]
+    expected = 2 * len(strategy_names()) + 3 + ("dropout" not in model)
+    assert stdout.count("compared ") == expected, stdout
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, np.random.default_rng(3).integers(2, 90, size=200).tolist())
+    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3"]
+
+
+RANDOM = ["--paradyse-policy", "random:1"]
+
+
+def test_fifty_iterations_of_random_plans_follow_stock_megatron(tmp_path):
+    """Another plan for every microbatch, layer and operation; losses within 1e-4 all the way."""
+    flags = ["--mock-data", *TP2, "--train-iters", 50, "--lr", "1e-3", "--num-layers", 3]
+    ours = ["--paradyse", "--paradyse-sequences", "fixed", *RANDOM]
+    stock = train(tmp_path / "stock", *flags, ranks=2)
+    run = train(tmp_path / "ours", *flags, *ours, ranks=2)
+    assert len(stock.records) == 50
+    np.testing.assert_allclose(run.values("loss"), stock.values("loss"), rtol=1e-4)
+
+
+MACHINERY = {
+    "overlapped distributed optimizer": (4, [
+        *TP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+    ]),
+    "pipeline, full recomputation": (4, [
+        *TP2, "--pipeline-model-parallel-size", 2, "--recompute-granularity", "full",
+        "--recompute-method", "uniform", "--recompute-num-layers", 1,
+    ]),
+    "selective recomputation": (2, [
+        *TP2, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp",
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("machinery", MACHINERY)
+def test_switching_under_megatrons_own_machinery(machinery, data, tmp_path):
+    """Random plans against fixed:megatron_ts, with gradient accumulation over microbatches."""
+    ranks, flags = MACHINERY[machinery]
+    fixed = train(tmp_path / "fixed", *data, *flags, ranks=ranks)
+    run = train(tmp_path / "random", *data, *flags, *RANDOM, ranks=ranks)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(run.values(name), fixed.values(name), rtol=1e-4)
