@@ -1,6 +1,6 @@
-"""Started by torchrun: one model, many plans; every plan must give the same loss and gradients.
+"""A rank with one model and many plans; every plan must give the same loss and gradients.
 
-    compare_plans.py <Megatron flags>
+    compare_plans <Megatron flags>
 
 The first plan is Megatron's own forward (megatron_ts) and, without dropout, the oracle before it
 is Megatron's own layer spec on the same parameters.
@@ -148,7 +148,3 @@ def main() -> None:
         if torch.distributed.get_rank() == 0:
             print(f"compared {name}: {errors[worst]:.1e} {worst}", flush=True)
         assert errors[worst] <= TOLERANCE, (name, worst, errors[worst])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Started by torchrun: trains through an entry point and writes what every iteration measured.
+"""A rank that trains through an entry point and writes what every iteration measured.
 
-    driver.py RECORD (module | script PATH) <Megatron flags>
+    driver RECORD (module | script PATH) <Megatron flags>
 
 RECORD.json gets a list of {iteration, loss, grad_norm} in full precision from the last rank.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-DRIVER = Path(__file__).parent / "driver.py"
 
 MODEL = {
     "--num-layers": 4,
@@ -60,35 +60,91 @@ def train(
     *flags: object,
     ranks: int,
     entry: tuple[str, ...] = ("module",),
-    expect_code: int | None = 0,
     timeout_seconds: float = 240,
 ) -> Run:
-    """Train through torchrun with MODEL's flags overridden by `flags`; asserts on the exit code."""
-    given = [str(flag) for flag in flags]
-    base = [
-        text for name, value in MODEL.items() if name not in given for text in (name, str(value))
-    ]
+    """Train on forked ranks, with MODEL's flags overridden by `flags`; asserts that it ends well."""
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "record.json"
     record.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(DRIVER), str(record), *entry, *base, *given]
-    code, stdout, stderr = run_bounded(command, timeout_seconds=timeout_seconds)
-    if expect_code is not None:
-        assert code == expect_code, f"exit code {code}\n{stdout[-3000:]}\n{stderr[-6000:]}"
+    argv = [str(record), *entry, *with_defaults(flags)]
+    code, stdout, stderr = run_forked(
+        "tests.train.driver", argv, ranks=ranks, folder=folder, timeout_seconds=timeout_seconds
+    )
+    assert code == 0, f"exit code {code}\n{stdout[-3000:]}\n{stderr[-6000:]}"
     records = json.loads(record.read_text()) if record.exists() else []
     return Run(code, stdout, stderr, records)
 
 
+def train_under_torchrun(folder: Path, *flags: object, ranks: int, timeout_seconds: float) -> Run:
+    """Train as a user starts it, and return whatever came of it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "megatron_paradyse.pretrain_gpt"]
+    result = run_bounded([*command, *with_defaults(flags)], timeout_seconds=timeout_seconds)
+    return Run(*result, records=[])
+
+
+def with_defaults(flags: tuple[object, ...] | list[object]) -> list[str]:
+    """MODEL's flags, less those that are given, and the given ones."""
+    given = [str(flag) for flag in flags]
+    defaults = [text for k, v in MODEL.items() if k not in given for text in (k, str(v))]
+    return defaults + given
+
+
+def run_forked(
+    module: str, argv: list[str], *, ranks: int, folder: Path, timeout_seconds: float
+) -> tuple[int, str, str]:
+    """Run module.main() on ranks forked from a process that has Megatron imported."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("stdout", "stderr"):
+        (folder / name).unlink(missing_ok=True)
+    request = {
+        "ranks": ranks,
+        "module": module,
+        "argv": argv,
+        "folder": str(folder),
+        "timeout_seconds": timeout_seconds,
+    }
+    server = _fork_server()
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "the fork server died"
+    texts = [(folder / name).read_text(errors="replace") for name in ("stdout", "stderr")]
+    return int(answer), *texts
+
+
+@functools.cache
+def _fork_server() -> subprocess.Popen:
+    """One for the whole test session; it ends when its stdin closes with this process."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.train.forkserver"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=_environment(),
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    while True:
+        line = server.stdout.readline()
+        assert line, "the fork server did not start"
+        if line.strip() == "ready":
+            return server
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
 def run_bounded(command: list[str], *, timeout_seconds: float) -> tuple[int, str, str]:
     """Run a command in a process group of its own, which is ended with it or at the limit."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=_environment(),
         start_new_session=True,
     )
     try:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.train.harness import train, write_documents
+from tests.train.harness import train_under_torchrun, write_documents
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 
@@ -47,7 +47,7 @@ CASES = {
 def test_training_refuses_with_one_line_and_leaves_no_rank(case, data, tmp_path):
     flags, message = CASES[case]
     start = time.monotonic()
-    run = train(tmp_path, *data, *flags, ranks=2, expect_code=None, timeout_seconds=120)
+    run = train_under_torchrun(tmp_path, *data, *flags, ranks=2, timeout_seconds=120)
     assert time.monotonic() - start < 120
     assert run.code != 0
     errors = [line for line in run.stderr.splitlines() if line.startswith("error")]
@@ -60,12 +60,15 @@ def test_training_refuses_with_one_line_and_leaves_no_rank(case, data, tmp_path)
 def test_unknown_yaml_key_is_named_with_its_line(data, tmp_path):
     config = tmp_path / "paradyse.yaml"
     config.write_text("policy: fixed:megatron_ts\npolizy: fixed:metp\n")
-    run = train(tmp_path, *data, "--paradyse-config", config, ranks=1, expect_code=None)
+    run = train_under_torchrun(
+        tmp_path, *data, "--paradyse-config", config, ranks=1, timeout_seconds=120
+    )
     assert run.code != 0
     assert f"{config}:2: unknown key 'polizy': known are" in run.stderr
 
 
 def test_debug_shows_the_traceback(data, tmp_path):
-    run = train(tmp_path, *data, "--paradise", "--paradyse-debug", ranks=1, expect_code=None)
+    flags = ["--paradise", "--paradyse-debug"]
+    run = train_under_torchrun(tmp_path, *data, *flags, ranks=1, timeout_seconds=120)
     assert run.code != 0
     assert "Traceback" in run.stderr and "UserError" in run.stderr

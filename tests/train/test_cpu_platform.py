@@ -7,18 +7,17 @@ import sys
 import pytest
 import torch
 
-from tests.train.harness import MODEL, run_bounded
+from tests.train.harness import run_bounded, with_defaults
 
 
 @pytest.mark.parametrize("spec", ["stock", "paradyse"])
 def test_megatron_on_cpu_equals_plain_pytorch(spec):
     """Losses and every gradient of a GPT against the same model in plain float64 PyTorch."""
-    flags = {**MODEL, "--num-layers": 2, "--hidden-size": 32, "--num-attention-heads": 4}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m"]
-    command += ["tests.train.compare_with_plain"]
-    command += [str(text) for pair in flags.items() for text in pair]
+    flags = ["--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 4]
     if spec == "paradyse":
-        command += ["--paradyse", "--paradyse-sequences", "fixed"]
+        flags += ["--paradyse", "--paradyse-sequences", "fixed"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["-m", "tests.train.compare_with_plain", *with_defaults(flags)]
     code, stdout, stderr = run_bounded(command, timeout_seconds=120)
     assert code == 0, stderr[-3000:]
     assert "worst of" in stdout

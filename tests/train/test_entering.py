@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.train.harness import MODEL, ROOT, run_bounded, train, write_documents
+from tests.train.harness import ROOT, run_bounded, train, with_defaults, write_documents
 
 PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.0.patch"
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
@@ -97,11 +97,10 @@ def test_patch_applies_runs_and_reverts(data, tmp_path):
         shutil.copy(Path(CHECKOUT) / name, tmp_path)
     apply = ["git", "apply", "--unidiff-zero"]
     subprocess.run([*apply, str(PATCH)], cwd=tmp_path, check=True, timeout=30)
-    flags = {**MODEL, "--train-iters": 2}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(tmp_path / "pretrain_gpt.py")]
-    command += [str(text) for pair in flags.items() for text in pair]
-    code, stdout, stderr = run_bounded([*command, *map(str, data)], timeout_seconds=240)
+    command += with_defaults([*data, "--train-iters", 2])
+    code, stdout, stderr = run_bounded(command, timeout_seconds=240)
     assert code == 0, stderr[-3000:]
     assert "tokens/s" in stdout
     subprocess.run([*apply, "-R", str(PATCH)], cwd=tmp_path, check=True, timeout=30)

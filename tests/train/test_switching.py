@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
 from megatron_paradyse.strategies import strategy_names
-from tests.train.harness import LLAMA, MODEL, run_bounded, train, write_documents
+from tests.train.harness import LLAMA, run_forked, train, with_defaults, write_documents
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
@@ -24,14 +22,17 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_plan_gives_the_same_loss_and_gradients(model):
+def test_every_plan_gives_the_same_loss_and_gradients(model, tmp_path):
     """Uniform, mixed over layers, operations and microbatches, against stock Megatron; 1e-5."""
     ranks, flags = MODELS[model]
-    given = [str(flag) for flag in [*flags, "--global-batch-size", 6]]  # three microbatches
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "tests.train.compare_plans"]
-    base = [str(t) for k, v in MODEL.items() if k not in given for t in (k, v)]
-    code, stdout, stderr = run_bounded([*command, *base, *given, "--paradyse"], timeout_seconds=240)
+    flags = [*flags, "--global-batch-size", 6, "--paradyse"]  # three microbatches
+    code, stdout, stderr = run_forked(
+        "tests.train.compare_plans",
+        with_defaults(flags),
+        ranks=ranks,
+        folder=tmp_path,
+        timeout_seconds=240,
+    )
     assert code == 0, stdout[-2000:] + stderr[-4000:]
     expected = 2 * len(strategy_names()) + 3 + ("dropout" not in model)
     assert stdout.count("compared ") == expected, stdout

@@ -1,0 +1,100 @@
+"""Starts the ranks of a training by forking a process that has imported Megatron already.
+
+Importing Megatron takes each rank longer than a small training does. Requests come as one JSON line
+on stdin, {"ranks", "module", "argv", "folder", "timeout_seconds"}; the answer is one line, the exit
+code. Ranks write FOLDER/stdout and FOLDER/stderr. Like torchrun, one failed rank ends the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+
+def serve() -> None:
+    from megatron_paradyse.train import plugin
+
+    plugin.install()
+    import tests.train.compare_plans
+    import tests.train.driver  # noqa: F401
+    import megatron_paradyse.train.gpt  # noqa: F401
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(_run(json.loads(line)), flush=True)
+
+
+def _run(request: dict) -> int:
+    port = _free_port()
+    children = {}
+    for rank in range(request["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(request, rank, port)
+        children[pid] = rank
+    code = _wait(children, time.monotonic() + request["timeout_seconds"])
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return code
+
+
+def _wait(children: dict[int, int], deadline: float) -> int:
+    """Until all ended well (0), one failed (its code) or the time is up (124); drops the ended."""
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            children.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if code:
+                return code
+        elif time.monotonic() > deadline:
+            return 124
+        else:
+            time.sleep(0.02)
+    return 0
+
+
+def _become_rank(request: dict, rank: int, port: int) -> None:
+    code = 1
+    try:
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            path = Path(request["folder"]) / name
+            os.dup2(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
+        ranks = request["ranks"]
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        sys.argv = [request["module"], *request["argv"]]
+        importlib.import_module(request["module"]).main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    serve()
