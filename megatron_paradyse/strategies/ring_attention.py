@@ -39,44 +39,66 @@ def ring_attention(
     return _RingAttention.apply(q, k, v, spans_of_ranks, task, group)
 
 
+def ring_forward(
+    q: Tensor,
+    kv: Tensor,
+    *,
+    spans_of_ranks: tuple[tuple[Span, ...], ...],
+    task: AttentionTask,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """q [s/p, b, n, d], kv = k and v [2, s/p, b, g, d] -> out [s/p, b, n, d], lse [b, n, s/p]."""
+    p, rank = group.size(), group.rank()
+    partial = PartialOutput(q)
+    for step in range(p):
+        coming = ring_exchange_async(kv, group) if step < p - 1 else None
+        source = (rank - step) % p
+        partial.add(*kv, q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[source], task=task)
+        if coming is not None:
+            kv = coming.wait()
+    return partial.result()
+
+
+def ring_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    spans_of_ranks: tuple[tuple[Span, ...], ...],
+    task: AttentionTask,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in the dtype of q, given ring_forward's inputs and results."""
+    p, rank = group.size(), group.rank()
+    (grad_q,) = new_gradients(q)
+    grad_coming = None
+    for step in range(p):
+        coming = ring_exchange_async(kv, group) if step < p - 1 else None
+        (grad_kv,) = new_gradients(kv)
+        add_gradients_(
+            (grad_q, *grad_kv), grad_out, q, *kv, out, lse,
+            q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[(rank - step) % p], task=task,
+        )  # fmt: skip
+        if grad_coming is not None:
+            grad_kv += grad_coming.wait()  # what the ranks before this one added
+        grad_coming = ring_exchange_async(grad_kv, group)
+        if coming is not None:
+            kv = coming.wait()
+    grad_k, grad_v = grad_coming.wait().to(q.dtype)
+    return grad_q.to(q.dtype), grad_k, grad_v
+
+
 class _RingAttention(Function):
     @staticmethod
     def forward(ctx, q, k, v, spans_of_ranks, task, group):
-        p, rank = group.size(), group.rank()
-        mine = kv = torch.stack((k, v))
-        partial = PartialOutput(q)
-        for step in range(p):
-            coming = ring_exchange_async(kv, group) if step < p - 1 else None
-            source = (rank - step) % p
-            partial.add(
-                *kv, q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[source], task=task
-            )
-            if coming is not None:
-                kv = coming.wait()
-        out, lse = partial.result()
-        ctx.save_for_backward(q, mine, out, lse)
-        ctx.spans_of_ranks, ctx.task, ctx.group = spans_of_ranks, task, group
+        kv = torch.stack((k, v))
+        ctx.ring = {"spans_of_ranks": spans_of_ranks, "task": task, "group": group}
+        out, lse = ring_forward(q, kv, **ctx.ring)
+        ctx.save_for_backward(q, kv, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, kv, out, lse = ctx.saved_tensors
-        spans_of_ranks, group = ctx.spans_of_ranks, ctx.group
-        p, rank = group.size(), group.rank()
-        (grad_q,) = new_gradients(q)
-        grad_coming = None
-        for step in range(p):
-            coming = ring_exchange_async(kv, group) if step < p - 1 else None
-            (grad_kv,) = new_gradients(kv)
-            add_gradients_(
-                (grad_q, *grad_kv), grad_out, q, *kv, out, lse,
-                q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[(rank - step) % p],
-                task=ctx.task,
-            )  # fmt: skip
-            if grad_coming is not None:
-                grad_kv += grad_coming.wait()  # what the ranks before this one added
-            grad_coming = ring_exchange_async(grad_kv, group)
-            if coming is not None:
-                kv = coming.wait()
-        grad_k, grad_v = grad_coming.wait().to(q.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        return *ring_backward(grad_out, *ctx.saved_tensors, **ctx.ring), None, None, None
