@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies.blocks import contiguous_spans
-from megatron_paradyse.strategies.collectives import ring_exchange_async
+from megatron_paradyse.strategies.collectives import Pending, ring_exchange_async
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
     AttentionWeights,
@@ -66,37 +66,55 @@ class _RowAttention(Function):
             keep = _keep(part, task, group, source)
             out += per_query_head(part if keep is None else part * keep, v_chunk)
         out = out.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format)
-        ctx.save_for_backward(q, k, v, probs, out)
+        ctx.save_for_backward(q, k, v, probs)
         ctx.task, ctx.group = task, group
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k, v, probs, out = ctx.saved_tensors
+        q, k, v, probs = ctx.saved_tensors
         task, group = ctx.task, ctx.group
         wide = accumulation_dtype(q.dtype)
-        delta = (grad_out.to(wide) * out).sum(-1).permute(1, 2, 0)[..., None]
         grad_out = grad_out.permute(1, 2, 0, 3).contiguous()  # [s/p, b, n, d] -> [b, n, s/p, d]
-        (grad_q,) = new_gradients(q)
-        grad_coming = None
-        for source, columns, kv in _ring(torch.stack((k, v)), group):
-            k_chunk, v_chunk = kv
+        grad_scores = torch.empty_like(probs, dtype=wide)  # first of the probabilities
+        grad_v = _TravellingGradient(group)
+        for source, columns, v_chunk in _ring(v, group):
             part = probs[..., columns]
+            grad_part = per_query_head(grad_out, v_chunk.transpose(-1, -2)).to(wide)
             keep = _keep(part, task, group, source)
-            grad_probs = per_query_head(grad_out, v_chunk.transpose(-1, -2)).to(wide)
             if keep is not None:
-                grad_probs *= keep
-            grad_scores = (part * (grad_probs - delta) * task.shape.softmax_scale).to(q.dtype)
-            grad_q += per_query_head(grad_scores, k_chunk)
-            dropped = part if keep is None else part * keep
-            grad_kv = torch.stack(
-                (per_kv_head(grad_scores, q, k_chunk), per_kv_head(dropped, grad_out, v_chunk))
-            ).to(wide)
-            if grad_coming is not None:
-                grad_kv += grad_coming.wait()
-            grad_coming = ring_exchange_async(grad_kv, group)
-        grads = (grad_q, *grad_coming.wait())
+                part, grad_part = part * keep, grad_part.mul_(keep)
+            grad_scores[..., columns] = grad_part
+            grad_v.add(per_kv_head(part, grad_out, v_chunk).to(wide))
+        grad_scores.sub_((grad_scores * probs).sum(-1, keepdim=True))
+        grad_scores.mul_(probs).mul_(task.shape.softmax_scale)
+        (grad_q,) = new_gradients(q)
+        grad_k = _TravellingGradient(group)
+        for _, columns, k_chunk in _ring(k, group):
+            part = grad_scores[..., columns].to(q.dtype)
+            grad_q += per_query_head(part, k_chunk)
+            grad_k.add(per_kv_head(part, q, k_chunk).to(wide))
+        grads = (grad_q, grad_k.home(), grad_v.home())
         return None, None, *(g.to(q.dtype).permute(2, 0, 1, 3) for g in grads)
+
+
+class _TravellingGradient:
+    """The gradient of a chunk that goes round a ring, one hop behind the chunk."""
+
+    def __init__(self, group: ProcessGroup):
+        self._group = group
+        self._coming: Pending | None = None
+
+    def add(self, grad: Tensor) -> None:
+        """Add this rank's part of the gradient of the chunk it holds, and send it on."""
+        if self._coming is not None:
+            grad += self._coming.wait()
+        self._coming = ring_exchange_async(grad, self._group)
+
+    def home(self) -> Tensor:
+        """The whole gradient of the rank's own chunk, after p hops."""
+        assert self._coming is not None
+        return self._coming.wait()
 
 
 def _score_rows(q: Tensor, k: Tensor, task: AttentionTask, group: ProcessGroup) -> Tensor:

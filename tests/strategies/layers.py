@@ -108,14 +108,20 @@ class Deviation:
     finite: bool = True
 
     @property
+    def by_norm(self) -> float:
+        """||got - truth|| / ||truth||."""
+        return math.sqrt(_ratio(self.error_square, self.truth_square)) if self.finite else math.inf
+
+    @property
     def relative(self) -> float:
         """The worse of the norm-wise and the max-wise relative error."""
-        if not self.finite:
-            return math.inf
-        if self.truth_max == 0.0:
-            return 0.0 if self.error_max == 0.0 else math.inf
-        by_norm = math.sqrt(self.error_square / self.truth_square)
-        return max(by_norm, self.error_max / self.truth_max)
+        return max(self.by_norm, _ratio(self.error_max, self.truth_max))
+
+
+def _ratio(error: float, truth: float) -> float:
+    if truth == 0.0:
+        return 0.0 if error == 0.0 else math.inf
+    return error / truth
 
 
 def deviation(got: Tensor, truth: Tensor) -> Deviation:
@@ -131,19 +137,19 @@ def deviation(got: Tensor, truth: Tensor) -> Deviation:
     )
 
 
-def combine(by_rank: list[dict[str, Deviation]]) -> dict[str, float]:
-    """The relative error of each whole tensor, from its shards' deviations."""
-    worst = {}
+def combine(by_rank: list[dict[str, Deviation]]) -> dict[str, Deviation]:
+    """The deviation of each whole tensor, from its shards' deviations."""
+    whole = {}
     for name in by_rank[0]:
         parts = [result[name] for result in by_rank]
-        worst[name] = Deviation(
+        whole[name] = Deviation(
             sum(part.error_square for part in parts),
             sum(part.truth_square for part in parts),
             max(part.error_max for part in parts),
             max(part.truth_max for part in parts),
             all(part.finite for part in parts),
-        ).relative
-    return worst
+        )
+    return whole
 
 
 def documents_of(mask: str, s: int, b: int):

@@ -14,6 +14,7 @@ from tests.strategies.harness import run_ranks
 from tests.strategies.layers import (
     MASKS,
     AttentionCase,
+    Deviation,
     MlpCase,
     combine,
     deviation,
@@ -114,35 +115,36 @@ LARGE_CASES = {
 
 
 @functools.cache
-def _results(p: int) -> dict[str, dict[str, float]]:
-    """Relative errors of all cases on p ranks, from one spawn."""
+def _results(p: int) -> dict[str, dict[str, Deviation]]:
+    """Deviations of all cases on p ranks, from one spawn."""
     cases = {n: case for n, case in (CASES | HALF_CASES | LARGE_CASES).items() if case.p == p}
     return {name: combine(ranks) for name, ranks in run_ranks(p, run_case, cases).items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_float32_output_and_gradients_match_float64_reference(name):
-    errors = _results(CASES[name].p)[name]
+    errors = {t: part.relative for t, part in _results(CASES[name].p)[name].items()}
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
 
 
 @pytest.mark.parametrize("name", LARGE_CASES)
 def test_scores_of_ten_thousand_stay_finite_and_right(name):
-    errors = _results(LARGE_CASES[name].p)[name]
+    errors = {t: part.relative for t, part in _results(LARGE_CASES[name].p)[name].items()}
     assert max(errors.values()) <= LARGE_SCORE_TOLERANCE, errors
 
 
 @pytest.mark.parametrize("name", HALF_CASES)
 def test_half_types_err_at_most_twice_as_much_as_one_process(name):
+    """By norm: the largest single element of so few is off by a rounding more or less."""
     case = HALF_CASES[name]
-    errors = _results(case.p)[name]
+    errors = {t: part.by_norm for t, part in _results(case.p)[name].items()}
     own = _errors_of_one_process(case)
     worse = {t: (errors[t], own[t]) for t in errors if not errors[t] <= 2 * own[t]}
     assert not worse, worse
 
 
 def _errors_of_one_process(case) -> dict[str, float]:
-    """Relative errors of the single-process layer in the case's dtype against float64."""
+    """Errors by norm of the single-process layer in the case's dtype against float64."""
     output, grad_x, grads = run_reference(case, case.dtype)
     true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
     pairs = {"output": (output, true_output), "x": (grad_x, true_grad_x)} | {
@@ -150,4 +152,4 @@ def _errors_of_one_process(case) -> dict[str, float]:
         for name, truth in vars(true_grads).items()
         if truth is not None
     }
-    return {name: deviation(*pair).relative for name, pair in pairs.items()}
+    return {name: deviation(*pair).by_norm for name, pair in pairs.items()}
