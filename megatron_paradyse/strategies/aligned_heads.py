@@ -10,9 +10,10 @@ query heads that share a key head, then this, then its value head:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
+from math import ceil, gcd
 
 import torch
 import torch.distributed as dist
@@ -36,15 +37,17 @@ def num_kv_heads_per_block(shape: AttentionShape, p: int) -> int:
 def align(shard: Tensor, shape: AttentionShape, group: ProcessGroup) -> Tensor:
     """The rank's shard of qkv (or of its bias), [(n + 2g) d / p, ...] -> its aligned block.
 
-    One all_to_all of the rows that other ranks' blocks need. None when g % p == 0.
+    An all_to_all of the rows that other ranks' blocks need. None when g % p == 0.
     """
     if shape.num_kv_heads % group.size() == 0:
         return shard
     plan = _plan(shape, group.size(), group.rank(), shard.device)
-    received = _all_to_all_rows(
-        shard[torch.cat(plan.rows_for)], plan.num_sent, plan.num_received, group
-    )
-    return received[plan.place]
+    block = shard.new_empty(len(plan.place), *shard.shape[1:])
+    rows = torch.cat(plan.rows_for)
+    for part, block_part in plan.column_chunks(shard, block):
+        received = _all_to_all_rows(part[rows], plan.num_sent, plan.num_received, group)
+        block_part.copy_(received[plan.place])
+    return block
 
 
 def align_gradient(grad: Tensor, shape: AttentionShape, group: ProcessGroup) -> Tensor:
@@ -56,12 +59,13 @@ def align_gradient(grad: Tensor, shape: AttentionShape, group: ProcessGroup) -> 
     if shape.num_kv_heads % p == 0:
         return grad
     plan = _plan(shape, p, group.rank(), grad.device)
-    used = grad.new_zeros(sum(plan.num_received), *grad.shape[1:])
-    used.index_add_(0, plan.place, grad)
-    received = _all_to_all_rows(used, plan.num_received, plan.num_sent, group)
     total = grad.new_zeros(shape.qkv_size // p, *grad.shape[1:])
-    for rows, part in zip(plan.rows_for, received.split(plan.num_sent), strict=True):
-        total[rows] += part
+    for part, total_part in plan.column_chunks(grad, total):
+        used = part.new_zeros(sum(plan.num_received), *part.shape[1:])
+        used.index_add_(0, plan.place, part)
+        received = _all_to_all_rows(used, plan.num_received, plan.num_sent, group)
+        for rows, addend in zip(plan.rows_for, received.split(plan.num_sent), strict=True):
+            total_part[rows] += addend
     return total
 
 
@@ -70,10 +74,20 @@ class _Plan:
     rows_for: tuple[Tensor, ...]  # by rank: the rows of this shard that its block has, ascending
     num_received: list[int]  # by rank: the rows of this rank's block that it holds
     place: Tensor  # for each row of this rank's block, where it is among the rows received
+    num_chunks: int
 
     @property
     def num_sent(self) -> list[int]:
         return [len(rows) for rows in self.rows_for]
+
+    def column_chunks(self, x: Tensor, y: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """Columns of both, so few at once that no buffer of an all_to_all exceeds a block.
+
+        A rank whose key head all blocks use sends it p times.
+        """
+        if x.dim() == 1:
+            return [(x, y)]
+        return zip(x.chunk(self.num_chunks, 1), y.chunk(self.num_chunks, 1), strict=True)
 
 
 @lru_cache(maxsize=64)
@@ -81,10 +95,12 @@ def _plan(shape: AttentionShape, p: int, rank: int, device: torch.device) -> _Pl
     size = shape.qkv_size // p
     used = [rows.unique() for rows in (_block_rows(shape, p, r) for r in range(p))]
     mine = _block_rows(shape, p, rank)
+    most_sent = int(torch.bincount(torch.cat(used) // size).max())
     return _Plan(
-        tuple((rows[rows // size == rank] - rank * size).to(device) for rows in used),
-        torch.bincount(used[rank] // size, minlength=p).tolist(),
-        torch.searchsorted(used[rank], mine).to(device),
+        rows_for=tuple((rows[rows // size == rank] - rank * size).to(device) for rows in used),
+        num_received=torch.bincount(used[rank] // size, minlength=p).tolist(),
+        place=torch.searchsorted(used[rank], mine).to(device),
+        num_chunks=ceil(most_sent / len(mine)),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
@@ -78,7 +79,6 @@ class _Layer:
     def block_gradients(
         self,
         block: Block,
-        grad_block: Block,
         grad_x: Tensor,
         x: Tensor,
         weights: AttentionWeights,
@@ -89,30 +89,36 @@ class _Layer:
         *,
         owner: int,
     ) -> tuple[Tensor, ...]:
-        """Write the gradients of a block to grad_block, add that of x, return those of the norms.
+        """Add the gradient of x to grad_x; return the block's, packed, and those of the norms.
 
         All are sums over the rank's tokens: what the ring attention returns for k and v already
         holds what the queries of other ranks contribute.
         """
         qkv, proj, *bias = block
-        grad_qkv, grad_proj, *grad_bias = grad_block
         rows, grad_rows = x.flatten(0, 1), grad.flatten(0, 1)
-        set_product_(grad_proj, grad_rows.t(), out.view(len(rows), -1))
         mixed = linear(x, qkv, *bias).requires_grad_()
         with torch.enable_grad():
             q, k, v = self.heads(mixed, weights)
+        # The graph outlives its tensors, which the ring attention would else find in the way.
+        inputs = [get_gradient_edge(tensor) for tensor in (mixed, *norms)]
+        outputs = [get_gradient_edge(tensor) for tensor in (q, k, v)]
         kv = torch.stack((k.detach(), v.detach()))
+        q = q.detach()
+        del mixed, k, v
         grad_out = (grad_rows @ proj).view(out.shape)
-        grads = ring_backward(grad_out, q.detach(), kv, out, lse, **self.ring(owner))
-        del kv, grad_out
-        grad_mixed, *of_norms = torch.autograd.grad((q, k, v), (mixed, *norms), grads)
-        del q, k, v, mixed, grads
+        grads = ring_backward(grad_out, q, kv, out, lse, **self.ring(owner))
+        del q, kv, grad_out
+        grad_mixed, *of_norms = torch.autograd.grad(outputs, inputs, grads)
+        del grads
         grad_mixed = grad_mixed.flatten(0, 1)
-        set_product_(grad_qkv, grad_mixed.t(), rows)
-        if grad_bias:
-            torch.sum(grad_mixed, 0, dtype=grad_bias[0].dtype, out=grad_bias[0])
         add_product_(grad_x.view(rows.shape), grad_mixed, qkv)
-        return tuple(of_norms)
+        grad_block = new_packed(block, grad_x.dtype)
+        grad_qkv, grad_proj, *grad_bias = unpack(grad_block, block)
+        set_product_(grad_qkv, grad_mixed.t(), rows)
+        set_product_(grad_proj, grad_rows.t(), out.view(len(rows), -1))
+        if grad_bias:
+            torch.sum(grad_mixed, 0, dtype=grad_x.dtype, out=grad_bias[0])
+        return grad_block, *of_norms
 
 
 class CirculatingAttention(Function):
@@ -158,10 +164,9 @@ class CirculatingAttention(Function):
         own = layer.own_block(weights)
         sums = SumsToOwners(layer.group)
         for owner, block in enumerate(broadcast_blocks(own, layer.group)):
-            grad_block = new_packed(own, wide)
-            of_norms = layer.block_gradients(
-                block, unpack(grad_block, own), grad_x, x, weights, list(norms.values()),
-                grad, outs[owner], lses[owner], owner=owner,
+            grad_block, *of_norms = layer.block_gradients(
+                block, grad_x, x, weights, list(norms.values()), grad, outs[owner], lses[owner],
+                owner=owner,
             )  # fmt: skip
             for total, part in zip(grads.values(), of_norms, strict=True):
                 total += part

@@ -53,7 +53,9 @@ def ring_forward(
     for step in range(p):
         coming = ring_exchange_async(kv, group) if step < p - 1 else None
         source = (rank - step) % p
-        partial.add(*kv, q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[source], task=task)
+        k, v = kv.unbind()
+        partial.add(k, v, q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[source], task=task)
+        del k, v
         if coming is not None:
             kv = coming.wait()
     return partial.result()
@@ -77,15 +79,19 @@ def ring_backward(
     for step in range(p):
         coming = ring_exchange_async(kv, group) if step < p - 1 else None
         (grad_kv,) = new_gradients(kv)
+        k, v = kv.unbind()
+        grad_k, grad_v = grad_kv.unbind()
         add_gradients_(
-            (grad_q, *grad_kv), grad_out, q, *kv, out, lse,
+            (grad_q, grad_k, grad_v), grad_out, q, k, v, out, lse,
             q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[(rank - step) % p], task=task,
         )  # fmt: skip
+        del k, v
         if grad_coming is not None:
             grad_kv += grad_coming.wait()  # what the ranks before this one added
         grad_coming = ring_exchange_async(grad_kv, group)
         if coming is not None:
             kv = coming.wait()
+    assert grad_coming is not None
     grad_k, grad_v = grad_coming.wait().to(q.dtype)
     return grad_q.to(q.dtype), grad_k, grad_v
 
