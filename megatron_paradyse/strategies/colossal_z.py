@@ -11,15 +11,13 @@ Perspective" (Li et al., 2021), the ring self-attention of Colossal-AI.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies.blocks import contiguous_spans
-from megatron_paradyse.strategies.collectives import Pending, ring_exchange_async
+from megatron_paradyse.strategies.collectives import TravellingGradient, ring_exchange_async
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
     AttentionWeights,
@@ -34,7 +32,7 @@ from megatron_paradyse.strategies.local_attention import (
     new_gradients,
 )
 from megatron_paradyse.strategies.tiled_kernel import hide_, per_kv_head, per_query_head
-from megatron_paradyse.strategies.zero import zero_attention, zero_mlp
+from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 
 
 def attention(
@@ -48,9 +46,12 @@ def attention(
 
     Keeps, besides q, k, v and the output, the probabilities [b, n, s/p, s].
     """
-    inner = partial(_RowAttention.apply, AttentionTask(shape, microbatch), group)
     spans = contiguous_spans(microbatch, group.size(), group.rank())
-    return zero_attention(x, weights, shape, microbatch, group, spans=spans, inner=inner)
+    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
+    proj = gather_weight(weights.proj.t(), group)
+    out = _RowAttention.apply(AttentionTask(shape, microbatch), group, q, k, v)
+    del q, k, v
+    return zero_proj(out, proj, weights, group)
 
 
 class _RowAttention(Function):
@@ -77,7 +78,7 @@ class _RowAttention(Function):
         wide = accumulation_dtype(q.dtype)
         grad_out = grad_out.permute(1, 2, 0, 3).contiguous()  # [s/p, b, n, d] -> [b, n, s/p, d]
         grad_scores = torch.empty_like(probs, dtype=wide)  # first of the probabilities
-        grad_v = _TravellingGradient(group)
+        grad_v = TravellingGradient(group)
         for source, columns, v_chunk in _ring(v, group):
             part = probs[..., columns]
             grad_part = per_query_head(grad_out, v_chunk.transpose(-1, -2)).to(wide)
@@ -89,32 +90,13 @@ class _RowAttention(Function):
         grad_scores.sub_((grad_scores * probs).sum(-1, keepdim=True))
         grad_scores.mul_(probs).mul_(task.shape.softmax_scale)
         (grad_q,) = new_gradients(q)
-        grad_k = _TravellingGradient(group)
+        grad_k = TravellingGradient(group)
         for _, columns, k_chunk in _ring(k, group):
             part = grad_scores[..., columns].to(q.dtype)
             grad_q += per_query_head(part, k_chunk)
             grad_k.add(per_kv_head(part, q, k_chunk).to(wide))
         grads = (grad_q, grad_k.home(), grad_v.home())
         return None, None, *(g.to(q.dtype).permute(2, 0, 1, 3) for g in grads)
-
-
-class _TravellingGradient:
-    """The gradient of a chunk that goes round a ring, one hop behind the chunk."""
-
-    def __init__(self, group: ProcessGroup):
-        self._group = group
-        self._coming: Pending | None = None
-
-    def add(self, grad: Tensor) -> None:
-        """Add this rank's part of the gradient of the chunk it holds, and send it on."""
-        if self._coming is not None:
-            grad += self._coming.wait()
-        self._coming = ring_exchange_async(grad, self._group)
-
-    def home(self) -> Tensor:
-        """The whole gradient of the rank's own chunk, after p hops."""
-        assert self._coming is not None
-        return self._coming.wait()
 
 
 def _score_rows(q: Tensor, k: Tensor, task: AttentionTask, group: ProcessGroup) -> Tensor:

@@ -39,9 +39,10 @@ def normalise_and_rotate(
         q = head_norm(q, weights.q_norm, weights.q_norm_bias, shape)
         k = head_norm(k, weights.k_norm, weights.k_norm_bias, shape)
     if microbatch.rope is not None:
-        angles = angles_at(microbatch.rope, spans).to(q.device)
-        q = rotate(q, angles, interleaved=shape.rope_interleaved)
-        k = rotate(k, angles, interleaved=shape.rope_interleaved)
+        angles = angles_at(microbatch.rope, spans).to(q.device)[:, None, None, :]
+        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        q = rotate(q, cos, sin, interleaved=shape.rope_interleaved)
+        k = rotate(k, cos, sin, interleaved=shape.rope_interleaved)
     return q, k
 
 
@@ -88,14 +89,13 @@ class _Rotate(Function):
         return result, None, None, None
 
 
-def rotate(x: Tensor, angles: Tensor, *, interleaved: bool) -> Tensor:
-    """RoPE: x [s, b, n, d] turned by angles [s, d_rot] in its first d_rot channels.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """RoPE: x [s, b, n, d] turned in its first d_rot channels, given cos and sin [s, 1, 1, d_rot].
 
-    Channels pair as (i, i + d_rot/2), or interleaved as (2i, 2i + 1). Cosine and sine are taken in
-    float32 and cast to x's dtype. Keeps only them: the backward turns the gradient back.
+    Channels pair as (i, i + d_rot/2), or interleaved as (2i, 2i + 1). As in Megatron, cosine and
+    sine are of x's dtype, cast from float32. Keeps only them: the backward turns back.
     """
-    angles = angles[:, None, None, :]
-    return _Rotate.apply(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype), interleaved)
+    return _Rotate.apply(x, cos, sin, interleaved)
 
 
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:

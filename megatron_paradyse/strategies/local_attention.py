@@ -8,6 +8,7 @@ A query in no document gets out 0, lse -inf and gradients 0: no kernel ever sees
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,15 +72,16 @@ class PartialOutput:
     ) -> None:
         """Attend to k and v, which hold the positions k_spans."""
         for block in task.blocks(q_spans, k_spans):
-            q_part, k_part, v_part = _cut(block, self.q, (k, v))
-            kernel = task.kernel(self.q, block)
-            out, lse = kernel.forward(q_part, k_part, v_part, task.rule(block))
-            if self._out is None and _covers(block, self.q):
-                self._out, self._lse = out.permute(2, 0, 1, 3), lse
-            else:
-                self._merge(block, out.permute(2, 0, 1, 3), lse)
+            self._add_block(block, k, v, task)
 
-    def _merge(self, block: Block, out: Tensor, lse: Tensor) -> None:
+    def _add_block(self, block: Block, k: Tensor, v: Tensor, task: AttentionTask) -> None:
+        q_part, k_part, v_part = _cut(block, self.q, (k, v))
+        kernel = task.kernel(self.q, block)
+        out, lse = kernel.forward(q_part, k_part, v_part, task.rule(block))
+        out = out.permute(2, 0, 1, 3)
+        if self._out is None and _covers(block, self.q):
+            self._out, self._lse = out, lse
+            return
         self._widen()
         assert self._out is not None and self._lse is not None
         rows, sequences = slice(*block.q_rows), slice(*block.sequences)
@@ -108,16 +110,17 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     out, block_out [sq, b, n, d]; lse, block_lse [b, n, sq]. With lse' = logaddexp(lse, block_lse):
     out' = out + exp(block_lse - lse') (block_out - out), whose weight is
     sigmoid(block_lse - lse): no exponential can overflow. Where neither saw a key, out stays 0.
+    block_out is used up.
     """
     weight = torch.sigmoid(block_lse - lse)
     weight.masked_fill_(block_lse == float("-inf"), 0.0)
     weight = weight.permute(2, 0, 1)[..., None]  # [b, n, sq] -> [sq, b, n, 1]
-    out.add_(weight * (block_out - out))
+    out.add_(block_out.to(out.dtype).sub_(out).mul_(weight))
     torch.logaddexp(lse, block_lse, out=lse)
 
 
 def add_gradients_(
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: Sequence[Tensor],
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -134,13 +137,11 @@ def add_gradients_(
     out and lse are q's over all keys, wherever they are. grads are of accumulation_dtype.
     """
     for block in task.blocks(q_spans, k_spans):
-        for grad, part, rows in zip(
-            grads,
-            _block_gradients(block, grad_out, q, k, v, out, lse, task),
-            (block.q_rows, block.k_rows, block.k_rows),
-            strict=True,
-        ):
-            grad[slice(*rows), slice(*block.sequences)] += part
+        parts = _block_gradients(block, grad_out, q, k, v, out, lse, task)
+        rows = (block.q_rows, block.k_rows, block.k_rows)
+        for i in range(3):
+            grads[i][slice(*rows[i]), slice(*block.sequences)] += parts[i]
+        del parts  # before the next block's come
 
 
 def _block_gradients(block, grad_out, q, k, v, out, lse, task):

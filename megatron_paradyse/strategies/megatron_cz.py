@@ -10,8 +10,7 @@ holds an early and a late half chunk, and at every step of the ring every rank h
 
 from __future__ import annotations
 
-from functools import partial
-
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -26,7 +25,7 @@ from megatron_paradyse.strategies.contract import (
 )
 from megatron_paradyse.strategies.local_attention import AttentionTask
 from megatron_paradyse.strategies.ring_attention import ring_attention
-from megatron_paradyse.strategies.zero import zero_attention, zero_mlp
+from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 
 
 def attention(
@@ -44,17 +43,20 @@ def attention(
     p, rank = group.size(), group.rank()
     spans_of = balanced_spans if shape.causal else contiguous_spans
     spans_of_ranks = tuple(spans_of(microbatch, p, r) for r in range(p))
-    inner = partial(
-        ring_attention,
+    if shape.causal:
+        x = swap_halves(x, group)
+    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans_of_ranks[rank])
+    proj = gather_weight(weights.proj.t(), group)
+    kv = torch.stack((k, v))
+    del k, v
+    out = ring_attention(
+        q,
+        kv,
         spans_of_ranks=spans_of_ranks,
         task=AttentionTask(shape, microbatch),
         group=group,
     )
-    if shape.causal:
-        x = swap_halves(x, group)
-    y = zero_attention(
-        x, weights, shape, microbatch, group, spans=spans_of_ranks[rank], inner=inner
-    )
+    y = zero_proj(out, proj, weights, group)
     return swap_halves(y, group) if shape.causal else y
 
 

@@ -49,10 +49,12 @@ def attention(
     p, rank = group.size(), group.rank()
     qkv = _ColumnLinear.apply(x, weights.qkv, weights.qkv_bias, group)
     q, k, v = _heads_of_rank(qkv, shape, group)
+    del qkv
     spans = whole(microbatch)
     q, k = normalise_and_rotate(q, k, weights, shape, microbatch, spans)
     task = AttentionTask(shape, microbatch, first_head=rank * shape.num_heads // p)
     out = local_attention(q, k, v, spans=spans, task=task)
+    del q, k, v
     return _RowLinear.apply(out.flatten(2), weights.proj, group, None)
 
 
@@ -80,22 +82,16 @@ def _heads_of_rank(qkv: Tensor, shape: AttentionShape, group: ProcessGroup) -> t
     With g < p the shards cut heads anywhere: all of them are gathered, as Megatron does, and the
     rank takes its query heads and the key/value head that those use.
     """
-    p, rank, g = group.size(), group.rank(), shape.num_kv_heads
+    p, rank, g, d = group.size(), group.rank(), shape.num_kv_heads, shape.head_dim
     if g >= p:
-        return split_heads(qkv, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim)
+        return split_heads(qkv, heads_per_group=shape.heads_per_group, head_dim=d)
     by_rank = gather_sequence(qkv[None], group)  # -> [p, s, b, (n + 2g) d / p]
-    mixed = by_rank.permute(1, 2, 0, 3).flatten(2)  # -> [s, b, (n + 2g) d]
-    ranks_per_group = p // g
-    size = shape.qkv_size // g
-    start = rank // ranks_per_group * size
-    q, k, v = split_heads(
-        mixed[..., start : start + size],
-        heads_per_group=shape.heads_per_group,
-        head_dim=shape.head_dim,
-    )
+    mixed = by_rank.permute(1, 2, 0, 3).flatten(2).unflatten(2, (g, -1, d))
+    heads = mixed[:, :, rank // (p // g)]  # [s, b, n/g + 2, d]
     num_heads = shape.num_heads // p
-    first = rank % ranks_per_group * num_heads
-    return q[:, :, first : first + num_heads], k, v
+    first = rank % (p // g) * num_heads
+    parts = (heads[:, :, first : first + num_heads], heads[:, :, -2:-1], heads[:, :, -1:])
+    return tuple(part.contiguous() for part in parts)
 
 
 class _ColumnLinear(Function):

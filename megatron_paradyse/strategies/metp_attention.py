@@ -106,10 +106,11 @@ class _Layer:
         q = q.detach()
         del mixed, k, v
         grad_out = (grad_rows @ proj).view(out.shape)
-        grads = ring_backward(grad_out, q, kv, out, lse, **self.ring(owner))
+        grad_q, grad_kv = ring_backward(grad_out, q, kv, out, lse, **self.ring(owner))
         del q, kv, grad_out
+        grads = (grad_q, grad_kv[0], grad_kv[1])
         grad_mixed, *of_norms = torch.autograd.grad(outputs, inputs, grads)
-        del grads
+        del grads, grad_q, grad_kv
         grad_mixed = grad_mixed.flatten(0, 1)
         add_product_(grad_x.view(rows.shape), grad_mixed, qkv)
         grad_block = new_packed(block, grad_x.dtype)
@@ -132,11 +133,11 @@ class CirculatingAttention(Function):
     def forward(ctx, shape, microbatch, group, x, *tensors):
         layer = _Layer(shape, microbatch, group)
         weights = AttentionWeights(*tensors)
+        blocks = broadcast_blocks(layer.own_block(weights), group)
         x = layer.balance(x.detach())
         rows = x.flatten(0, 1)  # [s/p, b, h] -> [s/p b, h]
         total = torch.zeros_like(rows, dtype=accumulation_dtype(x.dtype))
         outs, lses = [], []
-        blocks = broadcast_blocks(layer.own_block(weights), group)
         for owner, (qkv, proj, *bias) in enumerate(blocks):
             q, k, v = layer.heads(linear(x, qkv, *bias), weights)
             kv = torch.stack((k, v))
@@ -157,13 +158,14 @@ class CirculatingAttention(Function):
         x, *saved = ctx.saved_tensors
         tensors, outs, lses = saved[: -2 * p], saved[-2 * p : -p], saved[-p:]
         weights, norms = _with_own_norms(AttentionWeights(*tensors))
+        own = layer.own_block(weights)
+        blocks = broadcast_blocks(own, layer.group)
         grad = layer.balance(grad)
         wide = accumulation_dtype(x.dtype)
         grad_x = torch.zeros_like(x, dtype=wide)
         grads = {name: torch.zeros_like(norm, dtype=wide) for name, norm in norms.items()}
-        own = layer.own_block(weights)
         sums = SumsToOwners(layer.group)
-        for owner, block in enumerate(broadcast_blocks(own, layer.group)):
+        for owner, block in enumerate(blocks):
             grad_block, *of_norms = layer.block_gradients(
                 block, grad_x, x, weights, list(norms.values()), grad, outs[owner], lses[owner],
                 owner=owner,

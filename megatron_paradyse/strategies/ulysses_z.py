@@ -27,7 +27,7 @@ from megatron_paradyse.strategies.contract import (
     check_layout,
 )
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
-from megatron_paradyse.strategies.zero import zero_attention, zero_mlp
+from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 
 
 def attention(
@@ -39,15 +39,19 @@ def attention(
 ) -> Tensor:
     """[s/p, b, h] -> [s/p, b, h]. Besides weights, two all_to_alls forward and two backward."""
     p, rank = group.size(), group.rank()
-    task = AttentionTask(shape, microbatch, first_head=rank * shape.num_heads // p)
-
-    def inner(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = _sequence_to_heads(q, k, v, group)
-        out = local_attention(q, k, v, spans=whole(microbatch), task=task)
-        return _heads_to_sequence(out, group)
-
     spans = contiguous_spans(microbatch, p, rank)
-    return zero_attention(x, weights, shape, microbatch, group, spans=spans, inner=inner)
+    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
+    proj = gather_weight(weights.proj.t(), group)
+    packed = _pack_heads(q, k, v, p)
+    del q, k, v  # so that no more than two copies of them are ever alive
+    packed = transpose_blocks(packed, group).flatten(0, 1)  # [s, b, (n + 2g') / p, d]
+    num_heads, num_kv_heads = shape.num_heads // p, num_kv_heads_sent(shape, p) // p
+    q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    task = AttentionTask(shape, microbatch, first_head=rank * num_heads)
+    out = local_attention(q, k, v, spans=whole(microbatch), task=task)
+    del packed, q, k, v
+    out = transpose_blocks(out.unflatten(0, (p, -1)), group)  # [p, s/p, b, n/p, d]
+    return zero_proj(out.permute(1, 2, 0, 3, 4).flatten(2, 3), proj, weights, group)
 
 
 def check(shape: AttentionShape, p: int) -> None:
@@ -65,27 +69,17 @@ def num_kv_heads_sent(shape: AttentionShape, p: int) -> int:
     return lcm(shape.num_kv_heads, p)
 
 
-def _sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """q [s/p, b, n, d], k and v [s/p, b, g, d] -> [s, b, n/p, d] and twice [s, b, g'/p, d].
+def _pack_heads(q: Tensor, k: Tensor, v: Tensor, p: int) -> Tensor:
+    """q [s/p, b, n, d], k and v [s/p, b, g, d] -> [p, s/p, b, (n + 2g') / p, d].
 
-    One all_to_all of all three, packed. g' is g, or more where ranks must share a head.
+    Block i is for rank i: its query heads, then the key and the value heads that these use. g' is
+    g, or more where ranks share a head.
     """
-    p = group.size()
     copies = p // gcd(k.shape[2], p)
     if copies > 1:
         k, v = k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2)
-    # [s/p, b, heads, d] -> [s/p, b, p, heads/p, d], side by side for each destination
-    packed = torch.cat([x.unflatten(2, (p, -1)) for x in (q, k, v)], dim=3)
-    received = transpose_blocks(packed.permute(2, 0, 1, 3, 4), group)  # [p, s/p, b, heads/p, d]
-    sizes = (q.shape[2] // p, k.shape[2] // p, v.shape[2] // p)
-    q, k, v = received.flatten(0, 1).split(sizes, dim=2)
-    return q, k, v
-
-
-def _heads_to_sequence(out: Tensor, group: ProcessGroup) -> Tensor:
-    """[s, b, n/p, d] -> [s/p, b, n, d]."""
-    received = transpose_blocks(out.unflatten(0, (group.size(), -1)), group)
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    by_rank = [x.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
+    return torch.cat(by_rank, dim=3)
 
 
 STRATEGY = Strategy(

@@ -63,10 +63,14 @@ def circulate(own: Block, group: ProcessGroup, *, own_last: bool = False) -> Ite
 def broadcast_blocks(own: Block, group: ProcessGroup) -> Iterator[Block]:
     """Yield the blocks of ranks 0, 1, ..., p-1, the same at once on every rank.
 
-    Counted as p-1 blocks sent by each rank. Two buffers are alive, as in circulate.
+    The first is under way when this returns. Counted as p-1 blocks sent by each rank. Two buffers
+    are alive, as in circulate.
     """
+    return _broadcast_rest(_begin_broadcast(own, group, 0), own, group)
+
+
+def _broadcast_rest(coming: Pending, own: Block, group: ProcessGroup) -> Iterator[Block]:
     p, rank = group.size(), group.rank()
-    coming = _begin_broadcast(own, group, 0)
     for owner in range(p):
         flat = coming.wait()
         if owner + 1 < p:

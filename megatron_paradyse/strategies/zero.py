@@ -5,13 +5,11 @@ The weight's gradient is a sum over the sequence, hence over ranks: it is reduce
 shards, in float32. From "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
 (Rajbhandari et al., 2020), stage 3.
 
-zero_attention and zero_mlp are the layers of every strategy whose name ends in Z; these differ in
-the attention between qkv and proj alone.
+The strategies whose name ends in Z share zero_mlp, zero_qkv and zero_proj; they differ in the
+attention between these two.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import Tensor
 from torch.autograd import Function
@@ -35,10 +33,8 @@ from megatron_paradyse.strategies.feedforward import activate, activation_gradie
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 
-InnerAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-
-def zero_attention(
+def zero_qkv(
     x: Tensor,
     weights: AttentionWeights,
     shape: AttentionShape,
@@ -46,20 +42,23 @@ def zero_attention(
     group: ProcessGroup,
     *,
     spans: tuple[Span, ...],
-    inner: InnerAttention,
-) -> Tensor:
-    """x [s/p, b, h] at positions `spans` -> [s/p, b, h].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [s/p, b, h] at positions `spans` -> q [s/p, b, n, d], k and v [s/p, b, g, d].
 
-    inner(q, k, v) attends: q [s/p, b, n, d], k and v [s/p, b, g, d] -> [s/p, b, n, d]. The proj
-    weight is gathered while it runs.
+    All heads, normalised and rotated.
     """
     qkv = zero_linear(x, gather_weight(weights.qkv, group), weights.qkv, weights.qkv_bias, group)
-    proj = gather_weight(weights.proj.t(), group)
     q, k, v = split_heads(qkv, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim)
     del qkv
     q, k = normalise_and_rotate(q, k, weights, shape, microbatch, spans)
-    out = inner(q, k, v)
-    return zero_linear(out.flatten(2), proj, weights.proj, None, group, transposed=True)
+    return q, k, v
+
+
+def zero_proj(
+    out: Tensor, gathering: Pending, weights: AttentionWeights, group: ProcessGroup
+) -> Tensor:
+    """out [s/p, b, n, d] -> [s/p, b, h], with gathering = gather_weight(weights.proj.t())."""
+    return zero_linear(out.flatten(2), gathering, weights.proj, None, group, transposed=True)
 
 
 def zero_mlp(x: Tensor, weights: MlpWeights, shape: MlpShape, group: ProcessGroup) -> Tensor:

@@ -114,6 +114,24 @@ LARGE_CASES = {
 }
 
 
+def test_grid_covers_every_pair_of_factors():
+    for strategy in strategy_names():
+        cases = [case for p in (1, 2, 4) for case in _attention_grid(strategy, p)]
+        factors = {
+            "p": (1, 2, 4),
+            "mask": MASKS,
+            "g": [g for _, g in HEADS.values()],
+            "bias": (False, True),
+            "rope": (None, "half", "interleaved", "partial"),
+        }
+        for first, second in itertools.combinations(factors, 2):
+            covered = {(getattr(case, first), getattr(case, second)) for case in cases}
+            assert covered >= set(itertools.product(factors[first], factors[second])), (
+                first,
+                second,
+            )
+
+
 @functools.cache
 def _results(p: int) -> dict[str, dict[str, Deviation]]:
     """Deviations of all cases on p ranks, from one spawn."""

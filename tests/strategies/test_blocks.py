@@ -1,0 +1,131 @@
+"""Block planning covers exactly the visible pairs, once, whatever the chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.blocks import (
+    balanced_spans,
+    blocks_of,
+    contiguous_spans,
+    whole,
+)
+from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+from megatron_paradyse.strategies.reference import visible_pairs
+from tests.strategies.layers import MASKS, documents_of
+
+
+def _shape(causal: bool, window: int | None = None) -> AttentionShape:
+    return AttentionShape(
+        num_heads=1, num_kv_heads=1, head_dim=1, causal=causal, softmax_scale=1.0, window=window
+    )
+
+
+def _count_covered(spans_of, p: int, shape: AttentionShape, microbatch: Microbatch):
+    """[b, s, s]: how many blocks cover each pair, over all pairs of ranks."""
+    s, b = microbatch.seq_length, microbatch.batch_size
+    count = torch.zeros(b, s, s, dtype=torch.long)
+    total = 0
+    for q_rank in range(p):
+        for k_rank in range(p):
+            q_spans, k_spans = spans_of(microbatch, p, q_rank), spans_of(microbatch, p, k_rank)
+            for block in blocks_of(q_spans, k_spans, shape, microbatch):
+                rows = block.q_rows[1] - block.q_rows[0]
+                columns = block.k_rows[1] - block.k_rows[0]
+                q = torch.arange(block.q_start, block.q_start + rows)[:, None]
+                k = torch.arange(block.k_start, block.k_start + columns)
+                seen = torch.ones(rows, columns, dtype=torch.bool)
+                if block.causal:
+                    seen &= k <= q
+                if block.window is not None:
+                    seen &= q - k < block.window
+                first, stop = block.sequences
+                count[first:stop, q, k] += seen
+                total += block.num_scores
+                # The rows of the rank are those positions.
+                assert _position(q_spans, block.q_rows[0]) == block.q_start
+                assert _position(k_spans, block.k_rows[0]) == block.k_start
+    return count, total
+
+
+def _position(spans, row: int) -> int:
+    (span,) = [span for span in spans if span.row <= row < span.row + len(span)]
+    return span.start + row - span.row
+
+
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [(m, w) for m in MASKS for w in (None, 1, 4, 100) if w is None or m.endswith("causal")],
+)
+@pytest.mark.parametrize("spans_of", [contiguous_spans, balanced_spans])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+def test_blocks_cover_each_visible_pair_once(p, spans_of, mask, window):
+    causal = mask.endswith("causal")
+    microbatch = Microbatch(36, 3, documents_of(mask, 36, 3))
+    shape = _shape(causal, window)
+    count, total = _count_covered(spans_of, p, shape, microbatch)
+    visible = visible_pairs(shape, microbatch)
+    assert torch.equal(count, visible.long())
+    assert total == visible.sum()
+
+
+def test_one_call_serves_the_whole_batch_without_documents():
+    microbatch = Microbatch(8, 5)
+    assert len(blocks_of(whole(microbatch), whole(microbatch), _shape(True), microbatch)) == 1
+
+
+def test_sequences_with_the_same_documents_share_their_blocks():
+    microbatch = Microbatch(8, 4, (((0, 5),),) * 4)
+    (block,) = blocks_of(whole(microbatch), whole(microbatch), _shape(True), microbatch)
+    assert block.sequences == (0, 4) and block.q_rows == (0, 5)
+
+
+def _scores_by_rank(spans_of, p: int, s: int) -> list[int]:
+    microbatch, shape = Microbatch(s, 1), _shape(True)
+    return [
+        sum(
+            block.num_scores
+            for source in range(p)
+            for block in blocks_of(
+                spans_of(microbatch, p, rank), spans_of(microbatch, p, source), shape, microbatch
+            )
+        )
+        for rank in range(p)
+    ]
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8, 16, 32, 64])
+def test_balanced_causal_ring_gives_every_rank_the_same_work(p):
+    """The largest share is at most 1.1 of the smallest; contiguous chunks give about 2p - 1."""
+    work = _scores_by_rank(balanced_spans, p, 64 * p)
+    assert max(work) <= 1.001 * min(work)
+    uneven = _scores_by_rank(balanced_spans, p, 63 * p)
+    assert max(uneven) <= 1.1 * min(uneven)
+    contiguous = _scores_by_rank(contiguous_spans, p, 64 * p)
+    assert max(contiguous) > 1.8 * (p - 0.5) * min(contiguous)
+
+
+@pytest.mark.parametrize("p", [4, 8, 64])
+def test_every_step_of_the_balanced_ring_is_balanced(p):
+    microbatch, shape = Microbatch(16 * p, 1), _shape(True)
+    for step in range(p):
+        work = {
+            sum(
+                block.num_scores
+                for block in blocks_of(
+                    balanced_spans(microbatch, p, rank),
+                    balanced_spans(microbatch, p, (rank - step) % p),
+                    shape,
+                    microbatch,
+                )
+            )
+            for rank in range(p)
+        }
+        assert len(work) == 1, (step, work)
+
+
+def test_window_without_causal_is_refused():
+    with pytest.raises(UserError, match="window needs causal"):
+        _shape(False, window=4)

@@ -1,0 +1,110 @@
+"""The parity check notices deliberately broken strategies: it is not blind."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+
+from megatron_paradyse.strategies import blocks, collectives, local_attention
+from megatron_paradyse.strategies.collectives import Pending, exchange_async
+from tests.strategies.harness import run_ranks
+from tests.strategies.layers import AttentionCase, MlpCase, combine, run_case
+from tests.strategies.test_parity import FLOAT32_TOLERANCE
+
+PACKAGE = "megatron_paradyse.strategies"
+
+
+def _wrong_way_round(x, group):
+    p, rank = group.size(), group.rank()
+    return exchange_async(x, group, to=(rank - 1) % p, source=(rank + 1) % p)
+
+
+def _keep_own_part(x, group):
+    return x.chunk(group.size())[group.rank()]
+
+
+def _overwrite(out, lse, block_out, block_lse):
+    out.copy_(block_out)
+    lse.copy_(block_lse)
+
+
+BREAKAGES = {
+    "ring_direction": {f"{PACKAGE}.ring_attention.ring_exchange_async": _wrong_way_round},
+    "row_ring_direction": {f"{PACKAGE}.colossal_z.ring_exchange_async": _wrong_way_round},
+    "weight_gradient_not_reduced": {
+        f"{PACKAGE}.zero.reduce_gradient_async": lambda x, group: Pending(_keep_own_part(x, group))
+    },
+    "output_not_reduced": {f"{PACKAGE}.megatron_ts.reduce_scatter": _keep_own_part},
+    "not_swapped": {f"{PACKAGE}.megatron_cz.swap_halves": lambda x, group: x},
+    "not_merged": {f"{PACKAGE}.local_attention.merge_": _overwrite},
+    "rope_at_local_positions": {
+        f"{PACKAGE}.ulysses_z.contiguous_spans": lambda m, p, r: blocks.contiguous_spans(m, p, 0)
+    },
+    "dropout_at_local_heads": {
+        f"{PACKAGE}.ulysses_z.AttentionTask": lambda shape, microbatch, first_head: (
+            local_attention.AttentionTask(shape, microbatch)
+        )
+    },
+    "blocks_not_transposed": {
+        f"{PACKAGE}.ulysses_z.transpose_blocks": lambda x, group: x.contiguous()
+    },
+    "input_gradient_not_reduced": {
+        f"{PACKAGE}.megatron_ts.reduce_scatter_async": lambda x, group: Pending(
+            _keep_own_part(x, group)
+        )
+    },
+}
+CASES = {
+    "ring_direction": AttentionCase("megatron_cz", 4, "causal"),
+    "row_ring_direction": AttentionCase("colossal_z", 4, "causal"),
+    "weight_gradient_not_reduced": MlpCase("ulysses_z", 4),
+    "output_not_reduced": MlpCase("megatron_ts", 4),
+    "not_swapped": AttentionCase("megatron_cz", 4, "causal"),
+    "not_merged": AttentionCase("megatron_cz", 4, "bidirectional"),
+    "rope_at_local_positions": AttentionCase("ulysses_z", 4, rope="half"),
+    "dropout_at_local_heads": AttentionCase("ulysses_z", 4, dropout=0.3),
+    "blocks_not_transposed": AttentionCase("ulysses_z", 4),
+    "input_gradient_not_reduced": AttentionCase("megatron_ts", 4),
+}
+
+
+@contextmanager
+def _broken(replacements):
+    patches = [patch(target, replacement) for target, replacement in replacements.items()]
+    for one in patches:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in patches:
+            one.stop()
+
+
+def _run_broken(group, name):
+    with _broken(BREAKAGES[name]):
+        return run_case(group, CASES[name])
+
+
+def _run_sound(group, name):
+    return run_case(group, CASES[name])
+
+
+@pytest.fixture(scope="module")
+def broken_and_sound():
+    names = {name: name for name in CASES}
+    return run_ranks(4, _run_broken, names), run_ranks(4, _run_sound, names)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parity_check_notices(broken_and_sound, name):
+    """Only the breakage makes the difference: the same case passes without it."""
+    broken, sound = (combine(results[name]) for results in broken_and_sound)
+    assert max(part.relative for part in broken.values()) > 100 * FLOAT32_TOLERANCE
+    assert max(part.relative for part in sound.values()) <= FLOAT32_TOLERANCE
+
+
+def test_every_breakage_has_its_case():
+    assert set(CASES) == set(BREAKAGES)
+    assert collectives.ring_exchange_async is not _wrong_way_round

@@ -1,0 +1,107 @@
+"""Collectives: what arrives where, their duals, and the bytes that are counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_paradyse.strategies import collectives
+from megatron_paradyse.strategies.collectives import count_communication
+from tests.strategies.harness import CaseFailedError, run_ranks
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _arrivals(group, dtype) -> dict[str, bool]:
+    """Each collective on small integers, exact in every dtype."""
+    p, rank = group.size(), group.rank()
+    x = torch.arange(6, dtype=dtype).view(3, 2) + 10 * rank
+    every = [torch.arange(6, dtype=dtype).view(3, 2) + 10 * r for r in range(p)]
+    whole = torch.arange(2 * p, dtype=dtype).view(p, 2) * (rank + 1)
+    blocks = torch.stack([torch.full((2,), 10 * rank + to, dtype=dtype) for to in range(p)])
+    total = sum(range(1, p + 1))
+    received = torch.stack([torch.full((2,), 10 * r + rank, dtype=dtype) for r in range(p)])
+    mirror = collectives.swap_halves(x, group)
+    reduced = collectives.reduce_gradient_async(whole, group).wait()
+    return {
+        "all_gather": torch.equal(collectives.all_gather(x, group), torch.cat(every)),
+        "reduce_scatter": torch.equal(
+            collectives.reduce_scatter(whole, group)[0],
+            torch.arange(2 * p, dtype=dtype).view(p, 2)[rank] * total,
+        ),
+        "all_to_all": torch.equal(collectives.all_to_all(blocks, group), received),
+        "ring": torch.equal(collectives.ring_exchange(x, group), every[(rank - 1) % p]),
+        "strided": torch.equal(collectives.ring_exchange(x.t(), group), every[(rank - 1) % p].t()),
+        "swap": torch.equal(mirror, torch.cat((x[:2], every[p - 1 - rank][2:]))),
+        "swap back": torch.equal(collectives.swap_halves(mirror, group), x),
+        "float32 gradient": reduced.dtype
+        == (dtype if p == 1 or dtype.itemsize > 2 else torch.float)
+        and torch.equal(reduced[0].double(), total * torch.arange(2 * p).view(p, 2)[rank].double()),
+    }
+
+
+def _inner_products(group, name) -> tuple[float, float]:
+    """<f(x), y> and <x, f'(y)> summed over ranks: equal if the backward is the adjoint of f."""
+    p = group.size()
+    torch.manual_seed(group.rank())
+    x = torch.randn(5 if name == "swap_halves" else 2 * p, 3, dtype=torch.float64)
+    if name == "transpose_blocks":
+        x = torch.randn(p, 3, dtype=torch.float64)
+    x.requires_grad_()
+    output = getattr(collectives, name)(x, group)
+    y = torch.randn_like(output)
+    (grad,) = torch.autograd.grad(output, x, y)
+    products = torch.stack(((output * y).sum(), (x * grad).sum())).detach()
+    dist.all_reduce(products, group=group)
+    return tuple(products.tolist())
+
+
+def _counts(group, _) -> dict[str, int]:
+    p = group.size()
+    x = torch.zeros(4 * p, 3)  # 48 p bytes
+    half = x.bfloat16()
+    with count_communication() as count:
+        collectives.all_gather(x, group)
+        collectives.reduce_scatter(x, group)
+        collectives.reduce_gradient_async(half, group).wait()
+        collectives.all_to_all(x.view(p, 4, 3), group)
+        collectives.ring_exchange(half, group)
+    collectives.all_gather(x, group)  # outside: not counted
+    return dict(count.sent_bytes)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_collectives_deliver_adjoint_and_counted(p):
+    """One spawn: arrivals in four dtypes, the adjoint identity, and bytes by hand."""
+    for dtype, ranks in run_ranks(p, _arrivals, {str(dtype): dtype for dtype in DTYPES}).items():
+        for rank, found in enumerate(ranks):
+            assert all(found.values()), (dtype, rank, found)
+    if p == 1:
+        return
+    names = ("gather_sequence", "scatter_sequence", "transpose_blocks", "swap_halves")
+    for name, ranks in run_ranks(p, _inner_products, {name: name for name in names}).items():
+        for left, right in ranks:
+            assert left == pytest.approx(right, rel=1e-12), name
+    for counts in run_ranks(p, _counts, {"counts": None})["counts"]:
+        assert counts == {
+            "all_gather": (p - 1) * 48 * p,
+            "reduce_scatter": 2 * (p - 1) * 48,
+            "all_to_all": (p - 1) * 48,
+            "send": 24 * p,
+        }
+
+
+def test_one_rank_communicates_nothing():
+    assert run_ranks(1, _counts, {"counts": None})["counts"] == [{}]
+
+
+def _fail_on_last(group, message):
+    if group.rank() == group.size() - 1:
+        raise RuntimeError(message)
+    collectives.all_gather(torch.zeros(1), group)
+
+
+def test_harness_names_the_case_that_failed():
+    with pytest.raises(CaseFailedError, match=r"case 'bad' on rank 1 of 2.*\n(.*\n)*.*it broke"):
+        run_ranks(2, _fail_on_last, {"bad": "it broke"}, timeout_seconds=60)

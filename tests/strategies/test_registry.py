@@ -1,0 +1,86 @@
+"""The registry: names, modifiers, third parties, refusals."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_paradyse.strategies as registry
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies import get_strategy, parse_strategy_name, strategy_names
+from megatron_paradyse.strategies.contract import AttentionShape
+
+FOLDER = Path(registry.__file__).parent
+
+
+def _shape(n: int, g: int, d: int = 8) -> AttentionShape:
+    return AttentionShape(num_heads=n, num_kv_heads=g, head_dim=d, causal=True, softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_a_strategy_is_found_by_its_own_name(name):
+    assert get_strategy(name).name == name
+    assert get_strategy(f"{name}+recompute").name == f"{name}+recompute"
+    assert parse_strategy_name(f"{name}+recompute") == (name, True)
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"no strategy named 'ulyses_z': use one of .*ulysses_z"):
+        get_strategy("ulyses_z")
+
+
+def test_refusals_name_rule_values_and_remedy():
+    with pytest.raises(
+        UserError, match=r"ulysses_z needs n % p == 0, got n=12, p=8: use megatron_cz, or p=4"
+    ):
+        get_strategy("ulysses_z").check(_shape(12, 12), 8)
+    with pytest.raises(UserError, match=r"megatron_ts needs n % p == 0, got n=12, p=8"):
+        get_strategy("megatron_ts").check(_shape(12, 12), 8)
+    with pytest.raises(UserError, match=r"g % p == 0 or p % g == 0, got g=6, p=4"):
+        get_strategy("megatron_ts").check(_shape(12, 6), 4)
+    with pytest.raises(UserError, match=r"n % g == 0"):
+        _shape(12, 5)
+    with pytest.raises(UserError, match=r"\(n \+ 2g\) d % p == 0"):
+        get_strategy("megatron_cz").check(_shape(6, 1), 3)
+
+
+def test_third_party_strategy_is_found_through_its_entry_point(monkeypatch):
+    class Point:
+        name = "mine"
+
+        def load(self):
+            from dataclasses import replace
+
+            return replace(get_strategy("megatron_ts"), name="mine", title="Mine")
+
+    monkeypatch.setattr(registry, "_third_party", lambda: {"mine": Point()})
+    assert "mine" in strategy_names()
+    assert registry.get_strategy.__wrapped__("mine").title == "Mine"
+    assert registry.get_strategy.__wrapped__("mine+recompute").title == "Mine+recompute"
+
+
+def test_asking_for_names_imports_no_torch():
+    code = (
+        "import sys, megatron_paradyse.strategies as s; assert s.strategy_names();"
+        "assert 'torch' not in sys.modules"
+    )
+    root = FOLDER.parents[1]
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True, cwd=root)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_strategies_import_neither_megatron_nor_each_other(path):
+    others = set(strategy_names()) - {path.stem}
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        for module in modules:
+            assert module.split(".")[0] != "megatron", (path.name, module)
+            assert module.split(".")[-1] not in others, (path.name, module)
