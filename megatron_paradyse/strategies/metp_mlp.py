@@ -10,7 +10,6 @@ from megatron_paradyse.strategies.collectives import ring_exchange_async
 from megatron_paradyse.strategies.feedforward import activate
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 from megatron_paradyse.strategies.weight_blocks import (
-    add_on_the_way,
     add_product_,
     circulate,
     new_packed,
@@ -55,7 +54,8 @@ class CirculatingMlp(Function):
             grad_block = new_packed(own, wide)
             _block_gradients(block, unpack(grad_block, own), grad_rows, rows, grad, shape)
             del block
-            grad_block = add_on_the_way(grad_block, grad_coming)
+            if grad_coming is not None:
+                grad_block += grad_coming.wait()  # what the ranks before this one added
             if step < group.size() - 1:
                 grad_coming = ring_exchange_async(grad_block, group)
         grads = iter(part.to(x.dtype) for part in unpack(grad_block, own))

@@ -5,8 +5,7 @@ buffers of their own: a parameter is read, never sent from, received into or ove
 
     circulate          each rank at another block: they hop around the ring
     broadcast_blocks   all ranks at the same block: its owner broadcasts it
-    add_on_the_way     the dual of circulate: a block's gradient hops along, each rank adds its part
-    reduce_async       the dual of broadcast_blocks: the owner gets the sum of all ranks' parts
+    SumsToOwners       the dual of broadcast_blocks: an owner gets the sum of all ranks' gradients
 """
 
 from __future__ import annotations
@@ -89,11 +88,6 @@ def _begin_broadcast(own: Block, group: ProcessGroup, owner: int) -> Pending:
     record("broadcast", (group.size() - 1) * flat.nbytes if mine else 0)
     root = dist.get_global_rank(group, owner)
     return Pending(flat, [dist.broadcast(flat, root, group=group, async_op=True)])
-
-
-def add_on_the_way(mine: Tensor, coming: Pending | None) -> Tensor:
-    """Add to this rank's part of a block's gradient what the ranks before it made of it."""
-    return mine if coming is None else mine.add_(coming.wait())
 
 
 def reduce_async(x: Tensor, group: ProcessGroup, *, owner: int) -> Pending:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy, metp_mlp, weight_blocks
@@ -41,7 +42,7 @@ from tests.strategies.layers import (
     shard_attention,
     shard_mlp,
 )
-from tests.strategies.live_bytes import LiveBytes
+from tests.strategies.memory import LiveBytes
 
 P = 4
 ATTENTION = AttentionCase("metp", P, n=8, g=4, s=4 * 37, b=1, bias=True, rope="half")
@@ -97,11 +98,24 @@ def _changed_bits(group, case) -> list[bool]:
     ]
 
 
+class _MadeShapes(LiveBytes):
+    """The shape of every tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__([])
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.shapes |= {tuple(x.shape) for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
+        return result
+
+
 def _shapes(group, case) -> set[tuple[int, ...]]:
     _, step = _step_of(case, group)
-    with LiveBytes() as made:
+    with _MadeShapes() as made:
         step().sum().backward()
-    return {tuple(shape) for shape in made.shapes}
+    return made.shapes
 
 
 def _sent(group, case) -> tuple[dict[str, int], dict[str, int]]:
@@ -230,15 +244,16 @@ def _peak_bytes(name: str, group, *, h: int, s: int) -> int:
         attention = AttentionWeights(new(3 * h // p, h), new(h, h // p))
         mlp = MlpWeights(new(4 * h // p, h), new(h, 4 * h // p))
         x = new(s // p, 1, h)
+        weights = [attention.qkv, attention.proj, mlp.fc1, mlp.fc2]
         shape = AttentionShape(n, n, 128, causal=True, softmax_scale=128**-0.5)
-        with LiveBytes([x, *_tensors(attention), *_tensors(mlp)]) as made:
+        with LiveBytes([x, *weights]) as made:
             # Copies stand for the norms, whose outputs nobody else keeps.
             y = strategy.attention(x.clone(), attention, shape, Microbatch(s, 1), group)
             y = strategy.mlp(y.clone(), mlp, MlpShape(F.gelu, gated=False), group)
             edge, grad = get_gradient_edge(y), torch.empty_like(y)
             del y
             torch.autograd.backward(edge, grad)
-        return made.peak_bytes
+        return made.peak
 
 
 def test_peak_is_less_than_half_of_ulysses_at_16_hidden_sizes(fake_group):
