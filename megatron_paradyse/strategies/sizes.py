@@ -90,3 +90,30 @@ class Costs:
     kept_bytes: int  # alive from forward to backward, the input included
     forward_bytes: int  # peak of the forward above what is kept, the output included
     backward_bytes: int  # peak of the backward above what was kept, the gradients included
+
+
+class Ledger:
+    """Bytes alive by name, and their peak."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self._held: dict[str, int] = {}
+
+    def hold(self, **sizes: int) -> None:
+        for name, size in sizes.items():
+            assert name not in self._held, name
+            self._held[name] = size
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def drop(self, *names: str) -> None:
+        for name in names:
+            self.live -= self._held.pop(name)
+
+    def release(self, size: int) -> None:
+        """Free bytes that the forward kept."""
+        self.live -= size
+
+    def touch(self, size: int) -> None:
+        """Hold for a moment."""
+        self.peak = max(self.peak, self.live + size)

@@ -10,36 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import lcm
 
-from megatron_paradyse.strategies.sizes import LayerSizes
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
 
 Walk = Callable[[LayerSizes], tuple[int, int, int]]
-
-
-class Ledger:
-    """Bytes alive by name, and their peak."""
-
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-        self._held: dict[str, int] = {}
-
-    def hold(self, **sizes: int) -> None:
-        for name, size in sizes.items():
-            assert name not in self._held, name
-            self._held[name] = size
-            self.live += size
-            self.peak = max(self.peak, self.live)
-
-    def drop(self, *names: str) -> None:
-        for name in names:
-            self.live -= self._held.pop(name)
-
-    def release(self, size: int) -> None:
-        """Free bytes that the forward kept."""
-        self.live -= size
-
-    def touch(self, size: int) -> None:
-        """Hold for a moment."""
-        self.peak = max(self.peak, self.live + size)
 
 
 def _half_type(z: LayerSizes) -> bool:

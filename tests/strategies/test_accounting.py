@@ -63,7 +63,7 @@ def _sizes(case: AttentionCase | MlpCase) -> LayerSizes:
     )
 
 
-@pytest.mark.parametrize(("strategy", "operation"), WALKS, ids="-".join)
+@pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
 def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(group, strategy, operation):
     wrong = []
     for case in _cases(strategy, operation, group.size()):
@@ -79,6 +79,19 @@ def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(group, s
             if abs(formula / truth - 1) > TOLERANCE:
                 wrong.append((case.name, name, formula, truth, f"{formula / truth:.3f}"))
     assert not wrong, "\n" + "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
+def test_recompute_keeps_only_the_input_and_pays_in_the_backward(group, strategy, operation):
+    """Its forward frees more than the formula says, which is an upper bound there."""
+    name = f"{strategy}+recompute"
+    for case in _cases(name, operation, group.size()):
+        measured, costs = measure(group, case), operation_costs(name, operation, _sizes(case))
+        assert measured.kept_bytes == costs.kept_bytes
+        assert measured.forward_bytes <= (1 + TOLERANCE) * costs.forward_bytes
+        assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
+        assert measured.forward_sent_bytes == costs.forward_sent_bytes
+        assert measured.backward_sent_bytes == costs.backward_sent_bytes
 
 
 def test_a_strategy_without_formulas_is_told_to_be_profiled(monkeypatch):
