@@ -18,7 +18,7 @@ Bytes that a rank sends, e bytes a value (4 for what is summed in float32; 8 bot
 
     A   values of qkv (aligned to whole heads: (n + 2 g') d h), proj and the qkv bias
     M   values of fc1, fc2 and the fc1 bias
-    g'  key/value heads over all blocks, n / gcd(n/p, n/g): g if g % p == 0
+    g'  key/value heads over all blocks, lcm(g, p)
     S   s/p b h e if causal (swap_halves of input and output), else 0
     with p = 1 all is 0; with g % p != 0, aligning adds the rows that change ranks, once forward
     and twice (in e, and in 4) backward.

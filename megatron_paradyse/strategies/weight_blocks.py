@@ -24,6 +24,7 @@ Block = tuple[Tensor, ...]
 
 def pack(block: Block) -> Tensor:
     """A new flat buffer with the values of all tensors of the block."""
+    assert len({tensor.dtype for tensor in block}) == 1, "weights and biases of one dtype"
     return torch.cat([tensor.reshape(-1) for tensor in block])
 
 
