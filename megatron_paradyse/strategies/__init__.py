@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "megatron_paradyse.strategies"
 RECOMPUTE = "+recompute"
 
-_BUILT_IN = ("megatron_ts", "ulysses_z", "megatron_cz", "colossal_z")
+_BUILT_IN = ("megatron_ts", "ulysses_z", "megatron_cz", "colossal_z", "metp")
 
 
 def strategy_names() -> tuple[str, ...]:

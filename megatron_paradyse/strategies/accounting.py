@@ -7,139 +7,90 @@ of tensors. docs/strategies.md derives the closed forms. Buffers inside kernels 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import lcm
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import parse_strategy_name
-
-
-@dataclass(frozen=True)
-class LayerSizes:
-    """One layer and one microbatch; letters as in contract.py."""
-
-    s: int
-    b: int
-    h: int
-    n: int
-    g: int
-    d: int
-    f: int
-    p: int
-    element_bytes: int = 2
-    causal: bool = True
-    gated: bool = False
-    bias: bool = False
-    rope_channels: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Rows of activations that a rank holds: s/p b."""
-        return self.s // self.p * self.b
-
-    @property
-    def wide_bytes(self) -> int:
-        """Bytes of an element where the code accumulates: float32, float64 for float64."""
-        return max(4, self.element_bytes)
-
-    @property
-    def x(self) -> int:
-        """Bytes of one activation [s/p, b, h]."""
-        return self.rows * self.h * self.element_bytes
-
-    @property
-    def q(self) -> int:
-        return self.rows * self.n * self.d * self.element_bytes
-
-    @property
-    def kv(self) -> int:
-        return 2 * self.rows * self.g * self.d * self.element_bytes
-
-    @property
-    def qkv(self) -> int:
-        return self.q + self.kv
-
-    @property
-    def lse(self) -> int:
-        return self.rows * self.n * self.wide_bytes
-
-    @property
-    def qkv_weight(self) -> int:
-        return (self.n + 2 * self.g) * self.d * self.h * self.element_bytes
-
-    @property
-    def proj_weight(self) -> int:
-        return self.n * self.d * self.h * self.element_bytes
-
-    @property
-    def fc1_rows(self) -> int:
-        return 2 * self.f if self.gated else self.f
-
-    @property
-    def fc1_weight(self) -> int:
-        return self.fc1_rows * self.h * self.element_bytes
-
-    @property
-    def fc2_weight(self) -> int:
-        return self.f * self.h * self.element_bytes
-
-    def wide(self, num_bytes: int) -> int:
-        """The bytes of as many elements in the accumulation dtype."""
-        return num_bytes * self.wide_bytes // self.element_bytes
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Of one operation of one layer on one rank. Bytes, and multiply-adds counted as 2 FLOPs."""
-
-    forward_flops: int
-    backward_flops: int
-    forward_sent_bytes: int
-    backward_sent_bytes: int
-    kept_bytes: int  # alive from forward to backward, the input included
-    forward_bytes: int  # peak of the forward above what is kept, the output included
-    backward_bytes: int  # peak of the backward above what was kept, the gradients included
-
-
-class Ledger:
-    """Bytes alive by name, and their peak."""
-
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-        self._held: dict[str, int] = {}
-
-    def hold(self, **sizes: int) -> None:
-        for name, size in sizes.items():
-            assert name not in self._held, name
-            self._held[name] = size
-            self.live += size
-            self.peak = max(self.peak, self.live)
-
-    def drop(self, *names: str) -> None:
-        for name in names:
-            self.live -= self._held.pop(name)
-
-    def touch(self, size: int) -> None:
-        """Hold for a moment."""
-        self.peak = max(self.peak, self.live + size)
+from megatron_paradyse.strategies.sizes import Costs, LayerSizes
+from megatron_paradyse.strategies.walks import WALKS
 
 
 def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
-    """Costs of "attention" or "mlp" under a strategy, +recompute included."""
+    """Costs of "attention" or "mlp" under a strategy, +recompute included, for p > 1."""
     base, recompute = parse_strategy_name(strategy)
-    costs = _COSTS[base, operation](sizes)
-    return _recomputed(costs, sizes) if recompute else costs
+    if (base, operation) not in WALKS:
+        raise UserError(f"no cost formulas for the {operation} of {base}: profile it instead")
+    kept, forward_bytes, backward_bytes = WALKS[base, operation](sizes)
+    forward_flops, backward_flops = _flops(base, operation, sizes)
+    forward_sent, backward_sent = _sent_bytes(base, operation, sizes)
+    costs = Costs(
+        forward_flops=forward_flops,
+        backward_flops=backward_flops,
+        forward_sent_bytes=forward_sent,
+        backward_sent_bytes=backward_sent,
+        kept_bytes=kept + (0 if _replaces_x(base, operation, sizes) else sizes.x),
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+    )
+    return _recomputed(costs, sizes, kept) if recompute else costs
 
 
-def _recomputed(costs: Costs, z: LayerSizes) -> Costs:
-    """Keeps x; the backward holds what the forward would have kept, and its output, anew."""
-    kept_anew = costs.kept_bytes - z.x
+def _replaces_x(base: str, operation: str, z: LayerSizes) -> bool:
+    """Whether the operation keeps its own rearranged copy of x instead of x."""
+    return base == "megatron_cz" and operation == "attention" and z.causal
+
+
+def _recomputed(costs: Costs, z: LayerSizes, made_anew: int) -> Costs:
+    """Keeps x; the backward first makes anew what the forward would have kept, and an output."""
     return Costs(
         forward_flops=costs.forward_flops,
         backward_flops=costs.forward_flops + costs.backward_flops,
         forward_sent_bytes=costs.forward_sent_bytes,
         backward_sent_bytes=costs.forward_sent_bytes + costs.backward_sent_bytes,
         kept_bytes=z.x,
-        forward_bytes=costs.forward_bytes,
-        backward_bytes=kept_anew + max(costs.forward_bytes, costs.backward_bytes + z.x),
+        forward_bytes=made_anew + costs.forward_bytes,
+        backward_bytes=made_anew + max(costs.forward_bytes, costs.backward_bytes + z.x),
     )
+
+
+def _flops(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
+    """Matrix products only: 2 per multiply-add; the gradient of a linear costs two linears."""
+    if operation == "mlp":
+        linear = 2 * z.rows * z.h * (z.fc1_rows + z.f)
+        return linear, 2 * linear
+    linear = 2 * z.rows * z.h * (2 * z.n + 2 * z.g) * z.d
+    scores = z.b * z.n * z.s * (z.s + 1) // (2 * z.p) if z.causal else z.rows * z.n * z.s
+    product = 2 * z.d * scores
+    if base == "colossal_z":  # its products with the probabilities skip no masked ones
+        dense = 2 * z.d * z.rows * z.n * z.s
+        return linear + product + dense, 2 * linear + 4 * dense
+    # Fused kernels compute the scores again in the backward: five products instead of four.
+    return linear + 2 * product, 2 * linear + 5 * product
+
+
+def _sent_bytes(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
+    others = z.p - 1
+    if base == "megatron_ts":
+        heads = others * z.qkv if operation == "attention" and z.g < z.p else 0
+        return 2 * others * z.x + heads, 3 * others * z.x + heads
+    if operation == "mlp":
+        return _zero_sent(z, z.fc1_weight + z.fc2_weight, z.fc1_rows)
+    forward, backward = _zero_sent(z, z.qkv_weight + z.proj_weight, (z.n + 2 * z.g) * z.d)
+    if base == "ulysses_z":
+        packed = z.q + z.kv // z.g * lcm(z.g, z.p)
+        inner = others * (packed + z.q) // z.p
+        return forward + inner, backward + inner
+    swaps = 0
+    if base == "megatron_cz" and z.causal:
+        swaps = 2 * (z.s // z.p // 2) * z.b * z.h * z.element_bytes
+    inner = others * z.kv
+    return forward + swaps + inner, backward + swaps + inner + z.p * z.wide(z.kv)
+
+
+def _zero_sent(z: LayerSizes, weights: int, bias_rows: int) -> tuple[int, int]:
+    """Shards of weights and bias gathered; gathered again and their wide gradients scattered."""
+    others = z.p - 1
+    bias = bias_rows * z.element_bytes if z.bias else 0
+    forward = others * (weights + bias) // z.p
+    backward = others * (weights + z.wide(weights + bias)) // z.p
+    return forward, backward

@@ -57,7 +57,8 @@ def count_communication() -> Iterator[Communication]:
         _open_counts.remove(count)
 
 
-def _record(name: str, sent_bytes: int) -> None:
+def record(name: str, sent_bytes: int) -> None:
+    """Add one call of a collective to the open counts."""
     for count in _open_counts:
         count.sent_bytes[name] += sent_bytes
         count.calls[name] += 1
@@ -88,7 +89,7 @@ def all_gather_async(x: Tensor, group: ProcessGroup) -> Pending:
         return Pending(x)
     x = x.contiguous()
     gathered = x.new_empty(p * x.shape[0], *x.shape[1:])
-    _record("all_gather", (p - 1) * x.nbytes)
+    record("all_gather", (p - 1) * x.nbytes)
     work = dist.all_gather_into_tensor(gathered, x, group=group, async_op=True)
     return Pending(gathered, [work], x)
 
@@ -103,7 +104,7 @@ def reduce_scatter_async(x: Tensor, group: ProcessGroup) -> Pending:
         return Pending(x)
     x = x.contiguous()
     scattered = x.new_empty(x.shape[0] // p, *x.shape[1:])
-    _record("reduce_scatter", (p - 1) * scattered.nbytes)
+    record("reduce_scatter", (p - 1) * scattered.nbytes)
     work = dist.reduce_scatter_tensor(scattered, x, group=group, async_op=True)
     return Pending(scattered, [work], x)
 
@@ -131,7 +132,7 @@ def all_to_all_async(x: Tensor, group: ProcessGroup) -> Pending:
     assert x.shape[0] == p
     x = x.contiguous()
     received = torch.empty_like(x)
-    _record("all_to_all", (p - 1) * (x.nbytes // p))
+    record("all_to_all", (p - 1) * (x.nbytes // p))
     work = dist.all_to_all_single(received, x, group=group, async_op=True)
     return Pending(received, [work], x)
 
@@ -142,7 +143,7 @@ def exchange_async(x: Tensor, group: ProcessGroup, *, to: int, source: int) -> P
         return Pending(x)
     x = x.contiguous()
     received = torch.empty_like(x)
-    _record("send", x.nbytes)
+    record("send", x.nbytes)
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, x, dist.get_global_rank(group, to), group),

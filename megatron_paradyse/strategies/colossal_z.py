@@ -87,14 +87,17 @@ class _RowAttention(Function):
                 part, grad_part = part * keep, grad_part.mul_(keep)
             grad_scores[..., columns] = grad_part
             grad_v.add(per_kv_head(part, grad_out, v_chunk).to(wide))
-        grad_scores.sub_((grad_scores * probs).sum(-1, keepdim=True))
-        grad_scores.mul_(probs).mul_(task.shape.softmax_scale)
+            del part, grad_part, keep, v_chunk
+        # dS = P (dP - rowsum(P dP)), in place
+        row_sums = grad_scores.mul_(probs).sum(-1, keepdim=True)
+        grad_scores.addcmul_(probs, row_sums, value=-1).mul_(task.shape.softmax_scale)
         (grad_q,) = new_gradients(q)
         grad_k = TravellingGradient(group)
         for _, columns, k_chunk in _ring(k, group):
             part = grad_scores[..., columns].to(q.dtype)
             grad_q += per_query_head(part, k_chunk)
             grad_k.add(per_kv_head(part, q, k_chunk).to(wide))
+            del part
         grads = (grad_q, grad_k.home(), grad_v.home())
         return None, None, *(g.to(q.dtype).permute(2, 0, 1, 3) for g in grads)
 

@@ -170,27 +170,27 @@ def _covers(block: Block, q: Tensor) -> bool:
 
 class _LocalAttention(Function):
     @staticmethod
-    def forward(ctx, q, k, v, spans, task):
+    def forward(ctx, q, k, v, q_spans, k_spans, task):
         partial = PartialOutput(q)
-        partial.add(k, v, q_spans=spans, k_spans=spans, task=task)
+        partial.add(k, v, q_spans=q_spans, k_spans=k_spans, task=task)
         out, lse = partial.result()
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spans, ctx.task = spans, task
+        ctx.q_spans, ctx.k_spans, ctx.task = q_spans, k_spans, task
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
-        blocks = ctx.task.blocks(ctx.spans, ctx.spans)
-        if len(blocks) == 1 and _covers(blocks[0], q):
+        blocks = ctx.task.blocks(ctx.q_spans, ctx.k_spans)
+        if len(blocks) == 1 and _covers(blocks[0], q) and blocks[0].k_rows == (0, k.shape[0]):
             grads = _block_gradients(blocks[0], grad_out, q, k, v, out, lse, ctx.task)
         else:
             grads = new_gradients(q, k, v)
             add_gradients_(
                 grads, grad_out, q, k, v, out, lse,
-                q_spans=ctx.spans, k_spans=ctx.spans, task=ctx.task,
+                q_spans=ctx.q_spans, k_spans=ctx.k_spans, task=ctx.task,
             )  # fmt: skip
-        return *(grad.to(q.dtype) for grad in grads), None, None
+        return *(grad.to(q.dtype) for grad in grads), None, None, None
 
 
 def new_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -199,10 +199,16 @@ def new_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def local_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, spans: tuple[Span, ...], task: AttentionTask
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: tuple[Span, ...],
+    task: AttentionTask,
+    k_spans: tuple[Span, ...] | None = None,
 ) -> Tensor:
-    """Attention among the positions `spans`: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d].
+    """q [sq, b, n, d] at positions `spans`, k and v [sk, b, g, d] -> [sq, b, n, d].
 
-    Keeps q, k, v, the output and its lse. The backward takes grad_out [s, b, n, d].
+    k and v hold the positions `k_spans`, or the same as q. Keeps q, k, v, the output and its lse.
     """
-    return _LocalAttention.apply(q, k, v, spans, task)
+    return _LocalAttention.apply(q, k, v, spans, spans if k_spans is None else k_spans, task)

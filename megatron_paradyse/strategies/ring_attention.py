@@ -37,45 +37,64 @@ def ring_attention(
     return _RingAttention.apply(q, kv, spans_of_ranks, task, group)
 
 
+def ring_forward(
+    q: Tensor,
+    kv: Tensor,
+    *,
+    spans_of_ranks: tuple[tuple[Span, ...], ...],
+    task: AttentionTask,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """The output [s/p, b, n, d] and its lse [b, n, s/p], for use inside an autograd Function."""
+    p, rank = group.size(), group.rank()
+    partial = PartialOutput(q)
+    for step in range(p):
+        coming = ring_exchange_async(kv, group) if step < p - 1 else None
+        source = (rank - step) % p
+        partial.add(
+            kv[0], kv[1], q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[source], task=task
+        )
+        if coming is not None:
+            kv = coming.wait()
+    return partial.result()
+
+
+def ring_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    spans_of_ranks: tuple[tuple[Span, ...], ...],
+    task: AttentionTask,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q and of kv, given what ring_forward took and returned."""
+    p, rank = group.size(), group.rank()
+    (grad_q,) = new_gradients(q)
+    travelling = TravellingGradient(group)
+    for step in range(p):
+        coming = ring_exchange_async(kv, group) if step < p - 1 else None
+        (grad_kv,) = new_gradients(kv)
+        add_gradients_(
+            (grad_q, grad_kv[0], grad_kv[1]), grad_out, q, kv[0], kv[1], out, lse,
+            q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[(rank - step) % p], task=task,
+        )  # fmt: skip
+        travelling.add(grad_kv)
+        if coming is not None:
+            kv = coming.wait()
+    return grad_q.to(q.dtype), travelling.home().to(kv.dtype)
+
+
 class _RingAttention(Function):
     @staticmethod
     def forward(ctx, q, kv, spans_of_ranks, task, group):
-        p, rank = group.size(), group.rank()
-        mine = kv
-        partial = PartialOutput(q)
-        for step in range(p):
-            coming = ring_exchange_async(kv, group) if step < p - 1 else None
-            source = (rank - step) % p
-            partial.add(
-                kv[0],
-                kv[1],
-                q_spans=spans_of_ranks[rank],
-                k_spans=spans_of_ranks[source],
-                task=task,
-            )
-            if coming is not None:
-                kv = coming.wait()
-        out, lse = partial.result()
-        ctx.save_for_backward(q, mine, out, lse)
-        ctx.spans_of_ranks, ctx.task, ctx.group = spans_of_ranks, task, group
+        ctx.ring = {"spans_of_ranks": spans_of_ranks, "task": task, "group": group}
+        out, lse = ring_forward(q, kv, **ctx.ring)
+        ctx.save_for_backward(q, kv, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, kv, out, lse = ctx.saved_tensors
-        spans_of_ranks, group = ctx.spans_of_ranks, ctx.group
-        p, rank = group.size(), group.rank()
-        (grad_q,) = new_gradients(q)
-        travelling = TravellingGradient(group)
-        for step in range(p):
-            coming = ring_exchange_async(kv, group) if step < p - 1 else None
-            (grad_kv,) = new_gradients(kv)
-            add_gradients_(
-                (grad_q, grad_kv[0], grad_kv[1]), grad_out, q, kv[0], kv[1], out, lse,
-                q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[(rank - step) % p],
-                task=ctx.task,
-            )  # fmt: skip
-            travelling.add(grad_kv)
-            if coming is not None:
-                kv = coming.wait()
-        return grad_q.to(q.dtype), travelling.home().to(kv.dtype), None, None, None
+        return *ring_backward(grad_out, *ctx.saved_tensors, **ctx.ring), None, None, None

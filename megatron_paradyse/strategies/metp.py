@@ -1,0 +1,76 @@
+"""METP: memory-efficient tensor parallelism. Blocks of weights go round; activations stay.
+
+    attention   for each block of n/p heads: x [s/p, b, h] -> q, k, v -> ring attention
+                -> its columns of proj -> total [s/p, b, h]
+    mlp         for each block of f/p features: x -> fc1 -> activation -> fc2 columns -> total
+
+The next block is under way while one is used. Only the block at hand has activations beyond
+[s/p, b, h]; the backward computes them again. So nothing of length s, and no whole weight, exists
+anywhere. From "METP" (Liang et al., Frontiers of Information Technology and Electronic
+Engineering, 2025) as the ParaDySe paper describes it.
+
+Bytes that a rank sends, e bytes a value (4 for what is summed in float32; 8 both if float64):
+
+    attention  forward   (p-1)/p (A e + 2 s b g' d e) + S
+               backward  (p-1)/p (A (e + 4) + 2 s b g' d e) + 8 s b g' d + S
+    mlp        forward   (p-1)/p M e
+               backward  (p-1)/p M (e + 4)
+
+    A   values of qkv (aligned to whole heads: (n + 2 g') d h), proj and the qkv bias
+    M   values of fc1, fc2 and the fc1 bias
+    g'  key/value heads over all blocks, lcm(g, p)
+    S   s/p b h e if causal (swap_halves of input and output), else 0
+    with p = 1 all is 0; with g % p != 0, aligning adds the rows that change ranks, once forward
+    and twice (in e, and in 4) backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from math import gcd
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.contract import (
+    AttentionShape,
+    AttentionWeights,
+    Microbatch,
+    MlpShape,
+    MlpWeights,
+    Strategy,
+    check_layout,
+)
+from megatron_paradyse.strategies.metp_attention import CirculatingAttention
+from megatron_paradyse.strategies.metp_mlp import CirculatingMlp
+
+
+def attention(
+    x: Tensor,
+    weights: AttentionWeights,
+    shape: AttentionShape,
+    microbatch: Microbatch,
+    group: ProcessGroup,
+) -> Tensor:
+    """[s/p, b, h] -> [s/p, b, h]. Keeps x, the attention output [s/p, b, n d] and its lse."""
+    tensors = (getattr(weights, field.name) for field in fields(weights))
+    return CirculatingAttention.apply(shape, microbatch, group, x, *tensors)
+
+
+def mlp(x: Tensor, weights: MlpWeights, shape: MlpShape, group: ProcessGroup) -> Tensor:
+    """[s/p, b, h] -> [s/p, b, h]. Keeps x."""
+    return CirculatingMlp.apply(shape, group, x, weights.fc1, weights.fc2, weights.fc1_bias)
+
+
+def check(shape: AttentionShape, p: int) -> None:
+    """Each block needs whole query heads."""
+    check_layout(shape, p)
+    n = shape.num_heads
+    if n % p:
+        fitting = gcd(n, p)
+        remedy = f"use megatron_cz, or p={fitting}" if fitting > 1 else "use megatron_cz"
+        raise UserError(f"metp needs n % p == 0, got n={n}, p={p}: {remedy}")
+
+
+STRATEGY = Strategy(name="metp", title="METP", attention=attention, mlp=mlp, check=check)

@@ -1,0 +1,195 @@
+"""The attention of METP: block by block of heads, a ring attention among all ranks' tokens.
+
+A ring attention joins the keys of every rank, so that all ranks must be at the same heads at the
+same time. Blocks of attention weights are therefore broadcast by their owners in turn, and do not
+hop: at one block per hop they would reach the ranks at different times. The bytes are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear
+
+from megatron_paradyse.strategies.aligned_heads import align, align_gradient, heads_per_slot
+from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans
+from megatron_paradyse.strategies.collectives import swap_halves
+from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
+from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
+from megatron_paradyse.strategies.local_attention import AttentionTask, accumulation_dtype
+from megatron_paradyse.strategies.ring_attention import ring_backward, ring_forward
+from megatron_paradyse.strategies.weight_blocks import (
+    Block,
+    SumsToOwners,
+    add_product_,
+    broadcast_blocks,
+    new_packed,
+    set_product_,
+    unpack,
+)
+
+
+class _Layer:
+    """What both directions share: who holds which positions, and what a block computes."""
+
+    def __init__(self, shape: AttentionShape, microbatch: Microbatch, group: ProcessGroup):
+        self.shape, self.microbatch, self.group = shape, microbatch, group
+        spans_of = balanced_spans if shape.causal else contiguous_spans
+        p = group.size()
+        self.spans_of_ranks = tuple(spans_of(microbatch, p, r) for r in range(p))
+
+    def balance(self, x: Tensor) -> Tensor:
+        """Contiguous chunks <-> chunks of equal causal work: once per layer, not per block.
+
+        Half of x and half of the output change ranks. Swapping each block's q, k, v and output
+        would move (n + g) d / h times as much, and again as much in the backward.
+        """
+        return swap_halves(x, self.group) if self.shape.causal else x
+
+    def own_block(self, weights: AttentionWeights) -> Block:
+        """The rank's aligned qkv rows, its proj columns, and if there is one the qkv bias."""
+        tensors = [align(weights.qkv.detach(), self.shape, self.group), weights.proj.detach()]
+        if weights.qkv_bias is not None:
+            tensors.append(align(weights.qkv_bias.detach(), self.shape, self.group))
+        return tuple(tensors)
+
+    def heads(self, qkv: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor, Tensor]:
+        """A block's [s/p, b, (n/p + 2m) d] -> q [s/p, b, n/p, d], k and v [s/p, b, m, d]."""
+        q, k, v = split_heads(
+            qkv,
+            heads_per_group=heads_per_slot(self.shape, self.group.size()),
+            head_dim=self.shape.head_dim,
+        )
+        spans = self.spans_of_ranks[self.group.rank()]
+        q, k = normalise_and_rotate(q, k, weights, self.shape, self.microbatch, spans)
+        return q, k, v
+
+    def ring(self, owner: int) -> dict[str, Any]:
+        """The keyword arguments of the ring attention over the heads of `owner`."""
+        first_head = owner * self.shape.num_heads // self.group.size()
+        task = AttentionTask(self.shape, self.microbatch, first_head)
+        return {"spans_of_ranks": self.spans_of_ranks, "task": task, "group": self.group}
+
+    def block_gradients(
+        self,
+        block: Block,
+        grad_x: Tensor,
+        x: Tensor,
+        weights: AttentionWeights,
+        norms: list[Tensor],
+        grad: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        owner: int,
+    ) -> tuple[Tensor, ...]:
+        """Add the gradient of x to grad_x; return the block's, packed, and those of the norms.
+
+        All are sums over the rank's tokens: what the ring attention returns for k and v already
+        holds what the queries of other ranks contribute.
+        """
+        qkv, proj, *bias = block
+        rows, grad_rows = x.flatten(0, 1), grad.flatten(0, 1)
+        mixed = linear(x, qkv, *bias).requires_grad_()
+        with torch.enable_grad():
+            q, k, v = self.heads(mixed, weights)
+        # The graph outlives its tensors, which the ring attention would else find in the way.
+        inputs = [get_gradient_edge(tensor) for tensor in (mixed, *norms)]
+        outputs = [get_gradient_edge(tensor) for tensor in (q, k, v)]
+        kv = torch.stack((k.detach(), v.detach()))
+        q = q.detach()
+        del mixed, k, v
+        grad_out = (grad_rows @ proj).view(out.shape)
+        grad_q, grad_kv = ring_backward(grad_out, q, kv, out, lse, **self.ring(owner))
+        del q, kv, grad_out
+        grads = (grad_q, grad_kv[0], grad_kv[1])
+        grad_mixed, *of_norms = torch.autograd.grad(outputs, inputs, grads)
+        del grads, grad_q, grad_kv
+        grad_mixed = grad_mixed.flatten(0, 1)
+        add_product_(grad_x.view(rows.shape), grad_mixed, qkv)
+        grad_block = new_packed(block, grad_x.dtype)
+        grad_qkv, grad_proj, *grad_bias = unpack(grad_block, block)
+        set_product_(grad_qkv, grad_mixed.t(), rows)
+        set_product_(grad_proj, grad_rows.t(), out.view(len(rows), -1))
+        if grad_bias:
+            torch.sum(grad_mixed, 0, dtype=grad_x.dtype, out=grad_bias[0])
+        return grad_block, *of_norms
+
+
+class CirculatingAttention(Function):
+    """x [s/p, b, h] and the tensors of AttentionWeights -> [s/p, b, h].
+
+    Keeps x (balanced) and each block's attention output and lse: the ring attention runs forward
+    once. Its q, k and v are computed again in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx, shape, microbatch, group, x, *tensors):
+        layer = _Layer(shape, microbatch, group)
+        weights = AttentionWeights(*tensors)
+        blocks = broadcast_blocks(layer.own_block(weights), group)
+        x = layer.balance(x.detach())
+        rows = x.flatten(0, 1)  # [s/p, b, h] -> [s/p b, h]
+        total = torch.zeros_like(rows, dtype=accumulation_dtype(x.dtype))
+        outs, lses = [], []
+        for owner, (qkv, proj, *bias) in enumerate(blocks):
+            q, k, v = layer.heads(linear(x, qkv, *bias), weights)
+            kv = torch.stack((k, v))
+            del k, v
+            out, lse = ring_forward(q, kv, **layer.ring(owner))
+            del q, kv
+            add_product_(total, out.view(len(rows), -1), proj.t())
+            outs.append(out)
+            lses.append(lse)
+            del qkv, proj, bias
+        ctx.layer = layer
+        ctx.save_for_backward(x, *tensors, *outs, *lses)
+        return layer.balance(total.to(x.dtype).view(x.shape))
+
+    @staticmethod
+    def backward(ctx, grad):
+        layer, p = ctx.layer, ctx.layer.group.size()
+        x, *saved = ctx.saved_tensors
+        tensors, outs, lses = saved[: -2 * p], saved[-2 * p : -p], saved[-p:]
+        weights, norms = _with_own_norms(AttentionWeights(*tensors))
+        own = layer.own_block(weights)
+        blocks = broadcast_blocks(own, layer.group)
+        grad = layer.balance(grad)
+        wide = accumulation_dtype(x.dtype)
+        grad_x = torch.zeros_like(x, dtype=wide)
+        grads = {name: torch.zeros_like(norm, dtype=wide) for name, norm in norms.items()}
+        sums = SumsToOwners(layer.group)
+        for owner, block in enumerate(blocks):
+            grad_block, *of_norms = layer.block_gradients(
+                block, grad_x, x, weights, list(norms.values()), grad, outs[owner], lses[owner],
+                owner=owner,
+            )  # fmt: skip
+            for total, part in zip(grads.values(), of_norms, strict=True):
+                total += part
+            sums.begin(grad_block, owner)
+            del block, grad_block
+        of_qkv, grads["proj"], *of_bias = unpack(sums.result(), own)
+        grads["qkv"] = align_gradient(of_qkv, layer.shape, layer.group)
+        if of_bias:
+            grads["qkv_bias"] = align_gradient(of_bias[0], layer.shape, layer.group)
+        of_weights = (
+            None if tensor is None else grads[field.name].to(tensor.dtype)
+            for field, tensor in zip(fields(weights), tensors, strict=True)
+        )
+        return None, None, None, layer.balance(grad_x.to(x.dtype)), *of_weights
+
+
+def _with_own_norms(weights: AttentionWeights) -> tuple[AttentionWeights, dict[str, Tensor]]:
+    """The weights with query/key norms that a small graph may differentiate, and these by name."""
+    names = ("q_norm", "q_norm_bias", "k_norm", "k_norm_bias")
+    present = {name: getattr(weights, name) for name in names}
+    norms = {
+        name: norm.detach().requires_grad_() for name, norm in present.items() if norm is not None
+    }
+    return replace(weights, **norms), norms

@@ -1,0 +1,119 @@
+"""The sizes of a layer and its costs, as numbers: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One layer and one microbatch; letters as in contract.py."""
+
+    s: int
+    b: int
+    h: int
+    n: int
+    g: int
+    d: int
+    f: int
+    p: int
+    element_bytes: int = 2
+    causal: bool = True
+    gated: bool = False
+    bias: bool = False
+    rope_channels: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of activations that a rank holds: s/p b."""
+        return self.s // self.p * self.b
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of an element where the code accumulates: float32, float64 for float64."""
+        return max(4, self.element_bytes)
+
+    @property
+    def x(self) -> int:
+        """Bytes of one activation [s/p, b, h]."""
+        return self.rows * self.h * self.element_bytes
+
+    @property
+    def q(self) -> int:
+        return self.rows * self.n * self.d * self.element_bytes
+
+    @property
+    def kv(self) -> int:
+        return 2 * self.rows * self.g * self.d * self.element_bytes
+
+    @property
+    def qkv(self) -> int:
+        return self.q + self.kv
+
+    @property
+    def lse(self) -> int:
+        return self.rows * self.n * self.wide_bytes
+
+    @property
+    def qkv_weight(self) -> int:
+        return (self.n + 2 * self.g) * self.d * self.h * self.element_bytes
+
+    @property
+    def proj_weight(self) -> int:
+        return self.n * self.d * self.h * self.element_bytes
+
+    @property
+    def fc1_rows(self) -> int:
+        return 2 * self.f if self.gated else self.f
+
+    @property
+    def fc1_weight(self) -> int:
+        return self.fc1_rows * self.h * self.element_bytes
+
+    @property
+    def fc2_weight(self) -> int:
+        return self.f * self.h * self.element_bytes
+
+    def wide(self, num_bytes: int) -> int:
+        """The bytes of as many elements in the accumulation dtype."""
+        return num_bytes * self.wide_bytes // self.element_bytes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one operation of one layer on one rank. Bytes, and multiply-adds counted as 2 FLOPs."""
+
+    forward_flops: int
+    backward_flops: int
+    forward_sent_bytes: int
+    backward_sent_bytes: int
+    kept_bytes: int  # alive from forward to backward, the input included
+    forward_bytes: int  # peak of the forward above what is kept, the output included
+    backward_bytes: int  # peak of the backward above what was kept, the gradients included
+
+
+class Ledger:
+    """Bytes alive by name, and their peak."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self._held: dict[str, int] = {}
+
+    def hold(self, **sizes: int) -> None:
+        for name, size in sizes.items():
+            assert name not in self._held, name
+            self._held[name] = size
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def drop(self, *names: str) -> None:
+        for name in names:
+            self.live -= self._held.pop(name)
+
+    def release(self, size: int) -> None:
+        """Free bytes that the forward kept."""
+        self.live -= size
+
+    def touch(self, size: int) -> None:
+        """Hold for a moment."""
+        self.peak = max(self.peak, self.live + size)

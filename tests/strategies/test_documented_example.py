@@ -1,0 +1,37 @@
+"""The strategy that docs/strategies.md adds as an example runs, and is right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.strategies.harness import run_ranks
+from tests.strategies.layers import AttentionCase, MlpCase, combine, run_case
+from tests.strategies.test_parity import FLOAT32_TOLERANCE
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "strategies.md"
+
+
+def _example():
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    namespace: dict = {}
+    exec(compile(code, str(DOCUMENT), "exec"), namespace)
+    return namespace["STRATEGY"]
+
+
+def _run(group, case):
+    with patch("tests.strategies.layers.get_strategy", lambda name: _example()):
+        return run_case(group, case)
+
+
+def test_documented_strategy_matches_the_reference():
+    cases = [
+        AttentionCase("gather_z", 2, "causal", g=2, rope="half", bias=True),
+        AttentionCase("gather_z", 2, "packed_causal", dropout=0.2),
+        AttentionCase("gather_z", 2, "padded", g=1),
+        MlpCase("gather_z", 2, gated=True),
+    ]
+    for name, ranks in run_ranks(2, _run, {case.name: case for case in cases}).items():
+        errors = {tensor: part.relative for tensor, part in combine(ranks).items()}
+        assert max(errors.values()) <= FLOAT32_TOLERANCE, (name, errors)
