@@ -82,25 +82,22 @@ def _broken(replacements):
             one.stop()
 
 
-def _run_broken(group, name):
-    with _broken(BREAKAGES[name]):
+def _run(group, case):
+    name, is_broken = case
+    with _broken(BREAKAGES[name] if is_broken else {}):
         return run_case(group, CASES[name])
 
 
-def _run_sound(group, name):
-    return run_case(group, CASES[name])
-
-
 @pytest.fixture(scope="module")
-def broken_and_sound():
-    names = {name: name for name in CASES}
-    return run_ranks(4, _run_broken, names), run_ranks(4, _run_sound, names)
+def results():
+    cases = {f"{name} {broken}": (name, broken) for name in CASES for broken in (True, False)}
+    return run_ranks(4, _run, cases)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parity_check_notices(broken_and_sound, name):
+def test_parity_check_notices(results, name):
     """Only the breakage makes the difference: the same case passes without it."""
-    broken, sound = (combine(results[name]) for results in broken_and_sound)
+    broken, sound = (combine(results[f"{name} {is_broken}"]) for is_broken in (True, False))
     assert max(part.relative for part in broken.values()) > 100 * FLOAT32_TOLERANCE
     assert max(part.relative for part in sound.values()) <= FLOAT32_TOLERANCE
 

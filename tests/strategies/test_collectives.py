@@ -71,29 +71,35 @@ def _counts(group, _) -> dict[str, int]:
     return dict(count.sent_bytes)
 
 
+DUALS = ("gather_sequence", "scatter_sequence", "transpose_blocks", "swap_halves")
+
+
+def _run(group, case):
+    job, argument = case
+    return job(group, argument)
+
+
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_collectives_deliver_adjoint_and_counted(p):
     """One spawn: arrivals in four dtypes, the adjoint identity, and bytes by hand."""
-    for dtype, ranks in run_ranks(p, _arrivals, {str(dtype): dtype for dtype in DTYPES}).items():
-        for rank, found in enumerate(ranks):
+    cases = {str(dtype): (_arrivals, dtype) for dtype in DTYPES} | {"counts": (_counts, None)}
+    if p > 1:
+        cases |= {name: (_inner_products, name) for name in DUALS}
+    results = run_ranks(p, _run, cases)
+    for dtype in DTYPES:
+        for rank, found in enumerate(results[str(dtype)]):
             assert all(found.values()), (dtype, rank, found)
-    if p == 1:
-        return
-    names = ("gather_sequence", "scatter_sequence", "transpose_blocks", "swap_halves")
-    for name, ranks in run_ranks(p, _inner_products, {name: name for name in names}).items():
-        for left, right in ranks:
+    by_hand = {
+        "all_gather": (p - 1) * 48 * p,
+        "reduce_scatter": 2 * (p - 1) * 48,
+        "all_to_all": (p - 1) * 48,
+        "send": 24 * p,
+    }
+    for counts in results["counts"]:
+        assert counts == (by_hand if p > 1 else {})  # one rank communicates nothing
+    for name in set(DUALS) & set(results):
+        for left, right in results[name]:
             assert left == pytest.approx(right, rel=1e-12), name
-    for counts in run_ranks(p, _counts, {"counts": None})["counts"]:
-        assert counts == {
-            "all_gather": (p - 1) * 48 * p,
-            "reduce_scatter": 2 * (p - 1) * 48,
-            "all_to_all": (p - 1) * 48,
-            "send": 24 * p,
-        }
-
-
-def test_one_rank_communicates_nothing():
-    assert run_ranks(1, _counts, {"counts": None})["counts"] == [{}]
 
 
 def _fail_on_last(group, message):
