@@ -74,17 +74,13 @@ def _switchable_attention(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
         q_layernorm=_norm(old.q_layernorm),
         k_layernorm=_norm(old.k_layernorm),
     )
-    return ModuleSpec(
-        module=SwitchableSelfAttention, params=spec.params, submodules=submodules
-    )
+    return ModuleSpec(module=SwitchableSelfAttention, params=spec.params, submodules=submodules)
 
 
 def _switchable_mlp(builder):
     """MLP.as_mlp_submodule -> SwitchableMLP.as_mlp_submodule; other builders stay as they are."""
     if isinstance(builder, functools.partial) and builder.func == MLP.as_mlp_submodule:
-        return functools.partial(
-            SwitchableMLP.as_mlp_submodule, *builder.args, **builder.keywords
-        )
+        return functools.partial(SwitchableMLP.as_mlp_submodule, *builder.args, **builder.keywords)
     return builder
 
 

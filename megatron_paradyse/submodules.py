@@ -54,6 +54,8 @@ class SwitchableLayer(TransformerLayer):
     takes its plan from its own microbatch, so later plans do not matter.
     """
 
+    recompute_mlp: bool
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._always_recomputes_mlp = self.recompute_mlp  # Megatron's --recompute-modules mlp:
@@ -63,16 +65,17 @@ class SwitchableLayer(TransformerLayer):
         planned = kwargs.get("packed_seq_params")
         if not isinstance(planned, PlannedMicrobatch):
             return super().forward(*args, **kwargs)
-        attention, mlp = (self._recomputes(planned, half) for half in ("attention", "mlp"))
-        context = kwargs.get("context")
-        if attention and mlp:
-            run = functools.partial(self._both_halves, **kwargs)
-            return _recomputed(run, kwargs.pop("hidden_states")), context
+        assert not args, "Megatron's blocks call their layers by keyword"
         hidden = kwargs.pop("hidden_states")
-        run = functools.partial(self._attention_half, **kwargs)
-        hidden = _recomputed(run, hidden) if attention else run(hidden)
-        run = functools.partial(self._mlp_half, **kwargs)
-        return (_recomputed(run, hidden) if mlp else run(hidden)), context
+        attention = functools.partial(self._attention_half, kwargs)
+        mlp = functools.partial(self._mlp_half, kwargs)
+        if self._recomputes(planned, "attention") and self._recomputes(planned, "mlp"):
+            hidden = _recomputed(lambda x: mlp(attention(x)), hidden)
+        else:
+            for half, run in (("attention", attention), ("mlp", mlp)):
+                recomputes = self._recomputes(planned, half)
+                hidden = _recomputed(run, hidden) if recomputes else run(hidden)
+        return hidden, kwargs.get("context")
 
     def _recomputes(self, planned: PlannedMicrobatch, half: str) -> bool:
         if not torch.is_grad_enabled() or self.config.recompute_granularity == "full":
@@ -81,14 +84,10 @@ class SwitchableLayer(TransformerLayer):
             return True
         return parse_strategy_name(getattr(planned.plan[self.layer_number], half))[1]
 
-    def _both_halves(self, hidden, **kwargs):
-        return self._mlp_half(self._attention_half(hidden, **kwargs), **kwargs)
-
-    def _attention_half(self, hidden, **kwargs):
-        kwargs.pop("hidden_states", None)
+    def _attention_half(self, kwargs, hidden):
         return self._forward_attention(hidden, **kwargs)[0]
 
-    def _mlp_half(self, hidden, **kwargs):
+    def _mlp_half(self, kwargs, hidden):
         planned = kwargs["packed_seq_params"]
         if isinstance(self.mlp, SwitchableMLP):
             self.mlp.strategy = parse_strategy_name(planned.plan[self.layer_number].mlp)[0]

@@ -24,7 +24,10 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
 
 
 def test_strategies_flag_is_a_comma_separated_list():
-    assert make_settings({"strategies": "metp, ulysses_z"}, None).strategies == ("metp", "ulysses_z")
+    assert make_settings({"strategies": "metp, ulysses_z"}, None).strategies == (
+        "metp",
+        "ulysses_z",
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_yaml_errors_name_file_line_and_value(tmp_path, text, message):
 
 
 def test_missing_yaml_file(tmp_path):
-    with pytest.raises(UserError, match="nothing.yaml: No such file or directory: give an"):
+    with pytest.raises(UserError, match=r"nothing\.yaml: No such file or directory: give an"):
         load_yaml_settings(str(tmp_path / "nothing.yaml"))
 
 

@@ -1,4 +1,4 @@
-"""The --paradyse flags: added to Megatron's parser, checked before and after Megatron's own checks."""
+"""The --paradyse flags: added to Megatron's parser, checked around Megatron's own checks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ SPEC = ["megatron_paradyse.layer_specs", "gpt_layer_spec"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the argument group; every default is None, so that a YAML file can tell what was given."""
+    """Add the group; every default is None, so that a YAML file can tell what was given."""
     group = parser.add_argument_group("paradyse", "parallel strategies per layer and microbatch")
     add = group.add_argument
     add("--paradyse", action="store_true", help="switch ParaDySe on; without it nothing changes")
-    add("--paradyse-config", metavar="FILE", help="YAML file with the settings below, less 'paradyse-'")
+    add(
+        "--paradyse-config",
+        metavar="FILE",
+        help="YAML file with the settings below, less 'paradyse-'",
+    )
     add(
         "--paradyse-policy",
         metavar="POLICY",
@@ -189,7 +193,9 @@ def _prepare_documents(args: argparse.Namespace) -> None:
     for name in ("sft", "fim_data", "full_validation", "multiple_validation_sets"):
         if getattr(args, name, False):
             flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} with --paradyse-sequences documents: use fixed, or drop {flag}")
+            raise UserError(
+                f"{flag} with --paradyse-sequences documents: use fixed, or drop {flag}"
+            )
     if args.seq_length is None:
         raise UserError("--seq-length is missing: give the longest sequence to train on")
     args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens

@@ -108,7 +108,9 @@ def _parser_error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 def _wrap_pretrain(pretrain):
     @functools.wraps(pretrain)
-    def pretrain_with_paradyse(config, datasets_provider, model_type, forward_step, *args, **kwargs):
+    def pretrain_with_paradyse(
+        config, datasets_provider, model_type, forward_step, *args, **kwargs
+    ):
         from megatron.training import get_args
 
         if getattr(get_args(), "paradyse", False):

@@ -19,7 +19,18 @@ def record_iterations(path: str) -> None:
     original = training.training_log
     records = []
 
-    def training_log(loss_dict, total, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *rest, **kw):
+    def training_log(
+        loss_dict,
+        total,
+        learning_rate,
+        iteration,
+        loss_scale,
+        flag,
+        skipped,
+        grad_norm,
+        *rest,
+        **kw,
+    ):
         loss = loss_dict.get("lm loss")
         records.append(
             {
@@ -32,7 +43,18 @@ def record_iterations(path: str) -> None:
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             with open(path, "w") as file:
                 json.dump(records, file)
-        return original(loss_dict, total, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *rest, **kw)
+        return original(
+            loss_dict,
+            total,
+            learning_rate,
+            iteration,
+            loss_scale,
+            flag,
+            skipped,
+            grad_norm,
+            *rest,
+            **kw,
+        )
 
     training.training_log = training_log
 
