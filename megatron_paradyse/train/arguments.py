@@ -39,17 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="NAMES",
         help="comma-separated strategies that plans may use (default: all)",
     )
-    add("--paradyse-cost-model", metavar="FILE", help="cost file for policies that choose")
+    add(
+        "--paradyse-cost-model",
+        metavar="FILE",
+        help="costs for a policy that chooses by cost; fixed, plan and random refuse it",
+    )
     add(
         "--paradyse-memory-budget",
         metavar="SIZE",
-        help="memory per rank that plans may use, such as 76GiB",
+        help="memory per rank for a policy that chooses by cost, such as 76GiB",
     )
     add(
         "--paradyse-smoothing",
         type=float,
         metavar="SHARE",
-        help="keep the previous plan when it is slower by at most this share (default 0.05)",
+        help="for a policy that chooses by cost: keep the previous plan when it is slower by at "
+        "most this share (default 0.05)",
     )
     add("--paradyse-trace", metavar="FILE", help="write one JSON line per iteration to FILE")
     add(
@@ -165,6 +170,12 @@ def _check_strategies(args: argparse.Namespace) -> None:
         softmax_scale=1.0,
     )
     policy = make_policy(args.paradyse_settings)
+    for name in ("cost_model", "memory_budget", "smoothing"):
+        if getattr(args, f"paradyse_{name}") is not None:
+            raise UserError(
+                f"--paradyse-{name.replace('_', '-')} has no effect with --paradyse-policy "
+                f"{args.paradyse_settings.policy}, which does not choose by cost: leave it out"
+            )
     for name in policy.strategies:
         get_strategy(name).check(shape, args.tensor_model_parallel_size)
     others = [name for name in policy.strategies if parse_strategy_name(name)[0] != MEGATRON_TS]

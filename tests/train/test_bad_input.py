@@ -39,6 +39,10 @@ CASES = {
         "document 10 has 200 tokens, --seq-length 64 takes 65: raise --seq-length",
     ),
     "policy": ([*TP2, "--paradyse-policy", "fixed:megatron"], "no strategy named 'megatron': use"),
+    "no effect": (
+        [*TP2, "--paradyse-memory-budget", "76GiB"],
+        "--paradyse-memory-budget has no effect with --paradyse-policy fixed:megatron_ts",
+    ),
     "megatron's own check": ([*TP2, "--lr", "1e-3", "--min-lr", "1"], "Megatron refuses"),
 }
 
