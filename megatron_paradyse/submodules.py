@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import PlannedMicrobatch
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.shapes import attention_shape, mlp_shape
@@ -36,7 +37,7 @@ class TorchNorm:
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused):
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in kinds or config.layernorm_zero_centered_gamma:
-            raise ValueError(
+            raise UserError(
                 f"normalization {config.normalization} with zero-centred gamma "
                 f"{config.layernorm_zero_centered_gamma} needs TransformerEngine: install it"
             )
@@ -140,14 +141,14 @@ class SwitchableSelfAttention(SelfAttention):
             self._microbatch(planned, hidden_states, None if skips_rope else rotary_pos_emb),
             self.pg_collection.tp,
         )
-        return out, self.linear_proj.bias
+        return out, _bias(self.linear_proj)
 
     def _weights(self) -> AttentionWeights:
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
         return AttentionWeights(
             qkv=_of_strategy(self.linear_qkv.weight, self.config),
             proj=_of_strategy(self.linear_proj.weight, self.config),
-            qkv_bias=self.linear_qkv.bias,
+            qkv_bias=_bias(self.linear_qkv),
             q_norm=getattr(q_norm, "weight", None),
             q_norm_bias=getattr(q_norm, "bias", None),
             k_norm=getattr(k_norm, "weight", None),
@@ -177,7 +178,7 @@ class SwitchableMLP(MLP):
         weights = MlpWeights(
             fc1=_of_strategy(self.linear_fc1.weight, self.config),
             fc2=_of_strategy(self.linear_fc2.weight, self.config),
-            fc1_bias=self.linear_fc1.bias,
+            fc1_bias=_bias(self.linear_fc1),
         )
         out = get_strategy(self.strategy).mlp(
             _normalised(hidden_states, self.linear_fc1, self.config),
@@ -185,7 +186,7 @@ class SwitchableMLP(MLP):
             mlp_shape(self.config),
             self.tp_group,
         )
-        return out, self.linear_fc2.bias
+        return out, _bias(self.linear_fc2)
 
 
 class CoreAttention(MegatronModule):
@@ -208,7 +209,7 @@ class CoreAttention(MegatronModule):
     ):
         super().__init__(config=config)
         if config.softmax_type != "vanilla":
-            raise ValueError(
+            raise UserError(
                 f"--softmax-type {config.softmax_type} has no linear-memory kernel: use vanilla"
             )
         self.layer_number = layer_number
@@ -248,6 +249,12 @@ def _normalised(hidden_states, linear, config):
     if config.normalization == "RMSNorm":
         return F.rms_norm(hidden_states, size, weight, eps)
     return F.layer_norm(hidden_states, size, weight, linear.layer_norm_bias, eps)
+
+
+def _bias(linear):
+    """The linear's bias, or None; TransformerEngine has an empty tensor where there is none."""
+    bias = linear.bias
+    return bias if bias is not None and bias.numel() else None
 
 
 def _of_strategy(weight, config):

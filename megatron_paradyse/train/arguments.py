@@ -148,6 +148,8 @@ def _check_model(args: argparse.Namespace) -> None:
         "fp4": (None, "strategies run in float32, bfloat16 and float16"),
         "cuda_graph_impl": ("none", "a captured graph cannot change its strategy"),
         "overlap_moe_expert_parallel_comm": (False, "it replaces the layer's forward"),
+        "use_transformer_engine_op_fuser": (False, "its MLP has no switchable strategy"),
+        "iterations_to_skip": ([], "Megatron skips by reading batches of a fixed length"),
         "tp_comm_overlap": (False, "its buffers have one fixed sequence length"),
     }
     for name, (allowed, why) in refused.items():
