@@ -64,7 +64,7 @@ def _switchable_layer(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
 
 def _switchable_attention(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
     if spec.module is not SelfAttention:
-        raise UserError(f"--paradyse cannot switch {spec.module.__name__}: use plain self-attention")
+        raise UserError(f"--paradyse cannot switch {spec.module.__name__}: use self-attention")
     old = spec.submodules
     core = old.core_attention
     if core is DotProductAttention and fused_kernel:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.policy import make_policy
 from megatron_paradyse.settings import Settings, load_yaml_settings, make_settings
 
 
@@ -57,3 +60,15 @@ def test_missing_yaml_file(tmp_path):
 
 def test_empty_yaml_is_the_defaults(tmp_path):
     assert make_settings({}, write(tmp_path, "# nothing\n")) == Settings()
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_committed_config_is_valid_and_names_a_policy(path):
+    assert make_policy(make_settings({}, str(path))).strategies
+
+
+def test_the_example_config_shows_the_defaults():
+    assert make_settings({}, str(CONFIGS[0].with_name("example.yaml"))) == Settings()

@@ -10,7 +10,7 @@ from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.data.order import ORDER_CHOICES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
-from megatron_paradyse.policy import make_policy
+from megatron_paradyse.policy import PlanFilePolicy, make_policy
 from megatron_paradyse.settings import LOG_CHOICES, SEQUENCES_CHOICES, Settings, make_settings
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name
 from megatron_paradyse.strategies.contract import AttentionShape
@@ -140,7 +140,7 @@ def _check_model(args: argparse.Namespace) -> None:
             f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {p}: "
             f"use --tensor-model-parallel-size {fitting}"
         )
-    refused = {
+    refused: dict[str, tuple[object, str]] = {
         "context_parallel_size": (1, "--paradyse shares sequences over the tensor-parallel group"),
         "multi_latent_attention": (False, "latent attention has no switchable strategy"),
         "mtp_num_layers": (None, "multi-token prediction is not supported"),
@@ -178,6 +178,8 @@ def _check_strategies(args: argparse.Namespace) -> None:
                 f"--paradyse-{name.replace('_', '-')} has no effect with --paradyse-policy "
                 f"{args.paradyse_settings.policy}, which does not choose by cost: leave it out"
             )
+    if isinstance(policy, PlanFilePolicy) and args.num_layers:
+        policy.check_layers(args.num_layers)
     for name in policy.strategies:
         get_strategy(name).check(shape, args.tensor_model_parallel_size)
     others = [name for name in policy.strategies if parse_strategy_name(name)[0] != MEGATRON_TS]
