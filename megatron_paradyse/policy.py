@@ -55,7 +55,8 @@ class PlanFilePolicy:
         beyond = [number for number in self._file.layers if number > num_layers]
         if beyond:
             raise UserError(
-                f"{self._file.path}: layer {min(beyond)} is beyond --num-layers {num_layers}: drop it"
+                f"{self._file.path}: layer {min(beyond)} is beyond "
+                f"--num-layers {num_layers}: drop it"
             )
 
     def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
