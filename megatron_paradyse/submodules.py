@@ -140,14 +140,14 @@ class SwitchableSelfAttention(SelfAttention):
             self._microbatch(planned, hidden_states, None if skips_rope else rotary_pos_emb),
             self.pg_collection.tp,
         )
-        return out, self.linear_proj.bias
+        return out, _bias(self.linear_proj)
 
     def _weights(self) -> AttentionWeights:
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
         return AttentionWeights(
             qkv=_of_strategy(self.linear_qkv.weight, self.config),
             proj=_of_strategy(self.linear_proj.weight, self.config),
-            qkv_bias=self.linear_qkv.bias,
+            qkv_bias=_bias(self.linear_qkv),
             q_norm=getattr(q_norm, "weight", None),
             q_norm_bias=getattr(q_norm, "bias", None),
             k_norm=getattr(k_norm, "weight", None),
@@ -177,7 +177,7 @@ class SwitchableMLP(MLP):
         weights = MlpWeights(
             fc1=_of_strategy(self.linear_fc1.weight, self.config),
             fc2=_of_strategy(self.linear_fc2.weight, self.config),
-            fc1_bias=self.linear_fc1.bias,
+            fc1_bias=_bias(self.linear_fc1),
         )
         out = get_strategy(self.strategy).mlp(
             _normalised(hidden_states, self.linear_fc1, self.config),
@@ -185,7 +185,7 @@ class SwitchableMLP(MLP):
             mlp_shape(self.config),
             self.tp_group,
         )
-        return out, self.linear_fc2.bias
+        return out, _bias(self.linear_fc2)
 
 
 class CoreAttention(MegatronModule):
@@ -235,6 +235,12 @@ class CoreAttention(MegatronModule):
         )
         out = local_attention(query, key, value, spans=whole(microbatch), task=task)
         return out.flatten(2)
+
+
+def _bias(linear):
+    """The bias or None. TransformerEngine's linears without a bias hold an empty tensor."""
+    bias = linear.bias
+    return None if bias is None or bias.numel() == 0 else bias
 
 
 def _normalised(hidden_states, linear, config):
