@@ -238,6 +238,12 @@ class CoreAttention(MegatronModule):
         return out.flatten(2)
 
 
+def _bias(linear):
+    """The bias or None. TransformerEngine's linears without a bias hold an empty tensor."""
+    bias = linear.bias
+    return None if bias is None or bias.numel() == 0 else bias
+
+
 def _normalised(hidden_states, linear, config):
     """The layer norm that TransformerEngine keeps inside its linear, when it does."""
     weight = getattr(linear, "layer_norm_weight", None)

@@ -32,7 +32,7 @@ HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 BIAS_AND_ROPE = list(itertools.product((False, True), (None, "half", "interleaved", "partial")))
 
 
-def _runs(case: AttentionCase) -> bool:
+def can_run(case: AttentionCase) -> bool:
     try:
         get_strategy(case.strategy).check(case.shape, case.p)
     except UserError:
@@ -86,7 +86,7 @@ def _cases() -> list[AttentionCase | MlpCase]:
             cases += _few_attention(strategy, p)
             cases.append(MlpCase(strategy, p, gated=True, bias=True))
             cases.append(MlpCase(strategy, p, gated=False))
-    return [case for case in cases if isinstance(case, MlpCase) or _runs(case)]
+    return [case for case in cases if isinstance(case, MlpCase) or can_run(case)]
 
 
 def _half_cases() -> list[AttentionCase | MlpCase]:
@@ -97,7 +97,7 @@ def _half_cases() -> list[AttentionCase | MlpCase]:
             cases.append(_with_dtype(case, torch.bfloat16))
         cases.append(MlpCase(strategy, p, gated=True, bias=True, dtype=torch.bfloat16))
         cases.append(_with_dtype(AttentionCase(strategy, p, "causal"), torch.float16))
-    return [case for case in cases if isinstance(case, MlpCase) or _runs(case)]
+    return [case for case in cases if isinstance(case, MlpCase) or can_run(case)]
 
 
 def _with_dtype(case: AttentionCase, dtype: torch.dtype) -> AttentionCase:
@@ -110,7 +110,7 @@ LARGE_CASES = {
     case.name: case
     for strategy, p in itertools.product(strategy_names(), (1, 2, 4))
     for mask in ("causal", "padded", "packed_causal")
-    if _runs(case := AttentionCase(strategy, p, mask, query_scale=3000.0))
+    if can_run(case := AttentionCase(strategy, p, mask, query_scale=3000.0))
 }
 
 
@@ -156,14 +156,14 @@ def test_half_types_err_at_most_twice_as_much_as_one_process(name):
     """By norm: the largest single element of so few is off by a rounding more or less."""
     case = HALF_CASES[name]
     errors = {t: part.by_norm for t, part in _results(case.p)[name].items()}
-    own = _errors_of_one_process(case)
+    own = errors_of_one_process(case)
     worse = {t: (errors[t], own[t]) for t in errors if not errors[t] <= 2 * own[t]}
     assert not worse, worse
 
 
-def _errors_of_one_process(case) -> dict[str, float]:
+def errors_of_one_process(case, device: str = "cpu") -> dict[str, float]:
     """Errors by norm of the single-process layer in the case's dtype against float64."""
-    output, grad_x, grads = run_reference(case, case.dtype)
+    output, grad_x, grads = run_reference(case, case.dtype, device)
     true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
     pairs = {"output": (output, true_output), "x": (grad_x, true_grad_x)} | {
         name: (getattr(grads, name), truth)
