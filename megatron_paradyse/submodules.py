@@ -257,12 +257,6 @@ def _normalised(hidden_states, linear, config):
     return F.layer_norm(hidden_states, size, weight, linear.layer_norm_bias, eps)
 
 
-def _bias(linear):
-    """The linear's bias, or None; TransformerEngine has an empty tensor where there is none."""
-    bias = linear.bias
-    return bias if bias is not None and bias.numel() else None
-
-
 def _of_strategy(weight, config):
     """The parameter, for a strategy whose gradient arrives through autograd.
 
