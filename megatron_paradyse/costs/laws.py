@@ -36,7 +36,7 @@ NEAR = 0.02
 class Law:
     """pieces: coefficients of 1, b, s b, s^2 b; the law is the largest piece, or 0."""
 
-    pieces: tuple[tuple[float, float, float, float], ...]
+    pieces: tuple[tuple[float, ...], ...]
 
     def __call__(self, seq_length: float, batch_size: float) -> float:
         s, b = seq_length, batch_size

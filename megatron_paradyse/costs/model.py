@@ -30,7 +30,7 @@ class OperationFit:
     operation: str
     min_length: int
     max_length: int
-    fits: tuple[HybridFit, ...] | tuple[PaperFit, ...]
+    fits: tuple[HybridFit, ...] | tuple[PaperFit, ...]  # in the order of QUANTITIES
 
 
 class CostModel:
