@@ -1,8 +1,8 @@
 """How wrong the models are at lengths that they did not see.
 
     inside   each interior length left out in turn, and predicted from a fit of all others
-    2x, 4x   fits of the lengths up to L, asked for the lengths near 2 L and 4 L, for every L that
-             leaves MIN_LENGTHS to fit
+    2x, 4x   fits of the lengths up to L, asked for the lengths near 2 L (1.5 to 3) and 4 L (3 to
+             6), for every L that leaves at least five lengths, and half of them, to fit
 With a held-out table: one fit of the whole table, asked for the lengths of the other one.
 
 An error is |predicted - measured| over the measured value, or, where that is below a thousandth of
@@ -125,7 +125,8 @@ def _leave_one_out(points: Sequence[Measurement]) -> Iterator[_Question]:
 
 def _beyond(points: Sequence[Measurement]) -> Iterator[_Question]:
     lengths = sorted({m.seq_length for m in points})
-    for longest in lengths[MIN_LENGTHS_BEYOND - 1 : -1]:
+    fewest = max(MIN_LENGTHS_BEYOND, (len(lengths) + 1) // 2)
+    for longest in lengths[fewest - 1 : -1]:
         fitted = tuple(m for m in points if m.seq_length <= longest)
         for scope in (TWICE, FOUR_TIMES):
             asked = tuple(m for m in points if _scope(m.seq_length, longest) == scope)

@@ -174,7 +174,7 @@ odd_values = st.recursive(
 
 
 @settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_a_mutated_file_is_read_or_refused_in_one_line(good, data):
@@ -199,7 +199,7 @@ def test_a_mutated_file_is_read_or_refused_in_one_line(good, data):
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_flipped_bytes_are_read_or_refused_in_one_line(good, data):
@@ -212,7 +212,7 @@ def test_flipped_bytes_are_read_or_refused_in_one_line(good, data):
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(content=st.binary(max_size=300))
 @example(b"\x80\x04\x95.")
