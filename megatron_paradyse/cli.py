@@ -28,6 +28,11 @@ TERMINATED_EXIT_CODE = 143
 # name -> (module:attribute, one line for --help)
 COMMANDS = {
     "data": ("megatron_paradyse.data.commands:data", "Prepare, inspect and synthesize data sets."),
+    "fit": ("megatron_paradyse.costs.commands:fit", "Fit cost models to a profile."),
+    "accuracy": (
+        "megatron_paradyse.costs.commands:accuracy",
+        "Say how wrong the cost models are.",
+    ),
 }
 
 

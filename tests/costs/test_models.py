@@ -1,0 +1,250 @@
+"""The fitted models, on synthetic tables (tests/costs/synthetic.py)."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.evaluation import hybrid_value
+from megatron_paradyse.costs.fitting import fit_table, unfitted
+from megatron_paradyse.costs.forest import FOREST, forest_steps
+from megatron_paradyse.costs.hybrid import fit_hybrid
+from megatron_paradyse.costs.laws import Law, fit_law
+from megatron_paradyse.costs.model import MODELS
+from megatron_paradyse.costs.table import QUANTITIES, CostTable, Measurement
+from megatron_paradyse.errors import UserError
+from tests.costs.synthetic import CONSTANTS, DESCRIPTION, LENGTHS, STRATEGIES, make_table, measure
+
+BETWEEN = (130, 200, 333, 700, 1500, 3000, 5000, 9000, 20000, 32768)
+BEYOND = (65536, 131072)
+NOISY = make_table(strategies=STRATEGIES[:4], batch_sizes=(1, 2), noise=0.03, steps=0.3, seed=5)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def noisy(request):
+    return fit_table(NOISY, request.param)
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return fit_table(NOISY, "hybrid")
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_hybrid_recovers_the_law_of_exact_costs_inside_and_beyond(batch_size):
+    model = fit_table(make_table(), "hybrid")
+    for strategy in STRATEGIES:
+        for operation in ("attention", "mlp"):
+            for s in (*BETWEEN, *BEYOND):
+                truth = measure(strategy, operation, s, batch_size).costs
+                found = model.operation(strategy, operation, s, batch_size)
+                for name in QUANTITIES:
+                    # 0.1%: the error under which the fits of bytes count as equal, times a few.
+                    assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=5e-3)
+
+
+def test_hybrid_finds_a_second_batch_size_from_two_others():
+    model = fit_table(make_table(batch_sizes=(1, 4)), "hybrid")
+    for s in BETWEEN:
+        truth = measure("metp", "attention", s, 2).costs
+        found = model.operation("metp", "attention", s, 2)
+        assert found.time_seconds == pytest.approx(truth.time_seconds, rel=1e-3)
+        assert found.backward_bytes == pytest.approx(truth.backward_bytes, rel=5e-3)
+
+
+def test_published_model_is_the_forest_inside_and_a_polynomial_beyond():
+    model = fit_table(make_table(strategies=("metp",), model_parts=False), "paper")
+    inside = [model.predict("metp", "attention", "kept_bytes", s) for s in range(4097, 6144, 64)]
+    # Steps: as many as the midpoints that trees without one of the lengths can have.
+    assert len(set(inside)) < 6
+    truth = measure("metp", "attention", 65536).costs
+    assert model.predict("metp", "attention", "time_seconds", 65536) == pytest.approx(
+        truth.time_seconds, rel=1e-6
+    )
+    one = model.predict("metp", "attention", "kept_bytes", 5000)
+    assert model.predict("metp", "attention", "kept_bytes", 5000, 3) == pytest.approx(3 * one)
+
+
+def test_step_tables_answer_what_the_forest_answers():
+    import xgboost
+
+    rng = np.random.default_rng(0)
+    s, b = np.repeat(np.array(LENGTHS, float), 2), np.tile([1.0, 4.0], len(LENGTHS))
+    y = 1e-3 + 1e-6 * s * b * np.exp(0.1 * rng.standard_normal(len(s)))
+    table = forest_steps(s, b, y)
+    data = xgboost.DMatrix(np.stack((s, b), axis=1), label=y / y.mean())
+    forest = xgboost.train(FOREST, data, num_boost_round=1)
+    lengths = np.concatenate((np.geomspace(1, 1e6, 300).round(), s))
+    for batch_size in (1, 4):
+        points = np.stack((lengths, np.full_like(lengths, batch_size)), axis=1)
+        answers = forest.inplace_predict(points) * y.mean()
+        ours = [table(length, batch_size) for length in lengths]
+        np.testing.assert_allclose(ours, answers, rtol=1e-6)
+
+
+def test_peaks_that_fall_as_kept_bytes_grow_are_fitted():
+    # weights of 1 MiB, gone by the time that most activations are there
+    s = np.array(LENGTHS, float)
+    kept = 100 * s
+    workspace = np.maximum(1e6 - 60 * s, 150 * s)
+    fit = fit_hybrid(s, np.ones_like(s), workspace, operation="mlp", is_time=False, kept=kept)
+    for length in (200, 3000, 4000, 20000, 131072):
+        truth = max(1e6 - 60 * length, 150 * length)
+        found = hybrid_value(fit, length, 1, 32768) - 100 * length
+        assert found == pytest.approx(truth, rel=0.01)
+
+
+def test_a_residual_is_learnt_only_where_neighbours_share_it():
+    s, one = np.geomspace(128, 65536, 19).round(), np.ones(19)
+    y = 1e-3 + 1e-6 * s
+    stair = np.where((s > 1000) & (s < 8000), 1.3, 1.0)
+    noise = np.exp(0.05 * np.random.default_rng(1).standard_normal(19))
+    stairs = fit_hybrid(s, one, y * stair, operation="mlp", is_time=True)
+    assert stairs.factors is not None
+    assert fit_hybrid(s, one, y * noise, operation="mlp", is_time=True).factors is None
+    errors = [
+        abs(hybrid_value(stairs, x, 1, 65536) / (1.3e-3 + 1.3e-6 * x) - 1) for x in (2e3, 4e3)
+    ]
+    assert max(errors) < 0.1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 1 << 22), st.integers(1, 1 << 22), st.sampled_from([1, 2, 3, 7]))
+def test_hybrid_times_and_kept_bytes_never_fall_with_length(hybrid, s, other, batch_size):
+    shorter, longer = sorted((s, other))
+    low = hybrid.all_operations(shorter, batch_size)
+    high = hybrid.all_operations(longer, batch_size)
+    for key, costs in low.items():
+        assert costs.forward_seconds <= high[key].forward_seconds * (1 + 1e-12)
+        assert costs.backward_seconds <= high[key].backward_seconds * (1 + 1e-12)
+        assert costs.kept_bytes <= high[key].kept_bytes * (1 + 1e-12)
+        for name in ("forward_bytes", "backward_bytes"):
+            peak, later = (getattr(c, name) + c.kept_bytes for c in (costs, high[key]))
+            assert peak <= later * (1 + 1e-12)
+
+
+def test_hybrid_is_continuous_at_the_edges_of_the_profiled_range(hybrid):
+    corrected = 0
+    for fit in hybrid.fits:
+        for one in fit.fits:
+            corrected += one.factors is not None
+            for edge in (fit.min_length, fit.max_length):
+                below, above = (
+                    hybrid_value(one, edge * x, 1, fit.max_length) for x in (1 - 1e-9, 1 + 1e-9)
+                )
+                assert below == pytest.approx(above, rel=1e-6)
+    assert corrected > 5
+
+
+def test_nothing_is_predicted_below_zero_or_infinite(noisy):
+    for s in (1, 5, 127, 129, 32769, 1 << 30, 1 << 40):
+        for costs in noisy.all_operations(s, 5).values():
+            for name in QUANTITIES:
+                assert 0 <= getattr(costs, name) < float("inf")
+
+
+def test_the_vectorised_evaluation_is_the_one_that_is_described(hybrid):
+    for s in (1, 128, 200, 1024, 1025, 5000, 32768, 32769, 50000, 100000, 1 << 22):
+        for b in (1, 2, 5):
+            for fit in hybrid.fits:
+                values = [hybrid_value(one, s, b, fit.max_length) for one in fit.fits]
+                kept = values[2]
+                expected = [*values[:3], max(values[3] - kept, 0), max(values[4] - kept, 0)]
+                costs = hybrid.operation(fit.strategy, fit.operation, s, b)
+                found = [getattr(costs, name) for name in QUANTITIES]
+                assert found == pytest.approx(expected, rel=1e-9, abs=1e-9 * kept)
+
+
+def test_noise_and_a_second_piece_do_not_spoil_a_law():
+    s = np.geomspace(128, 32768, 9)
+    y = np.maximum(3e-3, 2e-6 * s + 1e-10 * s * s)  # launches hide the work of short sequences
+    noise = np.exp(0.01 * np.random.default_rng(2).standard_normal(9))
+    law = fit_law(
+        s,
+        np.ones(9),
+        y * noise,
+        quadratic=True,
+        max_pieces=2,
+        error_floor=5e-3,
+        exact=False,
+    )
+    assert len(law.pieces) == 2
+    assert law(131072, 1) == pytest.approx(2e-6 * 131072 + 1e-10 * 131072**2, rel=0.1)
+
+
+def test_a_law_is_the_largest_of_its_pieces():
+    law = Law(((5.0, 0.0, 0.0, 0.0), (0.0, 1.0, 2.0, 3.0)))
+    assert law(0.5, 1) == 5.0
+    assert law(2, 3) == 3 * (1 + 2 * 2 + 3 * 4)
+    assert Law(())(10, 1) == 0
+
+
+def test_operations_with_too_few_lengths_are_left_out_and_named():
+    points = (
+        *make_table(LENGTHS[:4], ("metp",), model_parts=False).measurements,
+        *make_table(LENGTHS[:2], ("ulysses_z",), ("mlp",), model_parts=False).measurements,
+        Measurement("ulysses_z", "mlp", 1 << 20, 1, "oom"),
+        Measurement("ulysses_z", "attention", 128, 1, "unsupported: n % p"),
+    )
+    table = CostTable(DESCRIPTION, points, CONSTANTS)
+    model = fit_table(table)
+    assert model.strategies("mlp") == model.strategies("attention") == ("metp",)
+    assert unfitted(table) == [
+        "ulysses_z mlp: 2 lengths (oom)",
+        "ulysses_z attention: 0 lengths (unsupported: n % p)",
+    ]
+    with pytest.raises(
+        UserError, match="no costs of the mlp of 'ulysses_z': the file has those of"
+    ):
+        model.operation("ulysses_z", "mlp", 128)
+    with pytest.raises(UserError, match="nothing was measured at 3 lengths"):
+        fit_table(table.only(lambda m: m.strategy == "ulysses_z"))
+
+
+@pytest.mark.parametrize("quantity", ["seconds", "__class__"])
+def test_unknown_quantities_and_impossible_shapes_are_refused(hybrid, quantity):
+    with pytest.raises(UserError, match="quantity is one of"):
+        hybrid.predict("metp", "mlp", quantity, 128)
+    for s, b in ((0, 1), (128, 0), (1 << 50, 1)):
+        with pytest.raises(UserError, match="must lie in"):
+            hybrid.operation("colossal_z", "mlp", s, b)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_prediction_and_loading_keep_their_time(tmp_path, kind):
+    table = make_table(noise=0.02, steps=0.2)
+    write_cost_file(tmp_path / "costs.json", table, fit_table(table, kind))
+    loads, predictions = [], []
+    for _ in range(5):
+        start = time.perf_counter()
+        model = read_cost_file(tmp_path / "costs.json").require_model()
+        loads.append(time.perf_counter() - start)
+    for s in range(2000, 2200):
+        start = time.perf_counter()
+        for strategy in STRATEGIES:
+            model.operation(strategy, "attention", s)
+            model.operation(strategy, "mlp", s)
+        predictions.append(time.perf_counter() - start)
+    # The best of many: what the code costs, not what the machine's other work does.
+    assert min(loads) < 50e-3
+    assert min(predictions) < 100e-6
+
+
+def test_predicting_from_a_file_imports_neither_torch_nor_xgboost_nor_matplotlib(tmp_path):
+    table = make_table(strategies=("metp",))
+    write_cost_file(tmp_path / "costs.json", table, fit_table(table))
+    program = (
+        "import sys\n"
+        "from megatron_paradyse.costs.cost_file import read_cost_file\n"
+        "model = read_cost_file(sys.argv[1]).require_model()\n"
+        "assert model.predict('metp', 'mlp', 'time_seconds', 999) > 0\n"
+        "heavy = {'torch', 'xgboost', 'matplotlib', 'scipy', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "costs.json")]
+    subprocess.run(command, check=True, timeout=60)
