@@ -2,7 +2,8 @@
 
 The cases, the oracle and the tolerances are those of tests/strategies. float32: the relative error
 of output and gradients, a failure above 1e-5. bfloat16: the error over that of a single-process
-bfloat16 layer, a failure above 2.
+bfloat16 layer, a failure above 2; without query/key norms, whose gradients are d values each, too
+few for a ratio of two rounding errors to mean anything.
 
     .venv/bin/python benchmarks/parity.py --json
 """
@@ -44,7 +45,7 @@ def sample(strategy: str, p: int, count: int) -> list[AttentionCase | MlpCase]:
     for case in _stream(generator, strategy, p):
         if len(cases) == count:
             break
-        if isinstance(case, MlpCase) or _runs(case):
+        if isinstance(case, MlpCase) or (_runs(case) and _has_gradients(case)):
             cases[case.name] = case
     return list(cases.values())
 
@@ -54,12 +55,12 @@ def _stream(generator: random.Random, strategy: str, p: int) -> Iterator[Attenti
     while True:
         name = f"{strategy}{choose(['', '', '', '+recompute'])}"
         dtype = choose([torch.float32, torch.float32, torch.bfloat16])
-        s, b, h = p * choose([3, 6, 10]), choose([1, 2, 3]), 8 * choose([2, 3, 5]) * p
+        s, b, h = p * choose([6, 10, 15]), choose([1, 2, 3]), 8 * choose([2, 3, 5]) * p
         if choose(range(4)) == 0:
             gated, bias = choose([False, True]), choose([False, True])
             yield MlpCase(name, p, gated, bias, h=h, f=24 * p, s=s, b=b, dtype=dtype)
             continue
-        mask = choose(MASKS)
+        mask, float32 = choose(MASKS), dtype == torch.float32
         n = p * choose([1, 2, 3]) if p > 2 else choose([2, 4, 6])
         yield AttentionCase(
             name,
@@ -67,17 +68,22 @@ def _stream(generator: random.Random, strategy: str, p: int) -> Iterator[Attenti
             mask,
             n=n,
             g=choose([g for g in range(1, n + 1) if n % g == 0]),
-            d=choose([4, 8, 16]),
+            d=choose([8, 16]),
             h=h,
             s=s,
             b=b,
             bias=choose([False, True]),
             rope=choose([None, "half", "interleaved", "partial"]),
-            qk_norm=choose([None, None, "layernorm", "rmsnorm", "l2"]),
+            qk_norm=choose([None, None, "layernorm", "rmsnorm", "l2"] if float32 else [None]),
             window=choose([None, None, 5]) if mask.endswith("causal") else None,
-            dropout=choose([0.0, 0.0, 0.2]) if dtype == torch.float32 else 0.0,
+            dropout=choose([0.0, 0.0, 0.2]) if float32 else 0.0,
             dtype=dtype,
         )
+
+
+def _has_gradients(case: AttentionCase) -> bool:
+    """A bias that all keys share changes nothing: its gradient is 0, unless RoPE turns it."""
+    return case.qk_norm != "layernorm" or case.rope is not None
 
 
 def _runs(case: AttentionCase) -> bool:
