@@ -23,7 +23,7 @@ from benchmarks.common import finish, options, spawn
 GPT = {"h": 256, "n": 8, "g": 8, "f": 1024, "gated": False}
 LLAMA = {"h": 256, "n": 8, "g": 2, "f": 688, "gated": True}
 LARGE = {"h": 4096, "n": 32, "g": 32, "f": 16384, "gated": False}
-QUICK = {"ranks": [2], "grid": [["gpt", GPT, {128: 5, 512: 5}]]}
+QUICK = {"ranks": [2], "grid": [["gpt", GPT, {128: 3, 512: 3}]]}
 FULL = {
     "ranks": [2, 4],
     "grid": [
