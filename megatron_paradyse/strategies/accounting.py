@@ -7,11 +7,9 @@ of tensors. docs/strategies.md derives the closed forms. Buffers inside kernels 
 
 from __future__ import annotations
 
-from math import lcm
-
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import parse_strategy_name
-from megatron_paradyse.strategies.sizes import Costs, LayerSizes
+from megatron_paradyse.strategies.sizes import Costs, LayerSizes, Ledger
 from megatron_paradyse.strategies.walks import WALKS
 
 
@@ -20,7 +18,10 @@ def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
     base, recompute = parse_strategy_name(strategy)
     if (base, operation) not in WALKS:
         raise UserError(f"no cost formulas for the {operation} of {base}: profile it instead")
-    kept, forward_bytes, backward_bytes = WALKS[base, operation](sizes)
+    walk = WALKS[base, operation]
+    forward, backward = Ledger(), Ledger()
+    walk.forward(forward, sizes)
+    walk.backward(backward, sizes)
     forward_flops, backward_flops = _flops(base, operation, sizes)
     forward_sent, backward_sent = _sent_bytes(base, operation, sizes)
     costs = Costs(
@@ -28,19 +29,23 @@ def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
         backward_flops=backward_flops,
         forward_sent_bytes=forward_sent,
         backward_sent_bytes=backward_sent,
-        kept_bytes=kept + (0 if _replaces_x(base, operation, sizes) else sizes.x),
-        forward_bytes=forward_bytes,
-        backward_bytes=backward_bytes,
+        kept_bytes=forward.kept + (0 if _replaces_x(base, operation, sizes) else sizes.x),
+        forward_bytes=forward.peak - forward.kept,
+        backward_bytes=backward.peak,
     )
-    return _recomputed(costs, sizes, kept) if recompute else costs
+    if not recompute:
+        return costs
+    alone = Ledger(keeping=False)
+    walk.forward(alone, sizes)
+    return _recomputed(costs, sizes, made_anew=forward.kept, forward_bytes=alone.peak)
 
 
 def _replaces_x(base: str, operation: str, z: LayerSizes) -> bool:
     """Whether the operation keeps its own rearranged copy of x instead of x."""
-    return base == "megatron_cz" and operation == "attention" and z.causal
+    return base in ("megatron_cz", "metp") and operation == "attention" and z.causal
 
 
-def _recomputed(costs: Costs, z: LayerSizes, made_anew: int) -> Costs:
+def _recomputed(costs: Costs, z: LayerSizes, *, made_anew: int, forward_bytes: int) -> Costs:
     """Keeps x; the backward first makes anew what the forward would have kept, and an output."""
     return Costs(
         forward_flops=costs.forward_flops,
@@ -48,7 +53,7 @@ def _recomputed(costs: Costs, z: LayerSizes, made_anew: int) -> Costs:
         forward_sent_bytes=costs.forward_sent_bytes,
         backward_sent_bytes=costs.forward_sent_bytes + costs.backward_sent_bytes,
         kept_bytes=z.x,
-        forward_bytes=made_anew + costs.forward_bytes,
+        forward_bytes=forward_bytes,
         backward_bytes=made_anew + max(costs.forward_bytes, costs.backward_bytes + z.x),
     )
 
@@ -57,15 +62,19 @@ def _flops(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
     """Matrix products only: 2 per multiply-add; the gradient of a linear costs two linears."""
     if operation == "mlp":
         linear = 2 * z.rows * z.h * (z.fc1_rows + z.f)
-        return linear, 2 * linear
-    linear = 2 * z.rows * z.h * (2 * z.n + 2 * z.g) * z.d
-    scores = z.b * z.n * z.s * (z.s + 1) // (2 * z.p) if z.causal else z.rows * z.n * z.s
+        again = 2 * z.rows * z.h * z.fc1_rows if base == "metp" else 0
+        return linear, 2 * linear + again
+    heads = z.kv_heads_sent if base == "metp" else z.g
+    qkv = 2 * z.rows * z.h * (z.n + 2 * heads) * z.d
+    linear = qkv + 2 * z.rows * z.h * z.n * z.d
+    scores = z.rows * z.n * z.s
+    if z.causal and base != "colossal_z":
+        scores = z.b * z.n * z.s * (z.s + 1) // (2 * z.p)
     product = 2 * z.d * scores
-    if base == "colossal_z":  # its products with the probabilities skip no masked ones
-        dense = 2 * z.d * z.rows * z.n * z.s
-        return linear + product + dense, 2 * linear + 4 * dense
+    if base == "colossal_z":  # the last rank's: its queries see chunks of keys before them
+        return linear + 2 * product, 2 * linear + 4 * product
     # Fused kernels compute the scores again in the backward: five products instead of four.
-    return linear + 2 * product, 2 * linear + 5 * product
+    return linear + 2 * product, 2 * linear + 5 * product + (qkv if base == "metp" else 0)
 
 
 def _sent_bytes(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
@@ -74,23 +83,53 @@ def _sent_bytes(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
         heads = others * z.qkv if operation == "attention" and z.g < z.p else 0
         return 2 * others * z.x + heads, 3 * others * z.x + heads
     if operation == "mlp":
-        return _zero_sent(z, z.fc1_weight + z.fc2_weight, z.fc1_rows)
-    forward, backward = _zero_sent(z, z.qkv_weight + z.proj_weight, (z.n + 2 * z.g) * z.d)
+        return _weights_sent(base, z, z.fc1_weight + z.fc2_weight, z.fc1_rows)
+    heads = z.kv_heads_sent if base == "metp" else z.g
+    rows = (z.n + 2 * heads) * z.d
+    qkv_weight = rows * z.h * z.element_bytes
+    forward, backward = _weights_sent(base, z, qkv_weight + z.proj_weight, rows)
     if base == "ulysses_z":
-        packed = z.q + z.kv // z.g * lcm(z.g, z.p)
-        inner = others * (packed + z.q) // z.p
+        inner = others * (z.q + z.kv_sent + z.q) // z.p
         return forward + inner, backward + inner
+    if base == "metp":
+        aligned, aligned_back = _aligning_sent(z)
+        forward, backward = forward + aligned, backward + aligned_back
     swaps = 0
-    if base == "megatron_cz" and z.causal:
+    if base in ("megatron_cz", "metp") and z.causal:
         swaps = 2 * (z.s // z.p // 2) * z.b * z.h * z.element_bytes
-    inner = others * z.kv
-    return forward + swaps + inner, backward + swaps + inner + z.p * z.wide(z.kv)
+    ring = others * (z.kv_sent if base == "metp" else z.kv)
+    return forward + swaps + ring, backward + swaps + ring + z.wide(ring)
 
 
-def _zero_sent(z: LayerSizes, weights: int, bias_rows: int) -> tuple[int, int]:
-    """Shards of weights and bias gathered; gathered again and their wide gradients scattered."""
-    others = z.p - 1
+def _weights_sent(base: str, z: LayerSizes, weights: int, bias_rows: int) -> tuple[int, int]:
+    """Shards of weights and bias gathered or passed on; once more, and their wide gradients."""
     bias = bias_rows * z.element_bytes if z.bias else 0
-    forward = others * (weights + bias) // z.p
-    backward = others * (weights + z.wide(weights + bias)) // z.p
-    return forward, backward
+    forward = (z.p - 1) * (weights + bias) // z.p
+    again = forward if base == "metp" else (z.p - 1) * weights // z.p
+    return forward, again + z.wide(forward)
+
+
+def _aligning_sent(z: LayerSizes) -> tuple[int, int]:
+    """METP's rows of qkv that change ranks, when shards of them are not whole heads."""
+    if z.g % z.p == 0:
+        return 0, 0
+    sent, received = rows_that_change_ranks(z.n, z.g, z.d, z.p)
+    row = (z.h + (1 if z.bias else 0)) * z.element_bytes
+    backward = (s * row + z.wide(r * row) for s, r in zip(sent, received, strict=True))
+    return max(sent) * row, max(backward)
+
+
+def rows_that_change_ranks(n: int, g: int, d: int, p: int) -> tuple[list[int], list[int]]:
+    """Rows that each rank sends, and receives, so that all have the qkv rows of whole heads."""
+    size = (n + 2 * g) * d // p
+    sent, received = [0] * p, [0] * p
+    for rank in range(p):
+        queries = range(rank * n // p, (rank + 1) * n // p)
+        groups = {query // (n // g) for query in queries}
+        heads = {query // (n // g) * (n // g + 2) + query % (n // g) for query in queries}
+        heads |= {(group + 1) * (n // g + 2) - i for group in groups for i in (1, 2)}
+        for row in (head * d + i for head in heads for i in range(d)):
+            if row // size != rank:
+                sent[row // size] += 1
+                received[rank] += 1
+    return sent, received

@@ -8,9 +8,11 @@ square on the diagonal: never a general mask. A sliding window adds a band to so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 
@@ -34,7 +36,8 @@ class Block:
     """A rectangle of scores: sequences x queries x keys, with nothing masked but what is said.
 
     Queries and keys are ranges of rows of the rank's chunks; q_start and k_start are the global
-    positions of the first of each.
+    positions of the first of each. Only where positions matter (window, dropout) are they sure to
+    be contiguous: plan_blocks merges other full rectangles by their rows.
     """
 
     sequences: tuple[int, int]
@@ -95,8 +98,13 @@ def plan_blocks(
     batch_size: int,
     causal: bool,
     window: int | None,
+    merge: bool = False,
 ) -> tuple[Block, ...]:
-    """The rectangles of q_spans x k_spans that are not empty, each full, diagonal or banded."""
+    """The rectangles of q_spans x k_spans that are not empty, each full, diagonal or banded.
+
+    merge: full ones that are neighbours by their rows become one, so that fewer kernels run. At
+    every step of a balanced causal ring but the first, two become one.
+    """
     blocks: list[Block] = []
     for sequences, ranges in _sequences_alike(documents, batch_size):
         for q_span in q_spans:
@@ -106,6 +114,8 @@ def plan_blocks(
                     block = _block(sequences, q, k, causal, window)
                     if block is not None:
                         blocks.append(block)
+    if merge and window is None:
+        blocks = _merged(_merged(blocks, across="k_rows"), across="q_rows")
     return tuple(blocks)
 
 
@@ -117,8 +127,35 @@ def blocks_of(
 ) -> tuple[Block, ...]:
     """plan_blocks with the mask of a layer and a microbatch."""
     return plan_blocks(
-        q_spans, k_spans, microbatch.documents, microbatch.batch_size, shape.causal, shape.window
+        q_spans,
+        k_spans,
+        microbatch.documents,
+        microbatch.batch_size,
+        shape.causal,
+        shape.window,
+        merge=shape.dropout == 0.0,
     )
+
+
+def _merged(blocks: list[Block], *, across: str) -> list[Block]:
+    """Full blocks that touch in these rows, "q_rows" or "k_rows", and agree in the others, join."""
+    along = "q_rows" if across == "k_rows" else "k_rows"
+    merged: list[Block] = []
+    open_ends: dict[tuple, int] = {}  # where in `merged` a full block ends that may go on
+    for block in sorted(blocks, key=attrgetter(across)):
+        key = (block.sequences, getattr(block, along))
+        start, stop = getattr(block, across)
+        index = None if block.causal else open_ends.pop((key, start), None)
+        if index is None:
+            index = len(merged)
+            merged.append(block)
+        else:
+            first, _ = getattr(merged[index], across)
+            joined: dict[str, Any] = {across: (first, stop)}
+            merged[index] = replace(merged[index], **joined)
+        if not block.causal:
+            open_ends[key, stop] = index
+    return merged
 
 
 def _sequences_alike(documents: Documents | None, batch_size: int):

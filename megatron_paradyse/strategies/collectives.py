@@ -149,28 +149,6 @@ def ring_exchange_async(x: Tensor, group: ProcessGroup) -> Pending:
     return exchange_async(x, group, to=(rank + 1) % p, source=(rank - 1) % p)
 
 
-class TravellingGradient:
-    """The gradient of a chunk that goes round a ring of p steps, one hop behind the chunk.
-
-    Sends the gradient p times; what comes in arrives while the next step computes.
-    """
-
-    def __init__(self, group: ProcessGroup):
-        self._group = group
-        self._coming: Pending | None = None
-
-    def add(self, grad: Tensor) -> None:
-        """Add this rank's part of the gradient of the chunk it holds, and send it on."""
-        if self._coming is not None:
-            grad += self._coming.wait()
-        self._coming = ring_exchange_async(grad, self._group)
-
-    def home(self) -> Tensor:
-        """The whole gradient of the rank's own chunk, after p steps."""
-        assert self._coming is not None
-        return self._coming.wait()
-
-
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return all_gather_async(x, group).wait()
 

@@ -17,7 +17,6 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies.blocks import contiguous_spans
-from megatron_paradyse.strategies.collectives import TravellingGradient, ring_exchange_async
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
     AttentionWeights,
@@ -31,6 +30,7 @@ from megatron_paradyse.strategies.local_attention import (
     accumulation_dtype,
     new_gradients,
 )
+from megatron_paradyse.strategies.ring import TravellingGradient, ring_chunks
 from megatron_paradyse.strategies.tiled_kernel import hide_, per_kv_head, per_query_head
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 
@@ -66,6 +66,7 @@ class _RowAttention(Function):
             part = probs[..., columns]
             keep = _keep(part, task, group, source)
             out += per_query_head(part if keep is None else part * keep, v_chunk)
+            del v_chunk
         out = out.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format)
         ctx.save_for_backward(q, k, v, probs)
         ctx.task, ctx.group = task, group
@@ -79,7 +80,7 @@ class _RowAttention(Function):
         grad_out = grad_out.permute(1, 2, 0, 3).contiguous()  # [s/p, b, n, d] -> [b, n, s/p, d]
         grad_scores = torch.empty_like(probs, dtype=wide)  # first of the probabilities
         grad_v = TravellingGradient(group)
-        for source, columns, v_chunk in _ring(v, group):
+        for source, columns, v_chunk in _ring(v, group, own_last=True):
             part = probs[..., columns]
             grad_part = per_query_head(grad_out, v_chunk.transpose(-1, -2)).to(wide)
             keep = _keep(part, task, group, source)
@@ -93,11 +94,11 @@ class _RowAttention(Function):
         grad_scores.addcmul_(probs, row_sums, value=-1).mul_(task.shape.softmax_scale)
         (grad_q,) = new_gradients(q)
         grad_k = TravellingGradient(group)
-        for _, columns, k_chunk in _ring(k, group):
+        for _, columns, k_chunk in _ring(k, group, own_last=True):
             part = grad_scores[..., columns].to(q.dtype)
             grad_q += per_query_head(part, k_chunk)
             grad_k.add(per_kv_head(part, q, k_chunk).to(wide))
-            del part
+            del part, k_chunk
         grads = (grad_q, grad_k.home(), grad_v.home())
         return None, None, *(g.to(q.dtype).permute(2, 0, 1, 3) for g in grads)
 
@@ -120,21 +121,19 @@ def _score_rows(q: Tensor, k: Tensor, task: AttentionTask, group: ProcessGroup) 
             num_rows, num_keys = part.shape[-2:]
             hide_(part, task.rule(block), slice(0, num_rows), slice(0, num_keys))
             scores[sequences, :, rows, columns][..., keys] = part
+        del k_chunk
     # In place, for the largest buffer there is; a row that sees nothing becomes 0, not 0/0.
     largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
     probs = scores.sub_(largest).exp_()
     return probs.div_(probs.sum(-1, keepdim=True).clamp_(min=torch.finfo(dtype).tiny))
 
 
-def _ring(x: Tensor, group: ProcessGroup):
-    """Yield (source rank, its columns, its x), the next chunk under way while one is used."""
-    p, rank, size = group.size(), group.rank(), x.shape[-2]
-    for step in range(p):
-        coming = ring_exchange_async(x, group) if step < p - 1 else None
-        source = (rank - step) % p
-        yield source, slice(source * size, (source + 1) * size), x
-        if coming is not None:
-            x = coming.wait()
+def _ring(x: Tensor, group: ProcessGroup, *, own_last: bool = False):
+    """Yield (source rank, its columns, its x), as ring_chunks."""
+    size = x.shape[-2]
+    for source, chunk in ring_chunks(x, group, own_last=own_last):
+        yield source, slice(source * size, (source + 1) * size), chunk
+        del chunk
 
 
 def _keep(probs: Tensor, task: AttentionTask, group: ProcessGroup, source: int) -> Tensor | None:

@@ -54,6 +54,10 @@ def head_norm(
         weight = weight + 1
     size, eps = x.shape[-1:], shape.qk_norm_eps
     if shape.qk_norm == "layernorm":
+        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+            # The CPU kernel would sum the gradients of weight and bias over all rows in that dtype.
+            weight, bias = (None if t is None else t.float() for t in (weight, bias))
+            return F.layer_norm(x.float(), size, weight, bias, eps).to(x.dtype)
         return F.layer_norm(x, size, weight, bias, eps)
     if shape.qk_norm == "rmsnorm":
         return F.rms_norm(x, size, weight, eps)

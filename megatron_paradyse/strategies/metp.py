@@ -12,7 +12,7 @@ Engineering, 2025) as the ParaDySe paper describes it.
 Bytes that a rank sends, e bytes a value (4 for what is summed in float32; 8 both if float64):
 
     attention  forward   (p-1)/p (A e + 2 s b g' d e) + S
-               backward  (p-1)/p (A (e + 4) + 2 s b g' d e) + 8 s b g' d + S
+               backward  (p-1)/p (A + 2 s b g' d) (e + 4) + S
     mlp        forward   (p-1)/p M e
                backward  (p-1)/p M (e + 4)
 

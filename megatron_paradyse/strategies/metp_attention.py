@@ -66,6 +66,7 @@ class _Layer:
             heads_per_group=heads_per_slot(self.shape, self.group.size()),
             head_dim=self.shape.head_dim,
         )
+        del qkv
         spans = self.spans_of_ranks[self.group.rank()]
         q, k = normalise_and_rotate(q, k, weights, self.shape, self.microbatch, spans)
         return q, k, v
@@ -96,8 +97,8 @@ class _Layer:
         """
         qkv, proj, *bias = block
         rows, grad_rows = x.flatten(0, 1), grad.flatten(0, 1)
-        mixed = linear(x, qkv, *bias).requires_grad_()
         with torch.enable_grad():
+            mixed = _Root.apply(x.new_empty(0, requires_grad=True), linear(x, qkv, *bias))
             q, k, v = self.heads(mixed, weights)
         # The graph outlives its tensors, which the ring attention would else find in the way.
         inputs = [get_gradient_edge(tensor) for tensor in (mixed, *norms)]
@@ -122,6 +123,14 @@ class _Layer:
         return grad_block, *of_norms
 
 
+class _Root(Function):
+    """A tensor at which a graph begins; a leaf's graph would keep the leaf alive."""
+
+    @staticmethod
+    def forward(ctx, anchor, x):
+        return x.view_as(x)
+
+
 class CirculatingAttention(Function):
     """x [s/p, b, h] and the tensors of AttentionWeights -> [s/p, b, h].
 
@@ -138,7 +147,7 @@ class CirculatingAttention(Function):
         rows = x.flatten(0, 1)  # [s/p, b, h] -> [s/p b, h]
         total = torch.zeros_like(rows, dtype=accumulation_dtype(x.dtype))
         outs, lses = [], []
-        for owner, (qkv, proj, *bias) in enumerate(blocks):
+        for owner, (qkv, proj, *bias) in blocks:
             q, k, v = layer.heads(linear(x, qkv, *bias), weights)
             kv = torch.stack((k, v))
             del k, v
@@ -150,7 +159,9 @@ class CirculatingAttention(Function):
             del qkv, proj, bias
         ctx.layer = layer
         ctx.save_for_backward(x, *tensors, *outs, *lses)
-        return layer.balance(total.to(x.dtype).view(x.shape))
+        y = total.to(x.dtype).view(x.shape)
+        del total  # which may be wider
+        return layer.balance(y)
 
     @staticmethod
     def backward(ctx, grad):
@@ -165,7 +176,7 @@ class CirculatingAttention(Function):
         grad_x = torch.zeros_like(x, dtype=wide)
         grads = {name: torch.zeros_like(norm, dtype=wide) for name, norm in norms.items()}
         sums = SumsToOwners(layer.group)
-        for owner, block in enumerate(blocks):
+        for owner, block in blocks:
             grad_block, *of_norms = layer.block_gradients(
                 block, grad_x, x, weights, list(norms.values()), grad, outs[owner], lses[owner],
                 owner=owner,
@@ -182,7 +193,8 @@ class CirculatingAttention(Function):
             None if tensor is None else grads[field.name].to(tensor.dtype)
             for field, tensor in zip(fields(weights), tensors, strict=True)
         )
-        return None, None, None, layer.balance(grad_x.to(x.dtype)), *of_weights
+        grad_x = grad_x.to(x.dtype)
+        return None, None, None, layer.balance(grad_x), *of_weights
 
 
 def _with_own_norms(weights: AttentionWeights) -> tuple[AttentionWeights, dict[str, Tensor]]:

@@ -6,9 +6,9 @@ import torch
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from megatron_paradyse.strategies.collectives import ring_exchange_async
 from megatron_paradyse.strategies.feedforward import activate
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
+from megatron_paradyse.strategies.ring import TravellingGradient
 from megatron_paradyse.strategies.weight_blocks import (
     add_product_,
     circulate,
@@ -49,16 +49,14 @@ class CirculatingMlp(Function):
         rows, grad = x.flatten(0, 1), grad.flatten(0, 1)
         wide = accumulation_dtype(x.dtype)
         grad_rows = torch.zeros_like(rows, dtype=wide)
-        grad_coming = None
-        for step, block in enumerate(circulate(own, group, own_last=True)):
+        travelling = TravellingGradient(group)
+        for block in circulate(own, group, own_last=True):
             grad_block = new_packed(own, wide)
             _block_gradients(block, unpack(grad_block, own), grad_rows, rows, grad, shape)
             del block
-            if grad_coming is not None:
-                grad_block += grad_coming.wait()  # what the ranks before this one added
-            if step < group.size() - 1:
-                grad_coming = ring_exchange_async(grad_block, group)
-        grads = iter(part.to(x.dtype) for part in unpack(grad_block, own))
+            travelling.add(grad_block)
+            del grad_block
+        grads = iter(part.to(x.dtype) for part in unpack(travelling.home(), own))
         grad_weights = (None if weight is None else next(grads) for weight in weights)
         return None, None, grad_rows.to(x.dtype).view(x.shape), *grad_weights
 

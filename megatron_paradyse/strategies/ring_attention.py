@@ -1,8 +1,8 @@
 """Attention over a ring: queries stay, key/value chunks go round, the next while one is used.
 
 Partial results are merged by log-sum-exp. In the backward, the gradients of a chunk of keys and
-values travel with it, in float32, and come home after p hops. From "Ring Attention with Blockwise
-Transformers for Near-Infinite Context" (Liu et al., 2023).
+values travel with it, in float32; its owner uses it last, so that p-1 hops bring them home. From
+"Ring Attention with Blockwise Transformers for Near-Infinite Context" (Liu et al., 2023).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies.blocks import Span
-from megatron_paradyse.strategies.collectives import TravellingGradient, ring_exchange_async
 from megatron_paradyse.strategies.local_attention import (
     AttentionTask,
     PartialOutput,
     add_gradients_,
     new_gradients,
 )
+from megatron_paradyse.strategies.ring import TravellingGradient, ring_chunks
 
 
 def ring_attention(
@@ -32,7 +32,7 @@ def ring_attention(
     """q [s/p, b, n, d], keys and values kv [2, s/p, b, g, d] -> [s/p, b, n, d].
 
     spans_of_ranks[r] are the positions that rank r's chunk holds. Keeps q, kv, the output and
-    its lse. Sends kv p-1 times forward; p-1 times, and p times float32 gradients, backward.
+    its lse. Sends kv p-1 times forward; as often backward, and as often its float32 gradients.
     """
     return _RingAttention.apply(q, kv, spans_of_ranks, task, group)
 
@@ -46,16 +46,10 @@ def ring_forward(
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """The output [s/p, b, n, d] and its lse [b, n, s/p], for use inside an autograd Function."""
-    p, rank = group.size(), group.rank()
-    partial = PartialOutput(q)
-    for step in range(p):
-        coming = ring_exchange_async(kv, group) if step < p - 1 else None
-        source = (rank - step) % p
-        partial.add(
-            kv[0], kv[1], q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[source], task=task
-        )
-        if coming is not None:
-            kv = coming.wait()
+    q_spans, partial = spans_of_ranks[group.rank()], PartialOutput(q)
+    for source, chunk in ring_chunks(kv, group):
+        partial.add(chunk[0], chunk[1], q_spans=q_spans, k_spans=spans_of_ranks[source], task=task)
+        del chunk
     return partial.result()
 
 
@@ -71,19 +65,16 @@ def ring_backward(
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and of kv, given what ring_forward took and returned."""
-    p, rank = group.size(), group.rank()
+    q_spans, travelling = spans_of_ranks[group.rank()], TravellingGradient(group)
     (grad_q,) = new_gradients(q)
-    travelling = TravellingGradient(group)
-    for step in range(p):
-        coming = ring_exchange_async(kv, group) if step < p - 1 else None
-        (grad_kv,) = new_gradients(kv)
+    for source, chunk in ring_chunks(kv, group, own_last=True):
+        (grad_kv,) = new_gradients(chunk)
         add_gradients_(
-            (grad_q, grad_kv[0], grad_kv[1]), grad_out, q, kv[0], kv[1], out, lse,
-            q_spans=spans_of_ranks[rank], k_spans=spans_of_ranks[(rank - step) % p], task=task,
+            (grad_q, grad_kv[0], grad_kv[1]), grad_out, q, chunk[0], chunk[1], out, lse,
+            q_spans=q_spans, k_spans=spans_of_ranks[source], task=task,
         )  # fmt: skip
         travelling.add(grad_kv)
-        if coming is not None:
-            kv = coming.wait()
+        del chunk, grad_kv
     return grad_q.to(q.dtype), travelling.home().to(kv.dtype)
 
 

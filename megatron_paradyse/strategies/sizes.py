@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class LayerSizes:
         return max(4, self.element_bytes)
 
     @property
+    def half_type(self) -> bool:
+        """Whether sums accumulate in a wider dtype than the elements'."""
+        return self.wide_bytes > self.element_bytes
+
+    @property
     def x(self) -> int:
         """Bytes of one activation [s/p, b, h]."""
         return self.rows * self.h * self.element_bytes
@@ -45,6 +51,16 @@ class LayerSizes:
     @property
     def kv(self) -> int:
         return 2 * self.rows * self.g * self.d * self.element_bytes
+
+    @property
+    def kv_heads_sent(self) -> int:
+        """Key/value heads when every rank has whole ones for its n/p query heads."""
+        return lcm(self.g, self.p)
+
+    @property
+    def kv_sent(self) -> int:
+        """kv with so many heads."""
+        return self.kv // self.g * self.kv_heads_sent
 
     @property
     def qkv(self) -> int:
@@ -81,7 +97,10 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one operation of one layer on one rank. Bytes, and multiply-adds counted as 2 FLOPs."""
+    """Of one operation of one layer on one rank: of each quantity, the rank's that has the most.
+
+    Bytes, and multiply-adds counted as 2 FLOPs.
+    """
 
     forward_flops: int
     backward_flops: int
@@ -93,10 +112,14 @@ class Costs:
 
 
 class Ledger:
-    """Bytes alive by name, and their peak."""
+    """Bytes alive by name, and their peak.
 
-    def __init__(self) -> None:
-        self.live = self.peak = 0
+    keeping: whether there will be a backward, for which keep() keeps; else it drops.
+    """
+
+    def __init__(self, *, keeping: bool = True) -> None:
+        self.live = self.peak = self.kept = 0
+        self._keeping = keeping
         self._held: dict[str, int] = {}
 
     def hold(self, **sizes: int) -> None:
@@ -109,6 +132,14 @@ class Ledger:
     def drop(self, *names: str) -> None:
         for name in names:
             self.live -= self._held.pop(name)
+
+    def keep(self, *names: str) -> None:
+        """Let go of what the backward needs."""
+        for name in names:
+            if self._keeping:
+                self.kept += self._held.pop(name)
+            else:
+                self.drop(name)
 
     def release(self, size: int) -> None:
         """Free bytes that the forward kept."""

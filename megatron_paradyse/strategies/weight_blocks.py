@@ -60,8 +60,8 @@ def circulate(own: Block, group: ProcessGroup, *, own_last: bool = False) -> Ite
         yield own
 
 
-def broadcast_blocks(own: Block, group: ProcessGroup) -> Iterator[Block]:
-    """Yield the blocks of ranks 0, 1, ..., p-1, the same at once on every rank.
+def broadcast_blocks(own: Block, group: ProcessGroup) -> Iterator[tuple[int, Block]]:
+    """Yield (owner, block) for ranks 0, 1, ..., p-1, the same at once on every rank.
 
     The first is under way when this returns. Counted as p-1 blocks sent by each rank. Two buffers
     are alive, as in circulate.
@@ -69,15 +69,17 @@ def broadcast_blocks(own: Block, group: ProcessGroup) -> Iterator[Block]:
     return _broadcast_rest(_begin_broadcast(own, group, 0), own, group)
 
 
-def _broadcast_rest(coming: Pending, own: Block, group: ProcessGroup) -> Iterator[Block]:
-    p, rank = group.size(), group.rank()
+def _broadcast_rest(
+    coming: Pending, own: Block, group: ProcessGroup
+) -> Iterator[tuple[int, Block]]:
+    p = group.size()
     for owner in range(p):
         flat = coming.wait()
         if owner + 1 < p:
             coming = _begin_broadcast(own, group, owner + 1)
-        block = own if owner == rank else unpack(flat, own)
+        block = own if p == 1 else unpack(flat, own)
         del flat
-        yield block
+        yield owner, block
         del block
 
 

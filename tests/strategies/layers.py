@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -247,39 +248,73 @@ def run_reference(case: AttentionCase | MlpCase, dtype: torch.dtype, device: str
     return output, grad_x, replace(weights, **grads)
 
 
-def run_case(group, case: AttentionCase | MlpCase, device: str = "cpu") -> dict[str, Deviation]:
-    """Deviations of this rank's part on `device` from the float64 oracle on the CPU, by tensor."""
+@dataclass
+class RankLayer:
+    """A case as one rank sees it: its shards, in the case's dtype, and the layer of them."""
+
+    x: Tensor
+    weights: AttentionWeights | MlpWeights
+    grad: Tensor
+    microbatch: Microbatch | None
+    run: Callable[[Tensor, AttentionWeights | MlpWeights], Tensor]
+
+
+def shard_of(case: AttentionCase | MlpCase, weights, p: int, rank: int):
+    if isinstance(case, MlpCase):
+        return shard_mlp(weights, case.shape, p, rank)
+    return shard_attention(weights, p, rank)
+
+
+def rank_layer(group, case: AttentionCase | MlpCase, device: str = "cpu") -> RankLayer:
+    """Raises if the strategy refuses the case. Tensors are leaves that require gradients."""
     p, rank = group.size(), group.rank()
     strategy = get_strategy(case.strategy)
     x, grad, weights = inputs_of(case)
+    shards = shard_of(case, weights, p, rank)
+    microbatch = None if isinstance(case, MlpCase) else microbatch_of(case, device)
 
-    def shard(weights):
-        if isinstance(case, MlpCase):
-            return shard_mlp(weights, case.shape, p, rank)
-        return shard_attention(weights, p, rank)
-
-    def function(x, weights):
+    def run(x, weights):
         if isinstance(case, MlpCase):
             return strategy.mlp(x, weights, case.shape, group)
         strategy.check(case.shape, p)
-        return strategy.attention(x, weights, case.shape, microbatch_of(case, device), group)
+        return strategy.attention(x, weights, case.shape, microbatch, group)
 
     def local(t: Tensor) -> Tensor:
-        return t.to(device, case.dtype)
+        return t.to(device, case.dtype, copy=True)
 
-    output, grad_x, grads = _run_and_differentiate(
-        function,
-        local(x.chunk(p)[rank]),
-        map_tensors(shard(weights), local),
+    return RankLayer(
+        local(x.chunk(p)[rank]).requires_grad_(),
+        map_tensors(shards, lambda t: local(t).requires_grad_()),
         local(grad.chunk(p)[rank]),
+        microbatch,
+        run,
     )
+
+
+def run_case(group, case: AttentionCase | MlpCase, device: str = "cpu") -> dict[str, Deviation]:
+    """Deviations of this rank's part on `device` from the float64 oracle on the CPU, by tensor."""
+    p, rank = group.size(), group.rank()
+    layer = rank_layer(group, case, device)
+    output, grad_x, grads = _run_and_differentiate(layer.run, layer.x, layer.weights, layer.grad)
     for name in grads:
         if "norm" in name:  # partial sums, which Megatron adds up over the group
             grads[name] = grads[name].double().cpu()
             dist.all_reduce(grads[name], group=group)
     true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
-    truth = shard(true_grads)
+    truth = shard_of(case, true_grads, p, rank)
     return {
         "output": deviation(output, true_output.chunk(p)[rank]),
         "x": deviation(grad_x, true_grad_x.chunk(p)[rank]),
     } | {name: deviation(grads[name], getattr(truth, name)) for name in grads}
+
+
+def errors_of_one_process(case, device: str = "cpu") -> dict[str, float]:
+    """Errors by norm of the single-process layer in the case's dtype against float64."""
+    output, grad_x, grads = run_reference(case, case.dtype, device)
+    true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
+    pairs = {"output": (output, true_output), "x": (grad_x, true_grad_x)} | {
+        name: (getattr(grads, name), truth)
+        for name, truth in vars(true_grads).items()
+        if truth is not None
+    }
+    return {name: deviation(*pair).by_norm for name, pair in pairs.items()}

@@ -7,34 +7,57 @@ for exactly as long as the code holds it.
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy
 from megatron_paradyse.strategies.accounting import operation_costs
+from megatron_paradyse.strategies.memory import Measured, measure
 from megatron_paradyse.strategies.sizes import LayerSizes
 from megatron_paradyse.strategies.walks import WALKS
-from tests.strategies.layers import AttentionCase, MlpCase
-from tests.strategies.memory import measure
+from tests.strategies.layers import AttentionCase, MlpCase, rank_layer
 
 TOLERANCE = 0.02
+aten = torch.ops.aten
 
 
-@pytest.fixture(params=[(2, 0), (4, 1), (8, 7)], ids=["p2", "p4", "p8"])
-def group(request):
-    p, rank = request.param
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=p)
-    yield dist.new_group(list(range(p)))
-    dist.destroy_process_group()
+def _by_rank(case: AttentionCase | MlpCase, job) -> list:
+    """job(group, case) as each rank of p, one after the other; as the last where it decides."""
+    results = []
+    differ = case.strategy.startswith(("metp", "megatron_cz")) and isinstance(case, AttentionCase)
+    for rank in range(case.p) if differ else (case.p - 1,):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.p)
+        try:
+            results.append(job(dist.new_group(list(range(case.p))), case))
+        finally:
+            dist.destroy_process_group()
+    return results
+
+
+def _measure(group, case: AttentionCase | MlpCase) -> Measured:
+    layer = rank_layer(group, case)
+    has_rope = isinstance(case, AttentionCase) and case.rope is not None
+    others = [layer.microbatch.rope] if has_rope else []
+    x, weights = layer.x, layer.weights
+    parameters = [t for f in fields(weights) if (t := getattr(weights, f.name)) is not None]
+    return measure(lambda: layer.run(x, weights), x, parameters, layer.grad, others=others)
+
+
+def _worst(case: AttentionCase | MlpCase) -> Measured:
+    """Of each quantity, the largest that any rank has."""
+    by_rank = _by_rank(case, _measure)
+    return Measured(**{f.name: max(getattr(m, f.name) for m in by_rank) for f in fields(Measured)})
 
 
 def _cases(strategy: str, operation: str, p: int):
     """Narrow and wide layers, so that now activations dominate and now weights."""
-    dtypes = (torch.float32, torch.bfloat16)
+    dtypes = (torch.float32, torch.bfloat16) if p < 8 else (torch.bfloat16,)
     if operation == "mlp":
         for gated, dtype, (h, f) in itertools.product((0, 1), dtypes, ((16, 256), (128, 256))):
             yield MlpCase(strategy, p, bool(gated), bool(gated), h=h, f=f, s=128, b=2, dtype=dtype)
@@ -63,13 +86,14 @@ def _sizes(case: AttentionCase | MlpCase) -> LayerSizes:
     )
 
 
+@pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
-def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(group, strategy, operation):
+def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(p, strategy, operation):
     wrong = []
-    for case in _cases(strategy, operation, group.size()):
+    for case in _cases(strategy, operation, p):
         if operation == "attention":
             get_strategy(strategy).check(case.shape, case.p)
-        measured = measure(group, case)
+        measured = _worst(case)
         costs = operation_costs(strategy, operation, _sizes(case))
         for name in ("forward_sent_bytes", "backward_sent_bytes"):
             if getattr(measured, name) != getattr(costs, name):
@@ -81,17 +105,68 @@ def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(group, s
     assert not wrong, "\n" + "\n".join(map(str, wrong))
 
 
+@pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
-def test_recompute_keeps_only_the_input_and_pays_in_the_backward(group, strategy, operation):
-    """Its forward frees more than the formula says, which is an upper bound there."""
+def test_recompute_keeps_only_the_input_and_pays_in_the_backward(p, strategy, operation):
     name = f"{strategy}+recompute"
-    for case in _cases(name, operation, group.size()):
-        measured, costs = measure(group, case), operation_costs(name, operation, _sizes(case))
+    for case in _cases(name, operation, p):
+        measured, costs = _worst(case), operation_costs(name, operation, _sizes(case))
         assert measured.kept_bytes == costs.kept_bytes
-        assert measured.forward_bytes <= (1 + TOLERANCE) * costs.forward_bytes
+        assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
         assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
         assert measured.forward_sent_bytes == costs.forward_sent_bytes
-        assert measured.backward_sent_bytes == costs.backward_sent_bytes
+        # Where METP aligns heads, the rank that sends most may be another in either direction.
+        uneven = strategy == "metp" and operation == "attention" and case.g % p != 0
+        slack = 0.01 * costs.backward_sent_bytes if uneven else 0
+        assert 0 <= costs.backward_sent_bytes - measured.backward_sent_bytes <= slack
+
+
+def _attention_flops(q, k, num_products: int, causal: bool) -> int:
+    """Of [b, n, sq, d] and [b, g, sk, d]; the kernels skip the masked half of a causal square."""
+    (b, n, rows, d), columns = q, k[2]
+    scores = rows * (rows + 1) // 2 if causal else rows * columns
+    return num_products * 2 * b * n * d * scores
+
+
+def _flash_forward(q, k, v, dropout=0.0, causal=False, *rest, out_shape, **options) -> int:
+    return _attention_flops(q, k, 2, causal)
+
+
+def _flash_backward(
+    grad, q, k, v, out, lse, dropout=0.0, causal=False, *rest, out_shape, **options
+) -> int:
+    return _attention_flops(q, k, 5, causal)
+
+
+def _add_product(total, a, b, *, out_shape, **options) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+def _flops(group, case: AttentionCase | MlpCase) -> tuple[int, int]:
+    """Counted products, forward and backward."""
+    counted = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+        aten.addmm_: _add_product,
+    }
+    layer = rank_layer(group, case)
+    with FlopCounterMode(display=False, custom_mapping=counted) as forward:
+        output = layer.run(layer.x, layer.weights)
+    with FlopCounterMode(display=False, custom_mapping=counted) as backward:
+        output.backward(layer.grad)
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
+def test_flops_are_those_of_the_counted_products(p, strategy, operation):
+    """Of the rank that has most."""
+    for name in (strategy, f"{strategy}+recompute"):
+        for case in _cases(name, operation, p):
+            forward, backward = (max(flops) for flops in zip(*_by_rank(case, _flops), strict=True))
+            costs = operation_costs(name, operation, _sizes(case))
+            assert forward == costs.forward_flops, case.name
+            assert backward == costs.backward_flops, case.name
 
 
 def test_a_strategy_without_formulas_is_told_to_be_profiled(monkeypatch):

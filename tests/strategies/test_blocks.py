@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,11 +34,10 @@ def _count_covered(spans_of, p: int, shape: AttentionShape, microbatch: Microbat
         for k_rank in range(p):
             q_spans, k_spans = spans_of(microbatch, p, q_rank), spans_of(microbatch, p, k_rank)
             for block in blocks_of(q_spans, k_spans, shape, microbatch):
-                rows = block.q_rows[1] - block.q_rows[0]
-                columns = block.k_rows[1] - block.k_rows[0]
-                q = torch.arange(block.q_start, block.q_start + rows)[:, None]
-                k = torch.arange(block.k_start, block.k_start + columns)
-                seen = torch.ones(rows, columns, dtype=torch.bool)
+                q = _positions(q_spans)[slice(*block.q_rows)][:, None]
+                k = _positions(k_spans)[slice(*block.k_rows)]
+                assert (q[0, 0], k[0]) == (block.q_start, block.k_start)
+                seen = torch.ones(len(q), len(k), dtype=torch.bool)
                 if block.causal:
                     seen &= k <= q
                 if block.window is not None:
@@ -44,15 +45,12 @@ def _count_covered(spans_of, p: int, shape: AttentionShape, microbatch: Microbat
                 first, stop = block.sequences
                 count[first:stop, q, k] += seen
                 total += block.num_scores
-                # The rows of the rank are those positions.
-                assert _position(q_spans, block.q_rows[0]) == block.q_start
-                assert _position(k_spans, block.k_rows[0]) == block.k_start
     return count, total
 
 
-def _position(spans, row: int) -> int:
-    (span,) = [span for span in spans if span.row <= row < span.row + len(span)]
-    return span.start + row - span.row
+def _positions(spans) -> torch.Tensor:
+    """The global position of every row that the spans hold."""
+    return torch.cat([torch.arange(span.start, span.stop) for span in spans])
 
 
 @pytest.mark.parametrize(
@@ -124,6 +122,30 @@ def test_every_step_of_the_balanced_ring_is_balanced(p):
             for rank in range(p)
         }
         assert len(work) == 1, (step, work)
+
+
+@pytest.mark.parametrize("p", [2, 4, 5, 8])
+def test_every_step_of_the_balanced_ring_but_the_first_is_one_kernel_call(p):
+    microbatch, shape = Microbatch(16 * p, 1), _shape(True)
+    middle = (p - 1) / 2  # its own mirror, whose chunk is not halved
+    for rank in range(p):
+        for source in set(range(p)) - {rank, middle}:
+            blocks = blocks_of(
+                balanced_spans(microbatch, p, rank),
+                balanced_spans(microbatch, p, source),
+                shape,
+                microbatch,
+            )
+            assert len(blocks) == 1, (rank, source)
+
+
+def test_blocks_with_dropout_are_not_merged():
+    """Its mask is a function of positions, which must be contiguous in a block."""
+    microbatch = Microbatch(16, 1)
+    shape = replace(_shape(True), dropout=0.1)
+    for source in (0, 1):
+        spans = balanced_spans(microbatch, 2, 1), balanced_spans(microbatch, 2, source)
+        assert len(blocks_of(*spans, shape, microbatch)) == (2 if source == 0 else 3)
 
 
 def test_window_without_causal_is_refused():

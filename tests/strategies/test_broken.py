@@ -9,6 +9,7 @@ import pytest
 
 from megatron_paradyse.strategies import blocks, collectives, local_attention
 from megatron_paradyse.strategies.collectives import Pending, exchange_async
+from megatron_paradyse.strategies.ring import TravellingGradient
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import AttentionCase, MlpCase, combine, run_case
 from tests.strategies.test_parity import FLOAT32_TOLERANCE
@@ -30,9 +31,15 @@ def _overwrite(out, lse, block_out, block_lse):
     lse.copy_(block_lse)
 
 
+class _StaysHere(TravellingGradient):
+    def add(self, grad):
+        self._sum = grad
+
+
 BREAKAGES = {
-    "ring_direction": {f"{PACKAGE}.ring_attention.ring_exchange_async": _wrong_way_round},
-    "row_ring_direction": {f"{PACKAGE}.colossal_z.ring_exchange_async": _wrong_way_round},
+    "gradient_not_sent_on": {f"{PACKAGE}.ring_attention.TravellingGradient": _StaysHere},
+    "ring_direction": {f"{PACKAGE}.ring.ring_exchange_async": _wrong_way_round},
+    "row_ring_direction": {f"{PACKAGE}.ring.ring_exchange_async": _wrong_way_round},
     "weight_gradient_not_reduced": {
         f"{PACKAGE}.zero.reduce_gradient_async": lambda x, group: Pending(_keep_own_part(x, group))
     },
@@ -57,6 +64,7 @@ BREAKAGES = {
     },
 }
 CASES = {
+    "gradient_not_sent_on": AttentionCase("megatron_cz", 4, "causal"),
     "ring_direction": AttentionCase("megatron_cz", 4, "causal"),
     "row_ring_direction": AttentionCase("colossal_z", 4, "causal"),
     "weight_gradient_not_reduced": MlpCase("ulysses_z", 4),

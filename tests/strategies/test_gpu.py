@@ -22,7 +22,13 @@ from megatron_paradyse.strategies.kernels import (
     choose_kernel,
 )
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import AttentionCase, MlpCase, combine, run_case
+from tests.strategies.layers import (
+    AttentionCase,
+    MlpCase,
+    combine,
+    errors_of_one_process,
+    run_case,
+)
 from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces
 from tests.strategies.staging import staged
 from tests.strategies.test_parity import (
@@ -31,7 +37,6 @@ from tests.strategies.test_parity import (
     LARGE_CASES,
     LARGE_SCORE_TOLERANCE,
     can_run,
-    errors_of_one_process,
 )
 
 if not torch.cuda.is_available():

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies import get_strategy, metp_mlp, weight_blocks
+from megatron_paradyse.strategies import get_strategy, ring, weight_blocks
 from megatron_paradyse.strategies.collectives import (
     Pending,
     count_communication,
@@ -30,6 +30,7 @@ from megatron_paradyse.strategies.contract import (
     MlpShape,
     MlpWeights,
 )
+from megatron_paradyse.strategies.memory import LiveBytes
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import (
     AttentionCase,
@@ -42,7 +43,6 @@ from tests.strategies.layers import (
     shard_attention,
     shard_mlp,
 )
-from tests.strategies.memory import LiveBytes
 
 P = 4
 ATTENTION = AttentionCase("metp", P, n=8, g=4, s=4 * 37, b=1, bias=True, rope="half")
@@ -135,7 +135,7 @@ def _last_hop_dropped(group, case):
         hops.append(x)
         return Pending(torch.zeros_like(x)) if len(hops) == P - 1 else ring_exchange_async(x, group)
 
-    with mock.patch.object(metp_mlp, "ring_exchange_async", exchange):
+    with mock.patch.object(ring, "ring_exchange_async", exchange):
         return run_case(group, case)
 
 
@@ -202,12 +202,12 @@ def test_attention_sends_the_bytes_of_the_formula(name):
     rows = (case.n + 2 * g) * case.d
     weights = (rows + case.n * case.d) * case.h + rows
     keys_and_values = 2 * case.s * case.b * g * case.d
-    ring = (P - 1) * keys_and_values * 4 // P
+    hops = (P - 1) * keys_and_values * 4 // P
     swaps = case.s // P * case.b * case.h * 4 if case.shape.causal else 0
     for forward, backward in _results()[f"_sent {name}"]:
         assert ("all_to_all" in forward) == ("all_to_all" in backward) == (case.g % P != 0)
-        assert forward["send"] == ring + swaps
-        assert backward["send"] == ring + 4 * keys_and_values + swaps
+        assert forward["send"] == hops + swaps
+        assert backward["send"] == 2 * hops + swaps  # keys and values, and their gradients
         assert forward["broadcast"] == backward["broadcast"] == (P - 1) * weights * 4 // P
         assert backward["reduce"] == (P - 1) * weights * 4 // P
 

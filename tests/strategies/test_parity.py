@@ -17,9 +17,8 @@ from tests.strategies.layers import (
     Deviation,
     MlpCase,
     combine,
-    deviation,
+    errors_of_one_process,
     run_case,
-    run_reference,
 )
 
 # Sums of some hundred float32 products, rounded at 6e-8 each, err by at most 1.7e-6 in these cases:
@@ -159,15 +158,3 @@ def test_half_types_err_at_most_twice_as_much_as_one_process(name):
     own = errors_of_one_process(case)
     worse = {t: (errors[t], own[t]) for t in errors if not errors[t] <= 2 * own[t]}
     assert not worse, worse
-
-
-def errors_of_one_process(case, device: str = "cpu") -> dict[str, float]:
-    """Errors by norm of the single-process layer in the case's dtype against float64."""
-    output, grad_x, grads = run_reference(case, case.dtype, device)
-    true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
-    pairs = {"output": (output, true_output), "x": (grad_x, true_grad_x)} | {
-        name: (getattr(grads, name), truth)
-        for name, truth in vars(true_grads).items()
-        if truth is not None
-    }
-    return {name: deviation(*pair).by_norm for name, pair in pairs.items()}

@@ -1,9 +1,10 @@
-"""Bytes of tensors that one layer keeps, allocates at the peak, and sends: measured."""
+"""Bytes of tensors that an operation keeps, allocates at its peaks, and sends: measured."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,14 +12,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_paradyse.strategies import get_strategy
 from megatron_paradyse.strategies.collectives import count_communication
-from megatron_paradyse.strategies.reference import map_tensors, shard_attention, shard_mlp
-from tests.strategies.layers import AttentionCase, MlpCase, inputs_of, microbatch_of
 
 
 @dataclass(frozen=True)
 class Measured:
+    """As sizes.Costs has them, of this rank."""
+
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int
@@ -27,9 +27,12 @@ class Measured:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage allocated inside, while it lives."""
+    """Counts the bytes of every storage allocated inside, while it lives.
 
-    def __init__(self, known: list[Tensor]):
+    Sees what operations return, on any device, fake tensors too; not what they allocate inside.
+    """
+
+    def __init__(self, known: Iterable[Tensor]):
         super().__init__()
         self._seen = {t.untyped_storage()._cdata for t in known}
         self.live = self.peak = 0
@@ -55,40 +58,35 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-def measure(group, case: AttentionCase | MlpCase) -> Measured:
-    """One layer, forward and backward, on this rank."""
-    p, rank = group.size(), group.rank()
-    x, grad, weights = inputs_of(case)
-    strategy = get_strategy(case.strategy)
-    mlp = isinstance(case, MlpCase)
-    shards = shard_mlp(weights, case.shape, p, rank) if mlp else shard_attention(weights, p, rank)
-    shards = map_tensors(shards, lambda t: t.to(case.dtype, copy=True).requires_grad_())
-    x = x.chunk(p)[rank].to(case.dtype, copy=True).requires_grad_()
-    grad = grad.chunk(p)[rank].to(case.dtype, copy=True)
-    microbatch = None if mlp else microbatch_of(case)
-    held = [t for f in fields(shards) if (t := getattr(shards, f.name)) is not None]
-    held += [] if mlp or microbatch.rope is None else [microbatch.rope]
+def measure(
+    run: Callable[[], Tensor],
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    grad: Tensor,
+    *,
+    others: Sequence[Tensor] = (),
+) -> Measured:
+    """run() computes something of x and the parameters; `grad` is the gradient of its result.
 
+    `others` are tensors that run() reads and does not make (angles of RoPE). Only x counts as kept
+    if it is.
+    """
+    elsewhere = {t.untyped_storage()._cdata for t in (*parameters, *others)}
     kept: dict[int, int] = {}
-    parameters = {t.untyped_storage()._cdata for t in held}
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if storage._cdata not in parameters:
+        if storage._cdata not in elsewhere:
             kept[storage._cdata] = storage.nbytes()
         return t
 
-    tracker = LiveBytes([x, grad, *held])
+    tracker = LiveBytes([x, grad, *parameters, *others])
     with tracker, count_communication() as forward_sent, saved_tensors_hooks(pack, lambda t: t):
-        if mlp:
-            output = strategy.mlp(x, shards, case.shape, group)
-        else:
-            output = strategy.attention(x, shards, case.shape, microbatch, group)
+        output = run()
     forward_peak, live = tracker.peak, tracker.live  # live: kept, and the output
-    inputs = [x, *(t for t in held if t.requires_grad)]
     tracker.peak = 0
     with tracker, count_communication() as backward_sent:
-        grads = torch.autograd.grad(output, inputs, grad)
+        grads = torch.autograd.grad(output, [x, *parameters], grad)
     del grads
     return Measured(
         kept_bytes=sum(kept.values()),

@@ -1,0 +1,43 @@
+"""Workspace by walking each strategy's allocations and releases, in the order of its code.
+
+Every operation of every strategy has two walks over a Ledger, which holds numbers instead of
+tensors. Exact for p > 1 and documents=None, for the rank that needs the most; what kernels allocate
+inside, and a window's or dropout's masks, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks import megatron_ts, metp, zero
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What one operation holds, beside its input: in the forward, and in the backward.
+
+    The forward tells its Ledger what it would keep; the backward releases that.
+    """
+
+    forward: Callable[[Ledger, LayerSizes], None]
+    backward: Callable[[Ledger, LayerSizes], None]
+
+
+_ZERO_MLP = Walk(zero.mlp_forward, zero.mlp_backward)
+
+WALKS: dict[tuple[str, str], Walk] = {
+    ("megatron_ts", "attention"): Walk(
+        megatron_ts.attention_forward, megatron_ts.attention_backward
+    ),
+    ("megatron_ts", "mlp"): Walk(megatron_ts.mlp_forward, megatron_ts.mlp_backward),
+    ("ulysses_z", "attention"): Walk(zero.ulysses_z_forward, zero.ulysses_z_backward),
+    ("ulysses_z", "mlp"): _ZERO_MLP,
+    ("megatron_cz", "attention"): Walk(zero.megatron_cz_forward, zero.megatron_cz_backward),
+    ("megatron_cz", "mlp"): _ZERO_MLP,
+    ("colossal_z", "attention"): Walk(zero.colossal_z_forward, zero.colossal_z_backward),
+    ("colossal_z", "mlp"): _ZERO_MLP,
+    ("metp", "attention"): Walk(metp.attention_forward, metp.attention_backward),
+    ("metp", "mlp"): Walk(metp.mlp_forward, metp.mlp_backward),
+}

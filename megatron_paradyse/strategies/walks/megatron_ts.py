@@ -1,0 +1,79 @@
+"""The walks of megatron_ts.py."""
+
+from __future__ import annotations
+
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.steps import (
+    activate,
+    activation_gradient_bytes,
+    fc1_output,
+    fc2_input,
+    lse_copy,
+    rope_bytes,
+    split_and_rotate,
+    split_backward,
+)
+
+
+def mlp_forward(m: Ledger, z: LayerSizes) -> None:
+    gathered = z.p * z.x
+    m.hold(gathered=gathered, y=fc1_output(z))
+    m.drop("gathered")
+    activate(m, z, fc2_input(z))
+    m.hold(partial=gathered, output=z.x)
+    m.keep("y")
+
+
+def mlp_backward(m: Ledger, z: LayerSizes) -> None:
+    gathered, active, y = z.p * z.x, fc2_input(z), fc1_output(z)
+    m.hold(gathered=gathered)
+    activate(m, z, active)
+    m.hold(grad_fc2=z.fc2_weight // z.p)
+    m.drop("active")
+    m.hold(grad_active=active)
+    m.touch(activation_gradient_bytes(z, active))
+    m.hold(grad_y=y)
+    m.drop("grad_active", "gathered")
+    m.release(y)
+    m.hold(x=gathered, partial=gathered, grad_x=z.x, grad_fc1=z.fc1_weight // z.p)
+
+
+def _kv(z: LayerSizes) -> int:
+    """At least one head each."""
+    return max(z.kv, 2 * z.s * z.b * z.d * z.element_bytes)
+
+
+def attention_forward(m: Ledger, z: LayerSizes) -> None:
+    gathered, mixed, kv = z.p * z.x, z.qkv, _kv(z)
+    m.hold(x=gathered, mixed=mixed)
+    m.drop("x")
+    if z.g < z.p:
+        m.hold(by_rank=z.p * mixed, all_heads=z.p * mixed)
+        m.touch(z.q + kv)
+        m.drop("by_rank", "all_heads")
+    split_and_rotate(m, z, q=z.q, kv=kv, rows=z.s)
+    if z.rope_channels:
+        m.keep("angles")
+    m.hold(out=z.q, lse=z.lse)
+    m.keep("q", "kv", "lse")
+    m.hold(partial=gathered, output=z.x)
+    m.keep("out")
+
+
+def attention_backward(m: Ledger, z: LayerSizes) -> None:
+    gathered, mixed, kv = z.p * z.x, z.qkv, _kv(z)
+    m.hold(grad=gathered, grad_proj=z.proj_weight // z.p, grad_out=z.q)
+    m.drop("grad")
+    m.hold(lse=lse_copy(z), grad_qkv=z.q + kv)
+    m.drop("lse", "grad_out")
+    m.release(2 * z.q + kv + z.lse)
+    if z.g < z.p:
+        # Zero-padded to the heads of all ranks, summed up one by one, and scattered.
+        m.drop("grad_qkv")
+        m.hold(grad_mixed=mixed)
+        m.touch(2 * z.p * mixed)
+    else:
+        split_backward(m, z, q=z.q, kv=kv)
+    m.release(rope_bytes(z, z.s))
+    m.hold(x=gathered, partial=gathered)
+    m.hold(grad_x=z.x, grad_weight=z.qkv_weight // z.p)

@@ -1,0 +1,145 @@
+"""The walks of metp_attention.py and metp_mlp.py, on rank 0: none holds more.
+
+An owner holds its own gradients from its turn on, and rank 0's turn is the first.
+"""
+
+from __future__ import annotations
+
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.steps import (
+    activate,
+    activation_gradient_bytes,
+    fc1_output,
+    fc2_input,
+    ring_backward,
+    ring_forward,
+    split_and_rotate,
+    split_backward,
+)
+
+
+def mlp_forward(m: Ledger, z: LayerSizes) -> None:
+    """All blocks are alike: the one in use, or sent, and the next; x W in a half type."""
+    m.hold(total=z.wide(z.x), blocks=2 * _mlp_block(z), y=fc1_output(z) // z.p)
+    activate(m, z, fc2_input(z) // z.p)
+    m.drop("y")
+    if z.half_type:
+        m.touch(z.x)
+    m.drop("active", "blocks")
+    if z.half_type:
+        m.hold(output=z.x)
+
+
+def mlp_backward(m: Ledger, z: LayerSizes) -> None:
+    """From the second block on, its gradients are computed, arriving and being sent."""
+    block, y, active = _mlp_block(z), fc1_output(z) // z.p, fc2_input(z) // z.p
+    m.hold(grad_x=z.wide(z.x))
+    m.touch(2 * block)
+    for step in sorted({0, 1, z.p - 1}):
+        m.hold(blocks=min(2, z.p - 1 - step) * block, grad_block=z.wide(block))
+        m.hold(hops=2 * z.wide(block) if step > 0 else 0, y=y)
+        if z.gated:
+            m.hold(gate=active)
+        m.hold(active=active)
+        m.touch(z.fc2_weight // z.p if z.half_type else 0)
+        m.hold(grad_active=active)
+        m.touch(activation_gradient_bytes(z, active) - (2 if z.gated else 1) * active)
+        m.hold(grad_y=y)
+        m.drop("y", "active", "grad_active", *(["gate"] if z.gated else []))
+        m.touch(max(z.fc1_weight // z.p, z.x) if z.half_type else 0)
+        m.drop("blocks", "grad_block", "hops", "grad_y")
+    m.hold(own_gradient=z.wide(block))
+    if z.half_type:
+        m.hold(output=z.x, narrow_gradient=block)
+
+
+def _mlp_block(z: LayerSizes) -> int:
+    bias = z.fc1_rows * z.element_bytes if z.bias else 0
+    return (z.fc1_weight + z.fc2_weight + bias) // z.p
+
+
+def attention_forward(m: Ledger, z: LayerSizes) -> None:
+    q, kv, lse = z.q // z.p, z.kv_sent // z.p, z.lse // z.p
+    block = _attention_block(z)
+    m.hold(aligned=_aligned(z))
+    if z.causal:
+        m.hold(swapped=z.x)
+        m.touch(block + z.x // 2)
+    m.hold(total=z.wide(z.x))
+    for owner in range(z.p):
+        m.hold(blocks=min(2, z.p - owner) * block, mixed=q + kv)
+        split_and_rotate(m, z, q=q, kv=kv, rows=z.s // z.p, balanced=z.causal)
+        if z.rope_channels:
+            m.drop("angles")
+        m.hold(packed=kv)
+        m.drop("kv")
+        ring_forward(m, z, q=q, kv=kv, lse=lse)
+        m.drop("q", "packed")
+        if z.half_type:
+            m.touch(z.x)
+        m.drop("blocks", "out", "lse")
+        m.hold(**{f"of_{owner}": q + lse})
+    m.drop("aligned")
+    if z.half_type:
+        m.hold(output=z.x)
+        m.drop("total")
+    if z.causal:
+        m.touch(z.x + z.x // 2)
+        m.keep("swapped")
+    m.keep(*(f"of_{owner}" for owner in range(z.p)))
+
+
+def attention_backward(m: Ledger, z: LayerSizes) -> None:
+    q, kv, lse = z.q // z.p, z.kv_sent // z.p, z.lse // z.p
+    block = _attention_block(z)
+    m.hold(aligned=_aligned(z))
+    if z.causal:
+        m.hold(grad=z.x)
+        m.touch(block + z.x // 2)
+    m.hold(grad_x=z.wide(z.x))
+    for owner in range(z.p):
+        m.hold(blocks=min(2, z.p - owner) * block)
+        m.hold(summed=min(2, owner) * z.wide(block))  # the own gradients, and those on their way
+        m.hold(mixed=q + kv)
+        split_and_rotate(m, z, q=q, kv=kv, rows=z.s // z.p, balanced=z.causal, mixed_stays=True)
+        m.hold(packed=kv)
+        m.drop("mixed", "kv")
+        m.hold(grad_out=q)
+        ring_backward(m, z, q=q, kv=kv, lse=lse)
+        m.drop("q", "packed", "grad_out")
+        split_backward(m, z, q=q, kv=kv, k_is_view=True)
+        if z.rope_channels:
+            m.drop("angles")
+        if z.half_type:
+            m.touch(z.x)
+        m.hold(grad_block=z.wide(block))
+        if z.half_type:
+            m.touch(_qkv_rows(z) * z.h * z.element_bytes)
+        m.drop("blocks", "summed", "grad_mixed", "grad_block")
+    m.hold(own_gradient=z.wide(block), output=z.x if z.half_type else 0)
+    if z.g % z.p:
+        m.hold(shard_gradient=z.wide(z.qkv_weight) // z.p)
+    if z.half_type:
+        m.drop("grad_x")
+    if z.causal:
+        m.touch(z.x // 2)
+        m.hold(swapped=z.x)
+    if z.half_type:
+        m.hold(narrow_gradient=block)
+
+
+def _qkv_rows(z: LayerSizes) -> int:
+    """Of a block: whole heads."""
+    return (z.n + 2 * z.kv_heads_sent) * z.d // z.p
+
+
+def _aligned(z: LayerSizes) -> int:
+    """The rank's own block of qkv, if its shard does not hold whole heads already."""
+    if z.g % z.p == 0:
+        return 0
+    return _qkv_rows(z) * (z.h + (1 if z.bias else 0)) * z.element_bytes
+
+
+def _attention_block(z: LayerSizes) -> int:
+    bias = 1 if z.bias else 0
+    return (_qkv_rows(z) * (z.h + bias) + z.n * z.d * z.h // z.p) * z.element_bytes

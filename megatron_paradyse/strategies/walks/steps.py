@@ -1,0 +1,122 @@
+"""Steps that several strategies take: heads and RoPE, a ring attention, the middle of an MLP."""
+
+from __future__ import annotations
+
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+
+
+def split_and_rotate(
+    m: Ledger,
+    z: LayerSizes,
+    *,
+    q: int,
+    kv: int,
+    rows: int,
+    balanced: bool = False,
+    mixed_stays: bool = False,
+) -> None:
+    """The end of qkv: holds q and kv, and the cosines and sines of `rows` positions if rotated.
+
+    Drops the mixed tensor that it splits, unless it stays. balanced: positions in two spans, whose
+    angles are copied together.
+    """
+    m.hold(q=q, kv=kv)
+    if not mixed_stays:
+        m.drop("mixed")
+    if z.rope_channels:
+        m.hold(
+            angles=rope_bytes(z, rows), float32_angles=4 * z.rope_channels * rows if balanced else 0
+        )
+        # Beside the result: a product, its other factor and that factor's product.
+        m.hold(rotated_q=q)
+        m.touch(3 * q * z.rope_channels // z.d)
+        m.hold(rotated_k=kv // 2)
+        m.touch(3 * kv // 2 * z.rope_channels // z.d)
+        m.drop("rotated_q", "rotated_k", "float32_angles")
+
+
+def rope_bytes(z: LayerSizes, rows: int) -> int:
+    """Cosines and sines."""
+    return 2 * rows * z.rope_channels * z.element_bytes
+
+
+def split_backward(m: Ledger, z: LayerSizes, *, q: int, kv: int, k_is_view: bool = False) -> None:
+    """Drops the gradients of q, k, v ("grad_qkv"); holds that of the mixed tensor.
+
+    k_is_view: turning the gradient of k does not free it.
+    """
+    if z.rope_channels:
+        m.hold(turned_k=kv // 2 if k_is_view else 0, turned_q=q)
+        # Beside the result: two products and a quarter turn, made of a half and the whole.
+        m.touch(7 * q * z.rope_channels // (2 * z.d))
+    m.hold(grad_mixed=q + kv)
+    m.drop("grad_qkv", *(["turned_k", "turned_q"] if z.rope_channels else []))
+
+
+def lse_copy(z: LayerSizes) -> int:
+    """The CPU kernel's lse of several heads has strides; the backward's is contiguous."""
+    return z.lse if z.n > z.p else 0
+
+
+def ring_forward(m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int) -> None:
+    """Of ring_attention.py, over a chunk that is there: holds the output, "out", and "lse".
+
+    Beside the rank's own chunk there are the one in use and the next. When causal, a block is all
+    queries and half the keys, or half of the queries and all keys.
+    """
+    wide_out = z.wide(q)
+    m.hold(chunks=min(z.p - 1, 2) * kv, wide_out=wide_out, lse=lse)
+    m.hold(block=q, block_lse=lse, weight=lse)
+    m.touch(max(lse, wide_out if z.half_type else 0))
+    m.drop("block", "block_lse", "weight", "chunks")
+    if z.half_type:
+        m.touch(q)
+    m.drop("wide_out")
+    m.hold(out=q)
+
+
+def ring_backward(m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int) -> None:
+    """Holds the gradients of q and kv, "grad_qkv": one buffer each.
+
+    Gradients of a chunk, in the accumulation dtype: computed, arriving, and being sent.
+    """
+    wide_kv = z.wide(kv)
+    m.hold(grad_q=z.wide(q))
+    m.hold(chunks=min(z.p - 1, 2) * kv, first=wide_kv)
+    m.touch(_block_gradients(z, q, kv, lse))
+    m.drop("chunks", "first")
+    m.hold(grad_kv=wide_kv, coming=wide_kv, sent=wide_kv)
+    if z.p > 2:
+        m.touch(min(z.p - 2, 2) * kv + _block_gradients(z, q, kv, lse))
+    part = 2 if z.causal else 1
+    m.touch((q + kv + lse) // part)  # the own chunk
+    m.drop("coming", "sent")
+    if z.half_type:
+        m.touch(q + kv)
+    m.drop("grad_q", "grad_kv")
+    m.hold(grad_qkv=q + kv)
+
+
+def _block_gradients(z: LayerSizes, q: int, kv: int, lse: int) -> int:
+    """Of a block as in ring_forward, and the lse of half of the queries, made contiguous."""
+    return max(q + kv // 2, q // 2 + kv + lse // 2) if z.causal else q + kv + lse
+
+
+def activate(m: Ledger, z: LayerSizes, active: int) -> None:
+    """Holds fc2's input, "active"; gated, the activated gate is there for a moment."""
+    m.touch(2 * active if z.gated else active)
+    m.hold(active=active)
+
+
+def activation_gradient_bytes(z: LayerSizes, active: int) -> int:
+    """activation_gradient above the gradient it is given."""
+    return (5 if z.gated else 2) * active
+
+
+def fc1_output(z: LayerSizes) -> int:
+    """What most MLPs keep."""
+    return z.rows * z.fc1_rows * z.element_bytes
+
+
+def fc2_input(z: LayerSizes) -> int:
+    return z.rows * z.f * z.element_bytes

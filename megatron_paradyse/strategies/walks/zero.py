@@ -1,0 +1,220 @@
+"""The walks of zero.py and of the attentions between its two linears."""
+
+from __future__ import annotations
+
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.steps import (
+    activate,
+    activation_gradient_bytes,
+    fc1_output,
+    fc2_input,
+    lse_copy,
+    ring_backward,
+    ring_forward,
+    rope_bytes,
+    split_and_rotate,
+    split_backward,
+)
+
+
+def mlp_forward(m: Ledger, z: LayerSizes) -> None:
+    m.hold(fc1=z.fc1_weight, shard=z.fc2_weight // z.p, fc2=z.fc2_weight, y=fc1_output(z))
+    if z.bias:
+        m.touch(z.fc1_rows * z.element_bytes)
+    m.drop("fc1")
+    activate(m, z, fc2_input(z))
+    m.drop("shard")
+    m.hold(output=z.x)
+    m.keep("y")
+
+
+def mlp_backward(m: Ledger, z: LayerSizes) -> None:
+    active, y = fc2_input(z), fc1_output(z)
+    _linear_backward(
+        m, z, z.fc2_weight, name="fc2", grad_input=active, transposed=True, active=active
+    )
+    m.touch(activation_gradient_bytes(z, active))
+    m.hold(grad_y=y)
+    m.drop("grad_input_fc2")
+    _linear_backward_end(m, z, z.fc2_weight, name="fc2")
+    m.release(y)
+    _linear_backward(m, z, z.fc1_weight, name="fc1", grad_input=z.x, transposed=False)
+    _linear_backward_end(m, z, z.fc1_weight, name="fc1")
+
+
+def _linear_backward(
+    m: Ledger,
+    z: LayerSizes,
+    weight: int,
+    *,
+    name: str,
+    grad_input: int,
+    transposed: bool,
+    active: int = 0,
+) -> None:
+    """Holds grad_input, and until _linear_backward_end the gradient of the full weight.
+
+    active: bytes of the activation that is run again for the weight's gradient.
+    """
+    if transposed:
+        m.hold(shard=weight // z.p)
+    m.hold(full=weight)
+    if z.gated:
+        m.touch(2 * active)
+    m.hold(active=active, grad_full=weight)
+    if z.half_type:
+        m.hold(grad_wide=z.wide(weight))
+        m.drop("grad_full")
+    m.hold(reduced=z.wide(weight) // z.p)
+    m.drop("active", *(["shard"] if transposed else []))
+    m.hold(**{f"grad_input_{name}": grad_input})
+    m.drop("full")
+
+
+def _linear_backward_end(m: Ledger, z: LayerSizes, weight: int, *, name: str) -> None:
+    m.drop("grad_wide" if z.half_type else "grad_full")
+    m.hold(**{f"grad_{name}": weight // z.p})
+    m.drop("reduced")
+
+
+def _qkv_forward(m: Ledger, z: LayerSizes, *, balanced: bool = False) -> None:
+    """And the gathering of proj: holds q, kv, shard and proj."""
+    m.hold(weight=z.qkv_weight, mixed=z.qkv)
+    if z.bias:
+        m.touch((z.n + 2 * z.g) * z.d * z.element_bytes)
+    m.drop("weight")
+    split_and_rotate(m, z, q=z.q, kv=z.kv, rows=z.s // z.p, balanced=balanced)
+    if z.rope_channels:
+        m.keep("angles")
+    m.hold(shard=z.proj_weight // z.p, proj=z.proj_weight)
+
+
+def _qkv_backward(m: Ledger, z: LayerSizes, *, k_is_view: bool = False) -> None:
+    """From the gradients of q, k and v to those of x and the weight; they are all that is held."""
+    split_backward(m, z, q=z.q, kv=z.kv, k_is_view=k_is_view)
+    m.release(rope_bytes(z, z.s // z.p))
+    _linear_backward(m, z, z.qkv_weight, name="qkv", grad_input=z.x, transposed=False)
+    _linear_backward_end(m, z, z.qkv_weight, name="qkv")
+
+
+def _proj_backward(m: Ledger, z: LayerSizes) -> None:
+    _linear_backward(m, z, z.proj_weight, name="proj", grad_input=z.q, transposed=True)
+    _linear_backward_end(m, z, z.proj_weight, name="proj")
+
+
+def ulysses_z_forward(m: Ledger, z: LayerSizes) -> None:
+    packed, repeats = z.q + z.kv_sent, z.kv_sent > z.kv
+    _qkv_forward(m, z)
+    if repeats:
+        m.hold(repeated=z.kv_sent)
+    m.hold(packed=packed)
+    m.drop("q", "kv", *(["repeated"] if repeats else []))
+    m.hold(received=packed)
+    m.drop("packed")
+    m.hold(out=z.q, lse=z.lse)
+    m.keep("received", "lse")
+    m.hold(out_by_sequence=z.q)
+    m.keep("out")
+    m.hold(flat=z.q)
+    m.drop("shard")
+    m.hold(output=z.x)
+    m.keep("flat")
+
+
+def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
+    packed = z.q + z.kv_sent
+    _proj_backward(m, z)
+    m.release(z.q)
+    m.hold(by_rank=z.q, grad_out=z.q)
+    m.drop("by_rank", "grad_input_proj")
+    m.hold(lse=lse_copy(z), grads=packed)
+    m.drop("lse", "grad_out")
+    m.release(packed + z.q + z.lse)
+    m.hold(grad_packed=packed)
+    m.drop("grads")
+    m.hold(grad_qkv=packed)
+    m.drop("grad_packed")
+    if z.kv_sent > z.kv:
+        m.hold(summed=z.qkv)
+        m.drop("grad_qkv")
+        m.hold(grad_qkv=z.qkv)
+        m.drop("summed")
+    _qkv_backward(m, z, k_is_view=z.n == z.p)
+
+
+def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
+    if z.causal:
+        m.hold(swapped=z.x)
+        m.touch(z.x // 2)
+    _qkv_forward(m, z, balanced=z.causal)
+    m.hold(packed=z.kv)
+    m.drop("kv")
+    ring_forward(m, z, q=z.q, kv=z.kv, lse=z.lse)
+    m.keep("lse")
+    m.drop("shard")
+    m.hold(output=z.x)
+    m.drop("proj")
+    if z.causal:
+        m.touch(z.x + z.x // 2)
+        m.keep("swapped")
+    m.keep("q", "packed", "out")
+
+
+def megatron_cz_backward(m: Ledger, z: LayerSizes) -> None:
+    if z.causal:
+        m.hold(grad=z.x)
+        m.touch(z.x // 2)
+    _proj_backward(m, z)
+    if z.causal:
+        m.drop("grad")
+    ring_backward(m, z, q=z.q, kv=z.kv, lse=z.lse)
+    m.drop("grad_input_proj")
+    m.release(z.q + z.kv + z.q + z.lse)
+    _qkv_backward(m, z, k_is_view=True)
+
+
+def colossal_z_forward(m: Ledger, z: LayerSizes) -> None:
+    scores = z.rows * z.n * z.s * z.element_bytes
+    chunk, one = scores // z.p, z.kv // 2  # one: k, or v
+    chunks = min(z.p - 1, 2) * one
+    _qkv_forward(m, z)
+    m.hold(heads_first=z.qkv, scores=z.wide(scores), chunks=chunks)
+    m.hold(product=chunk)
+    m.touch(z.wide(chunk) * (2 if z.half_type else 1))
+    m.drop("product", "chunks")
+    if z.half_type:
+        m.touch(scores)
+    m.drop("scores")
+    m.hold(probs=scores, chunks=chunks, wide_out=z.wide(z.q))
+    m.touch(z.q)
+    m.drop("chunks")
+    m.hold(out=z.q)
+    m.drop("wide_out")
+    m.keep("heads_first", "probs")
+    m.drop("q", "kv", "shard")
+    m.hold(output=z.x)
+    m.keep("out")
+
+
+def colossal_z_backward(m: Ledger, z: LayerSizes) -> None:
+    scores = z.rows * z.n * z.s * z.element_bytes
+    chunk, one = scores // z.p, z.kv // 2
+    chunks, wide_chunk = min(z.p - 2, 2) * one, z.wide(chunk)
+    narrow_chunk = chunk if z.half_type else 0
+    narrow_one = one if z.half_type else 0
+    _proj_backward(m, z)
+    m.release(z.q)
+    m.hold(heads_first=z.q, grad_scores=z.wide(scores), chunks=chunks)
+    m.hold(coming=z.wide(one), sent=z.wide(one))
+    m.touch(chunk + (wide_chunk if z.half_type else 0))
+    m.touch(wide_chunk + z.wide(one) + narrow_one)
+    m.drop("sent")
+    m.hold(grad_q=z.wide(z.q), row_sums=z.lse)
+    m.touch(narrow_chunk + z.q)
+    m.hold(coming_k=z.wide(one), sent_k=z.wide(one))
+    m.touch(narrow_chunk + max(z.q, z.wide(one) + narrow_one))
+    m.drop("heads_first", "grad_scores", "chunks", "coming", "coming_k", "sent_k")
+    m.drop("grad_q", "row_sums", "grad_input_proj")
+    m.release(z.qkv + scores)
+    m.hold(grad_qkv=z.qkv)
+    _qkv_backward(m, z)

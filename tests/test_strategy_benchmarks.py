@@ -1,0 +1,30 @@
+"""The benchmarks of the strategies run, and print the keys that reports read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+KEYS = {
+    "gpu_ring": {"ratio_to_single_call", "relative_difference", "kernel"},
+    "parity": {"cases", "failures", "max_rel_error_fp32", "max_bf16_error_over_single_process"},
+    "strategies": {"rows"},
+}
+ROW = {"strategy", "p", "s", "seconds", "comm_bytes", "kept_bytes", "forward_bytes"}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_quick_benchmark_prints_one_json_object_with_its_keys(name):
+    script = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--json", "--quick"]
+    run = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert set(result) >= KEYS[name] | {"hardware", "versions", "date", "configuration"}
+    if name == "gpu_ring":
+        assert result["relative_difference"] < 1e-5
+    for row in result.get("rows", ()):
+        assert set(row) >= ROW | {"backward_bytes"}
