@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 setup(
     name="megatron_paradyse",
     version="0.1.0",
-    description="Switchable parallel strategies for Megatron-LM on sequences of very different lengths",
+    description="Parallel strategies that switch per layer and microbatch, for Megatron-LM",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -69,14 +69,18 @@ def _stock_spec(config, vp_stage=None):
 
 
 def _setup(training, config):
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.utils import get_model_config
 
-    return training.setup_model_and_optimizer(
+    model, optimizer, scheduler = training.setup_model_and_optimizer(
         ModelType.encoder_or_decoder,
         cfg_container=config,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
+    get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+    return model, optimizer, scheduler
 
 
 def _measure(args, sides, length: int, pairs: int) -> dict[str, list[float]]:

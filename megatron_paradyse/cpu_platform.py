@@ -192,11 +192,11 @@ def _patch_megatron() -> None:
     training.initialize_megatron = initialize_megatron
     training.set_jit_fusion_options = lambda tp_size=None: None  # no kernels to warm up
     original_new = torch_norm.WrappedTorchNorm.__new__
-    torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(original_new)  # type: ignore[method-assign]
+    torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(original_new)
 
 
 def _norm_with_sequence_parallel(original_new):
-    """WrappedTorchNorm.__new__ that tags its parameters instead of refusing sequence parallelism."""
+    """WrappedTorchNorm.__new__ that tags parameters instead of refusing sequence parallelism."""
 
     def norm(cls, config, *args, **kwargs):
         if not config.sequence_parallel:

@@ -2,4 +2,4 @@
 
 
 class UserError(ValueError):
-    """Something the user gave cannot be run; the message is one line: the rule, the value, the remedy."""
+    """Something that the user gave cannot be run. One line: the rule, the value, the remedy."""

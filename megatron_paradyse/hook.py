@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -18,8 +18,9 @@ from megatron.core.parallel_state import get_data_parallel_rank
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import get_args
 
+from megatron_paradyse.plan import Plan
+
 if TYPE_CHECKING:
-    from megatron_paradyse.plan import Plan
     from megatron_paradyse.policy import Policy
 
 
@@ -31,7 +32,7 @@ class PlannedMicrobatch(PackedSeqParams):
     microbatches and between data-parallel replicas, and is the same after a restart.
     """
 
-    plan: Plan | None = None
+    plan: Plan = field(default_factory=lambda: Plan({}))
     original: PackedSeqParams | None = None
     seed: int = 0
 

@@ -1,6 +1,6 @@
 """Runs an unmodified pretrain_gpt.py of a Megatron-LM checkout with --paradyse added to its flags.
 
-    torchrun ... -m megatron_paradyse.launch path/to/pretrain_gpt.py <Megatron flags> --paradyse
+torchrun ... -m megatron_paradyse.launch path/to/pretrain_gpt.py <Megatron flags> --paradyse
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def main() -> None:
         )
     script = sys.argv[1]
     if not os.path.isfile(script):
-        raise UserError(f"script {script} not found: give pretrain_gpt.py of a Megatron-LM checkout")
+        raise UserError(
+            f"script {script} not found: give pretrain_gpt.py of a Megatron-LM checkout"
+        )
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     install()

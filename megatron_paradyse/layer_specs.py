@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models.gpt import default_layer_spec
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.submodules import (
     CoreAttention,
     SwitchableLayer,
@@ -49,7 +50,7 @@ def gpt_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmo
 
 def _switchable_layer(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
     if spec.module is not TransformerLayer:
-        raise ValueError(f"gpt_layer_spec cannot switch a layer of type {spec.module.__name__}")
+        raise UserError(f"--paradyse cannot switch layers of type {spec.module.__name__}: drop it")
     old = spec.submodules
     submodules = dataclasses.replace(
         old,
@@ -63,7 +64,7 @@ def _switchable_layer(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
 
 def _switchable_attention(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
     if spec.module is not SelfAttention:
-        raise ValueError(f"gpt_layer_spec cannot switch attention of type {spec.module.__name__}")
+        raise UserError(f"--paradyse cannot switch {spec.module.__name__}: use self-attention")
     old = spec.submodules
     core = old.core_attention
     if core is DotProductAttention and fused_kernel:
@@ -74,17 +75,13 @@ def _switchable_attention(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
         q_layernorm=_norm(old.q_layernorm),
         k_layernorm=_norm(old.k_layernorm),
     )
-    return ModuleSpec(
-        module=SwitchableSelfAttention, params=spec.params, submodules=submodules
-    )
+    return ModuleSpec(module=SwitchableSelfAttention, params=spec.params, submodules=submodules)
 
 
 def _switchable_mlp(builder):
     """MLP.as_mlp_submodule -> SwitchableMLP.as_mlp_submodule; other builders stay as they are."""
     if isinstance(builder, functools.partial) and builder.func == MLP.as_mlp_submodule:
-        return functools.partial(
-            SwitchableMLP.as_mlp_submodule, *builder.args, **builder.keywords
-        )
+        return functools.partial(SwitchableMLP.as_mlp_submodule, *builder.args, **builder.keywords)
     return builder
 
 

@@ -18,7 +18,7 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice of every layer that a pipeline stage holds, by Megatron's layer number (from 1)."""
+    """The choice of every layer of a pipeline stage, by Megatron's layer number (from 1)."""
 
     layers: Mapping[int, LayerChoice]
 

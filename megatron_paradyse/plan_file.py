@@ -1,9 +1,9 @@
 """A hand-written plan: which strategy which layer runs.
 
-    default: megatron_ts
-    layers:
-      1-4: ulysses_z                                  # attention and MLP
-      5: {attention: megatron_cz, mlp: metp+recompute}
+default: megatron_ts
+layers:
+  1-4: ulysses_z                                  # attention and MLP
+  5: {attention: megatron_cz, mlp: metp+recompute}
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class PlanFile:
         """The plan of these layers; UserError if one is not in the file."""
         missing = [n for n in layer_numbers if n not in self.layers]
         if missing and self.default is None:
-            raise UserError(f"{self.path}: layer {missing[0]} has no strategy: add it, or a default")
+            raise UserError(
+                f"{self.path}: layer {missing[0]} has no strategy: add it, or a default"
+            )
         return Plan({n: self.layers.get(n, self.default) for n in layer_numbers})  # type: ignore[misc]
 
 

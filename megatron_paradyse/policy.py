@@ -49,6 +49,16 @@ class PlanFilePolicy:
         self._file = plan_file
         self.strategies = plan_file.strategies
 
+    def check_layers(self, num_layers: int) -> None:
+        """UserError unless the plan is one of a model of so many layers."""
+        self._file.plan(range(1, num_layers + 1))
+        beyond = [number for number in self._file.layers if number > num_layers]
+        if beyond:
+            raise UserError(
+                f"{self._file.path}: layer {min(beyond)} is beyond "
+                f"--num-layers {num_layers}: drop it"
+            )
+
     def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
         return self._file.plan(layer_numbers)
 

@@ -1,6 +1,6 @@
 """Trains a GPT through megatron.training.pretrain, with all of Megatron's flags.
 
-    torchrun ... -m megatron_paradyse.pretrain_gpt <Megatron flags> --paradyse
+torchrun ... -m megatron_paradyse.pretrain_gpt <Megatron flags> --paradyse
 """
 
 from __future__ import annotations

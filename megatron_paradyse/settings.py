@@ -1,4 +1,4 @@
-"""Everything that the user sets: one frozen dataclass, from flags over a YAML file over defaults."""
+"""Everything that the user sets, in one dataclass: flags over a YAML file over defaults."""
 
 from __future__ import annotations
 

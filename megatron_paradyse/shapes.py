@@ -36,7 +36,17 @@ def attention_shape(module, *, training: bool) -> AttentionShape:
 
 @functools.cache
 def _attention_shape(
-    num_heads, num_kv_heads, head_dim, causal, scale, window, dropout, interleaved, qk_norm, eps, plus_one
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    causal,
+    scale,
+    window,
+    dropout,
+    interleaved,
+    qk_norm,
+    eps,
+    plus_one,
 ) -> AttentionShape:
     return AttentionShape(
         num_heads=num_heads,
@@ -70,4 +80,3 @@ def _mlp_shape(activation, gated: bool, fused: bool) -> MlpShape:
     if activation is F.gelu and fused:  # Megatron's fused kernels compute the tanh form
         activation = functools.partial(F.gelu, approximate="tanh")
     return MlpShape(activation=activation, gated=gated)
-

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import PlannedMicrobatch
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.shapes import attention_shape, mlp_shape
@@ -36,7 +37,7 @@ class TorchNorm:
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused):
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in kinds or config.layernorm_zero_centered_gamma:
-            raise ValueError(
+            raise UserError(
                 f"normalization {config.normalization} with zero-centred gamma "
                 f"{config.layernorm_zero_centered_gamma} needs TransformerEngine: install it"
             )
@@ -54,6 +55,8 @@ class SwitchableLayer(TransformerLayer):
     takes its plan from its own microbatch, so later plans do not matter.
     """
 
+    recompute_mlp: bool
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._always_recomputes_mlp = self.recompute_mlp  # Megatron's --recompute-modules mlp:
@@ -63,16 +66,17 @@ class SwitchableLayer(TransformerLayer):
         planned = kwargs.get("packed_seq_params")
         if not isinstance(planned, PlannedMicrobatch):
             return super().forward(*args, **kwargs)
-        attention, mlp = (self._recomputes(planned, half) for half in ("attention", "mlp"))
-        context = kwargs.get("context")
-        if attention and mlp:
-            run = functools.partial(self._both_halves, **kwargs)
-            return _recomputed(run, kwargs.pop("hidden_states")), context
+        assert not args, "Megatron's blocks call their layers by keyword"
         hidden = kwargs.pop("hidden_states")
-        run = functools.partial(self._attention_half, **kwargs)
-        hidden = _recomputed(run, hidden) if attention else run(hidden)
-        run = functools.partial(self._mlp_half, **kwargs)
-        return (_recomputed(run, hidden) if mlp else run(hidden)), context
+        attention = functools.partial(self._attention_half, kwargs)
+        mlp = functools.partial(self._mlp_half, kwargs)
+        if self._recomputes(planned, "attention") and self._recomputes(planned, "mlp"):
+            hidden = _recomputed(lambda x: mlp(attention(x)), hidden)
+        else:
+            for half, run in (("attention", attention), ("mlp", mlp)):
+                recomputes = self._recomputes(planned, half)
+                hidden = _recomputed(run, hidden) if recomputes else run(hidden)
+        return hidden, kwargs.get("context")
 
     def _recomputes(self, planned: PlannedMicrobatch, half: str) -> bool:
         if not torch.is_grad_enabled() or self.config.recompute_granularity == "full":
@@ -81,14 +85,10 @@ class SwitchableLayer(TransformerLayer):
             return True
         return parse_strategy_name(getattr(planned.plan[self.layer_number], half))[1]
 
-    def _both_halves(self, hidden, **kwargs):
-        return self._mlp_half(self._attention_half(hidden, **kwargs), **kwargs)
-
-    def _attention_half(self, hidden, **kwargs):
-        kwargs.pop("hidden_states", None)
+    def _attention_half(self, kwargs, hidden):
         return self._forward_attention(hidden, **kwargs)[0]
 
-    def _mlp_half(self, hidden, **kwargs):
+    def _mlp_half(self, kwargs, hidden):
         planned = kwargs["packed_seq_params"]
         if isinstance(self.mlp, SwitchableMLP):
             self.mlp.strategy = parse_strategy_name(planned.plan[self.layer_number].mlp)[0]
@@ -141,14 +141,14 @@ class SwitchableSelfAttention(SelfAttention):
             self._microbatch(planned, hidden_states, None if skips_rope else rotary_pos_emb),
             self.pg_collection.tp,
         )
-        return out, self.linear_proj.bias
+        return out, _bias(self.linear_proj)
 
     def _weights(self) -> AttentionWeights:
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
         return AttentionWeights(
             qkv=_of_strategy(self.linear_qkv.weight, self.config),
             proj=_of_strategy(self.linear_proj.weight, self.config),
-            qkv_bias=self.linear_qkv.bias,
+            qkv_bias=_bias(self.linear_qkv),
             q_norm=getattr(q_norm, "weight", None),
             q_norm_bias=getattr(q_norm, "bias", None),
             k_norm=getattr(k_norm, "weight", None),
@@ -178,7 +178,7 @@ class SwitchableMLP(MLP):
         weights = MlpWeights(
             fc1=_of_strategy(self.linear_fc1.weight, self.config),
             fc2=_of_strategy(self.linear_fc2.weight, self.config),
-            fc1_bias=self.linear_fc1.bias,
+            fc1_bias=_bias(self.linear_fc1),
         )
         out = get_strategy(self.strategy).mlp(
             _normalised(hidden_states, self.linear_fc1, self.config),
@@ -186,7 +186,7 @@ class SwitchableMLP(MLP):
             mlp_shape(self.config),
             self.tp_group,
         )
-        return out, self.linear_fc2.bias
+        return out, _bias(self.linear_fc2)
 
 
 class CoreAttention(MegatronModule):
@@ -209,7 +209,7 @@ class CoreAttention(MegatronModule):
     ):
         super().__init__(config=config)
         if config.softmax_type != "vanilla":
-            raise ValueError(
+            raise UserError(
                 f"--softmax-type {config.softmax_type} has no linear-memory kernel: use vanilla"
             )
         self.layer_number = layer_number
@@ -236,6 +236,12 @@ class CoreAttention(MegatronModule):
         )
         out = local_attention(query, key, value, spans=whole(microbatch), task=task)
         return out.flatten(2)
+
+
+def _bias(linear):
+    """The bias or None. TransformerEngine's linears without a bias hold an empty tensor."""
+    bias = linear.bias
+    return None if bias is None or bias.numel() == 0 else bias
 
 
 def _normalised(hidden_states, linear, config):

@@ -35,7 +35,7 @@ train() {
     local pid=$!
     # Megatron says much more than a reader wants; all of it is in the log.
     tail --pid=$pid -n +1 -f "$LOG" 2>/dev/null |
-        grep --line-buffered -E '^(iteration|error|megatron_paradyse|> train)|successfully (saved|loaded)|validation loss at iteration' || true
+        grep --line-buffered -E '^(iteration|error|megatron_paradyse|> (train|paradyse))|successfully (saved|loaded)|validation loss at iteration' || true
     if ! wait $pid; then
         echo "training failed; the log is $LOG" >&2
         exit 1

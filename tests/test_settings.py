@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.policy import make_policy
 from megatron_paradyse.settings import Settings, load_yaml_settings, make_settings
 
 
@@ -24,7 +27,10 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
 
 
 def test_strategies_flag_is_a_comma_separated_list():
-    assert make_settings({"strategies": "metp, ulysses_z"}, None).strategies == ("metp", "ulysses_z")
+    assert make_settings({"strategies": "metp, ulysses_z"}, None).strategies == (
+        "metp",
+        "ulysses_z",
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,9 +54,21 @@ def test_yaml_errors_name_file_line_and_value(tmp_path, text, message):
 
 
 def test_missing_yaml_file(tmp_path):
-    with pytest.raises(UserError, match="nothing.yaml: No such file or directory: give an"):
+    with pytest.raises(UserError, match=r"nothing\.yaml: No such file or directory: give an"):
         load_yaml_settings(str(tmp_path / "nothing.yaml"))
 
 
 def test_empty_yaml_is_the_defaults(tmp_path):
     assert make_settings({}, write(tmp_path, "# nothing\n")) == Settings()
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_committed_config_is_valid_and_names_a_policy(path):
+    assert make_policy(make_settings({}, str(path))).strategies
+
+
+def test_the_example_config_shows_the_defaults():
+    assert make_settings({}, str(CONFIGS[0].with_name("example.yaml"))) == Settings()

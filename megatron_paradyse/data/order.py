@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+Order = Callable[[np.ndarray, int], np.ndarray]  # (lengths, epoch) -> a permutation
+
 ORDER_CHOICES = ("shuffled", "short-to-long", "bucketed")
 
 
@@ -32,7 +34,8 @@ def bucketed(lengths: np.ndarray, epoch: int, *, seed: int, group: int) -> np.nd
     bucket = np.log2(np.maximum(lengths, 1)).astype(np.int64)
     permutation = permutation[np.argsort(bucket[permutation], kind="stable")]
     sizes = np.bincount(bucket)
-    groups, rests = [], []
+    groups: list[np.ndarray] = []
+    rests: list[np.ndarray] = []
     for stop, size in zip(np.cumsum(sizes), sizes, strict=True):
         members = permutation[stop - size : stop]
         whole = size - size % group
@@ -42,10 +45,11 @@ def bucketed(lengths: np.ndarray, epoch: int, *, seed: int, group: int) -> np.nd
     return np.concatenate([*order, *rests]).astype(np.int64)
 
 
-def make_order(name: str, *, seed: int, group: int) -> Callable[[np.ndarray, int], np.ndarray]:
+def make_order(name: str, *, seed: int, group: int) -> Order:
     """order(lengths, epoch) of a name in ORDER_CHOICES; group: samples per global batch."""
-    return {
+    orders: dict[str, Order] = {
         "shuffled": functools.partial(shuffled, seed=seed),
         "short-to-long": short_to_long,
         "bucketed": functools.partial(bucketed, seed=seed, group=group),
-    }[name]
+    }
+    return orders[name]

@@ -16,11 +16,11 @@ from functools import lru_cache
 from math import ceil, gcd
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_paradyse.strategies.collectives import record
+from megatron_paradyse.strategies import transport
+from megatron_paradyse.strategies.collectives import Pending, record
 from megatron_paradyse.strategies.contract import AttentionShape
 
 
@@ -123,5 +123,5 @@ def _all_to_all_rows(
     received = x.new_empty(sum(num_received), *x.shape[1:])
     to_others = len(x) - num_sent[group.rank()]
     record("all_to_all", to_others * (x[0].nbytes if len(x) else 0))
-    dist.all_to_all_single(received, x, num_received, num_sent, group=group)
-    return received
+    works = transport.all_to_all(received, x, group, num_received=num_received, num_sent=num_sent)
+    return Pending(received, works, x).wait()

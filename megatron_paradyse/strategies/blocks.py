@@ -191,7 +191,9 @@ def _block(
     if causal and k.start > q.start:
         return None
     if window is not None:
-        if q.start - (k.stop - 1) >= window:
+        # Every row left sees the last key, every key left is seen by the first row.
+        q, k = _part(q, q.start, k.stop - 1 + window), _part(k, q.start - window + 1, k.stop)
+        if not len(q):
             return None  # even the nearest pair is too far apart
         if (q.stop - 1) - k.start < window:
             window = None  # even the farthest pair is near enough

@@ -18,13 +18,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
+
+from megatron_paradyse.strategies import transport
+from megatron_paradyse.strategies.transport import Works
 
 
 @dataclass
@@ -67,9 +68,7 @@ def record(name: str, sent_bytes: int) -> None:
 class Pending:
     """Communication under way: wait() returns the result, once, and drops every buffer."""
 
-    def __init__(
-        self, result: Tensor, works: list[Any] | None = None, source: Tensor | None = None
-    ):
+    def __init__(self, result: Tensor, works: Works | None = None, source: Tensor | None = None):
         self._result: Tensor | None = result
         self._works = works or []
         self._source = source  # a buffer being sent must outlive the transfer
@@ -90,8 +89,7 @@ def all_gather_async(x: Tensor, group: ProcessGroup) -> Pending:
     x = x.contiguous()
     gathered = x.new_empty(p * x.shape[0], *x.shape[1:])
     record("all_gather", (p - 1) * x.nbytes)
-    work = dist.all_gather_into_tensor(gathered, x, group=group, async_op=True)
-    return Pending(gathered, [work], x)
+    return Pending(gathered, transport.all_gather(gathered, x, group), x)
 
 
 def reduce_scatter_async(x: Tensor, group: ProcessGroup) -> Pending:
@@ -105,8 +103,7 @@ def reduce_scatter_async(x: Tensor, group: ProcessGroup) -> Pending:
     x = x.contiguous()
     scattered = x.new_empty(x.shape[0] // p, *x.shape[1:])
     record("reduce_scatter", (p - 1) * scattered.nbytes)
-    work = dist.reduce_scatter_tensor(scattered, x, group=group, async_op=True)
-    return Pending(scattered, [work], x)
+    return Pending(scattered, transport.reduce_scatter(scattered, x, group), x)
 
 
 def reduce_gradient_async(grad: Tensor, group: ProcessGroup) -> Pending:
@@ -133,8 +130,7 @@ def all_to_all_async(x: Tensor, group: ProcessGroup) -> Pending:
     x = x.contiguous()
     received = torch.empty_like(x)
     record("all_to_all", (p - 1) * (x.nbytes // p))
-    work = dist.all_to_all_single(received, x, group=group, async_op=True)
-    return Pending(received, [work], x)
+    return Pending(received, transport.all_to_all(received, x, group), x)
 
 
 def exchange_async(x: Tensor, group: ProcessGroup, *, to: int, source: int) -> Pending:
@@ -144,13 +140,7 @@ def exchange_async(x: Tensor, group: ProcessGroup, *, to: int, source: int) -> P
     x = x.contiguous()
     received = torch.empty_like(x)
     record("send", x.nbytes)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, dist.get_global_rank(group, to), group),
-            dist.P2POp(dist.irecv, received, dist.get_global_rank(group, source), group),
-        ]
-    )
-    return Pending(received, works, x)
+    return Pending(received, transport.exchange(received, x, group, to=to, source=source), x)
 
 
 def ring_exchange_async(x: Tensor, group: ProcessGroup) -> Pending:

@@ -11,10 +11,13 @@ what a ring needs.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import logging
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import metadata
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from torch.nn.functional import pad
 from megatron_paradyse.strategies.tiled_kernel import BlockRule, tiled_backward, tiled_forward
 
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,40 +34,71 @@ class Kernel:
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, BlockRule], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    has_window: bool = False
 
 
 def choose_kernel(q: Tensor, *, window: bool = False, dropout: bool = False) -> Kernel:
     """The kernel for queries like q [..., d]; `window` and `dropout` say what it must mask."""
-    if window or dropout:
+    if dropout:
         return TILED
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
-    return _choose(q.device.type, capability, q.dtype, q.shape[-1])
+    kernel = _choose(q.device.type, capability, q.dtype, q.shape[-1])
+    return TILED if window and not kernel.has_window else kernel
 
 
 @lru_cache
 def _choose(device: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Kernel:
+    kernel = TILED
     if device == "cpu":
-        return CPU_FLASH
-    if device != "cuda" or dtype == torch.float64:
-        return TILED
-    half = dtype in (torch.bfloat16, torch.float16)
-    if half and capability >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256:
-        return FLASH_ATTN if _flash_attn_is_installed() else CUDA_FLASH
-    # The memory-efficient kernel loads 16 bytes at once, and knows bfloat16 from Ampere on.
-    aligned = head_dim * dtype.itemsize % 16 == 0
-    if aligned and (dtype != torch.bfloat16 or capability >= (8, 0)):
-        return CUDA_EFFICIENT
-    return TILED
+        kernel = CPU_FLASH
+    elif device == "cuda" and _runs_flash(capability, dtype, head_dim):
+        kernel = _flash_kernel()
+    elif device == "cuda" and _runs_efficient(capability, dtype, head_dim):
+        kernel = CUDA_EFFICIENT
+    logger.info("attention of head dim %s in %s on %s: %s", head_dim, dtype, device, kernel.name)
+    return kernel
 
 
-def _flash_attn_is_installed() -> bool:
-    """Whether the FlashAttention package has the signatures of 2.7 and later 2.x versions."""
-    if importlib.util.find_spec("flash_attn") is None:
+def _flash_kernel() -> Kernel:
+    version, why_not = _flash_attn_package()
+    if why_not:
+        return replace(CUDA_FLASH, name=f"{CUDA_FLASH.name} ({why_not})")
+    return replace(FLASH_ATTN, name=f"{FLASH_ATTN.name} {version}") if version else CUDA_FLASH
+
+
+def _runs_flash(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
+    if dtype not in (torch.bfloat16, torch.float16) or capability < (8, 0):
         return False
-    import flash_attn
+    # Its backward for head dims of 193 to 224 needs more shared memory than these chips have.
+    small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    return head_dim % 8 == 0 and head_dim <= 256 and not (small and 192 < head_dim <= 224)
 
-    major, minor = (int(part) for part in flash_attn.__version__.split(".")[:2])
-    return major == 2 and minor >= 7
+
+def _runs_efficient(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
+    """It loads 16 bytes at once, and knows bfloat16 from compute capability 8.0 on."""
+    if dtype == torch.float64 or (dtype == torch.bfloat16 and capability < (8, 0)):
+        return False
+    return head_dim * dtype.itemsize % 16 == 0
+
+
+@lru_cache
+def _flash_attn_package() -> tuple[str, str]:
+    """The version of the FlashAttention package, "" if there is none, and why not to use it.
+
+    Its signatures changed in 2.7 and are the same in all later 2.x. A package built for another
+    PyTorch is found but cannot be imported.
+    """
+    try:
+        version = metadata.version("flash_attn")
+    except metadata.PackageNotFoundError:
+        return "", ""
+    if re.match(r"2\.([7-9]|\d\d)\b", version) is None:
+        return version, f"FlashAttention {version} is installed, 2.7 or a later 2.x would be used"
+    try:
+        importlib.import_module("flash_attn.flash_attn_interface")
+    except Exception as error:  # whatever a broken extension raises
+        return version, f"FlashAttention {version} cannot be imported: {type(error).__name__}"
+    return version, ""
 
 
 def _cpu_flash_forward(q, k, v, rule):
@@ -78,20 +113,44 @@ def _cpu_flash_backward(grad_out, q, k, v, out, lse, rule):
     )
 
 
+def _window(q: Tensor, k: Tensor, rule: BlockRule) -> tuple[int, int]:
+    """How many keys a query sees to the left and to the right of its own; -1: all.
+
+    The flash kernels take the last query's own key to be the last key, wherever these lie.
+    """
+    left = -1
+    if rule.window is not None:
+        left = rule.window - 1 - (rule.q_start - rule.k_start) + k.shape[2] - q.shape[2]
+        assert left >= 0, "rows that see no key are not in the block"
+    return left, 0 if rule.causal else -1
+
+
 def _cuda_flash_forward(q, k, v, rule):
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, rule.causal, False, scale=rule.scale
-    )
-    return out, lse
+    left, right = _window(q, k, rule)
+    q, k, v = _rows_first(q, k, v)
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, rule.causal, False,
+        scale=rule.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse
 
 
 def _cuda_flash_backward(grad_out, q, k, v, out, lse, rule):
+    left, right = _window(q, k, rule)
+    grad_out, q, k, v, out = _rows_first(grad_out, q, k, v, out)
     # Random state is read only with dropout, cumulative lengths only for packed inputs.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-    return aten._scaled_dot_product_flash_attention_backward(
-        grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
-        0.0, rule.causal, unused, unused, scale=rule.scale,
+    grads = aten._flash_attention_backward(
+        grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1],
+        0.0, rule.causal, unused, unused,
+        scale=rule.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
+    return _rows_first(*grads)
+
+
+def _rows_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[b, n, s, d] <-> [b, s, n, d], views."""
+    return tuple(x.transpose(1, 2) for x in tensors)
 
 
 def _cuda_efficient_forward(q, k, v, rule):
@@ -105,6 +164,8 @@ def _cuda_efficient_forward(q, k, v, rule):
 def _cuda_efficient_backward(grad_out, q, k, v, out, lse, rule):
     group = q.shape[1] // k.shape[1]
     lse = pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
+    # The kernel takes the rows of out to be n d apart, whatever its strides say.
+    (out,) = _rows_first(_rows_first(out)[0].contiguous())
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad_out, q, _repeat(k, group), _repeat(v, group), None, out, lse, unused, unused,
@@ -124,10 +185,10 @@ def _sum_repeats(x: Tensor, times: int) -> Tensor:
 def _flash_attn_forward(q, k, v, rule):
     from flash_attn.flash_attn_interface import _flash_attn_forward as forward
 
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, n, s, d] -> [b, s, n, d]
+    left, right = _window(q, k, rule)
     out, lse, *_ = forward(
-        q, k, v, dropout_p=0.0, softmax_scale=rule.scale, causal=rule.causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        *_rows_first(q, k, v), dropout_p=0.0, softmax_scale=rule.scale, causal=rule.causal,
+        window_size_left=left, window_size_right=right, softcap=0.0, alibi_slopes=None,
         return_softmax=False,
     )  # fmt: skip
     return out.transpose(1, 2), lse
@@ -136,19 +197,19 @@ def _flash_attn_forward(q, k, v, rule):
 def _flash_attn_backward(grad_out, q, k, v, out, lse, rule):
     from flash_attn.flash_attn_interface import _flash_attn_backward as backward
 
-    grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
+    left, right = _window(q, k, rule)
+    grad_out, q, k, v, out = _rows_first(grad_out, q, k, v, out)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     backward(
         grad_out, q, k, v, out, lse.contiguous(), *grads, dropout_p=0.0, softmax_scale=rule.scale,
-        causal=rule.causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+        causal=rule.causal, window_size_left=left, window_size_right=right, softcap=0.0,
         alibi_slopes=None, deterministic=False,
     )  # fmt: skip
-    grad_q, grad_k, grad_v = (grad.transpose(1, 2) for grad in grads)
-    return grad_q, grad_k, grad_v
+    return _rows_first(*grads)
 
 
 CPU_FLASH = Kernel("torch CPU flash", _cpu_flash_forward, _cpu_flash_backward)
-CUDA_FLASH = Kernel("torch CUDA flash", _cuda_flash_forward, _cuda_flash_backward)
+CUDA_FLASH = Kernel("torch CUDA flash", _cuda_flash_forward, _cuda_flash_backward, has_window=True)
 CUDA_EFFICIENT = Kernel("torch CUDA efficient", _cuda_efficient_forward, _cuda_efficient_backward)
-FLASH_ATTN = Kernel("FlashAttention package", _flash_attn_forward, _flash_attn_backward)
-TILED = Kernel("tiled torch operations", tiled_forward, tiled_backward)
+FLASH_ATTN = Kernel("FlashAttention", _flash_attn_forward, _flash_attn_backward, has_window=True)
+TILED = Kernel("tiled torch operations", tiled_forward, tiled_backward, has_window=True)

@@ -1,8 +1,9 @@
 """The attention kernel that runs anywhere: plain torch operations, one tile of queries at a time.
 
-It handles what the fused kernels do not: a sliding window, hashed attention dropout, float64 on
-CUDA, odd head dims. Scores and softmax are computed in float32 (float64 for float64 inputs); the
-largest buffer is [b, n, TILE, sk], so that memory stays linear in the sequence length.
+It handles what the fused kernels do not: hashed attention dropout, float64 on CUDA, odd head dims,
+and a sliding window where the flash kernels do not run (float32, CPU). Scores and softmax are
+computed in float32 (float64 for float64 inputs); the largest buffer is [b, n, TILE, sk], so that
+memory stays linear in the sequence length.
 """
 
 from __future__ import annotations

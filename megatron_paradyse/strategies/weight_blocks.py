@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_paradyse.strategies import transport
 from megatron_paradyse.strategies.collectives import Pending, record, ring_exchange_async
 
 Block = tuple[Tensor, ...]
@@ -89,8 +89,7 @@ def _begin_broadcast(own: Block, group: ProcessGroup, owner: int) -> Pending:
     mine = owner == group.rank()
     flat = pack(own) if mine else new_packed(own)
     record("broadcast", (group.size() - 1) * flat.nbytes if mine else 0)
-    root = dist.get_global_rank(group, owner)
-    return Pending(flat, [dist.broadcast(flat, root, group=group, async_op=True)])
+    return Pending(flat, transport.broadcast(flat, group, owner=owner))
 
 
 def reduce_async(x: Tensor, group: ProcessGroup, *, owner: int) -> Pending:
@@ -98,8 +97,7 @@ def reduce_async(x: Tensor, group: ProcessGroup, *, owner: int) -> Pending:
     if group.size() == 1:
         return Pending(x)
     record("reduce", 0 if owner == group.rank() else x.nbytes)
-    root = dist.get_global_rank(group, owner)
-    return Pending(x, [dist.reduce(x, root, group=group, async_op=True)])
+    return Pending(x, transport.reduce(x, group, owner=owner))
 
 
 class SumsToOwners:

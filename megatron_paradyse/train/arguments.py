@@ -1,4 +1,4 @@
-"""The --paradyse flags: added to Megatron's parser, checked before and after Megatron's own checks."""
+"""The --paradyse flags: added to Megatron's parser, checked around Megatron's own checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.data.order import ORDER_CHOICES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
-from megatron_paradyse.policy import make_policy
+from megatron_paradyse.policy import PlanFilePolicy, make_policy
 from megatron_paradyse.settings import LOG_CHOICES, SEQUENCES_CHOICES, Settings, make_settings
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name
 from megatron_paradyse.strategies.contract import AttentionShape
@@ -19,11 +19,15 @@ SPEC = ["megatron_paradyse.layer_specs", "gpt_layer_spec"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the argument group; every default is None, so that a YAML file can tell what was given."""
+    """Add the group; every default is None, so that a YAML file can tell what was given."""
     group = parser.add_argument_group("paradyse", "parallel strategies per layer and microbatch")
     add = group.add_argument
     add("--paradyse", action="store_true", help="switch ParaDySe on; without it nothing changes")
-    add("--paradyse-config", metavar="FILE", help="YAML file with the settings below, less 'paradyse-'")
+    add(
+        "--paradyse-config",
+        metavar="FILE",
+        help="YAML file with the settings below, less 'paradyse-'",
+    )
     add(
         "--paradyse-policy",
         metavar="POLICY",
@@ -35,17 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="NAMES",
         help="comma-separated strategies that plans may use (default: all)",
     )
-    add("--paradyse-cost-model", metavar="FILE", help="cost file for policies that choose")
+    add(
+        "--paradyse-cost-model",
+        metavar="FILE",
+        help="costs for a policy that chooses by cost; fixed, plan and random refuse it",
+    )
     add(
         "--paradyse-memory-budget",
         metavar="SIZE",
-        help="memory per rank that plans may use, such as 76GiB",
+        help="memory per rank for a policy that chooses by cost, such as 76GiB",
     )
     add(
         "--paradyse-smoothing",
         type=float,
         metavar="SHARE",
-        help="keep the previous plan when it is slower by at most this share (default 0.05)",
+        help="for a policy that chooses by cost: keep the previous plan when it is slower by at "
+        "most this share (default 0.05)",
     )
     add("--paradyse-trace", metavar="FILE", help="write one JSON line per iteration to FILE")
     add(
@@ -131,7 +140,7 @@ def _check_model(args: argparse.Namespace) -> None:
             f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {p}: "
             f"use --tensor-model-parallel-size {fitting}"
         )
-    refused = {
+    refused: dict[str, tuple[object, str]] = {
         "context_parallel_size": (1, "--paradyse shares sequences over the tensor-parallel group"),
         "multi_latent_attention": (False, "latent attention has no switchable strategy"),
         "mtp_num_layers": (None, "multi-token prediction is not supported"),
@@ -139,6 +148,8 @@ def _check_model(args: argparse.Namespace) -> None:
         "fp4": (None, "strategies run in float32, bfloat16 and float16"),
         "cuda_graph_impl": ("none", "a captured graph cannot change its strategy"),
         "overlap_moe_expert_parallel_comm": (False, "it replaces the layer's forward"),
+        "use_transformer_engine_op_fuser": (False, "its MLP has no switchable strategy"),
+        "iterations_to_skip": ([], "Megatron skips by reading batches of a fixed length"),
         "tp_comm_overlap": (False, "its buffers have one fixed sequence length"),
     }
     for name, (allowed, why) in refused.items():
@@ -161,6 +172,14 @@ def _check_strategies(args: argparse.Namespace) -> None:
         softmax_scale=1.0,
     )
     policy = make_policy(args.paradyse_settings)
+    for name in ("cost_model", "memory_budget", "smoothing"):
+        if getattr(args, f"paradyse_{name}") is not None:
+            raise UserError(
+                f"--paradyse-{name.replace('_', '-')} has no effect with --paradyse-policy "
+                f"{args.paradyse_settings.policy}, which does not choose by cost: leave it out"
+            )
+    if isinstance(policy, PlanFilePolicy) and args.num_layers:
+        policy.check_layers(args.num_layers)
     for name in policy.strategies:
         get_strategy(name).check(shape, args.tensor_model_parallel_size)
     others = [name for name in policy.strategies if parse_strategy_name(name)[0] != MEGATRON_TS]
@@ -189,7 +208,9 @@ def _prepare_documents(args: argparse.Namespace) -> None:
     for name in ("sft", "fim_data", "full_validation", "multiple_validation_sets"):
         if getattr(args, name, False):
             flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} with --paradyse-sequences documents: use fixed, or drop {flag}")
+            raise UserError(
+                f"{flag} with --paradyse-sequences documents: use fixed, or drop {flag}"
+            )
     if args.seq_length is None:
         raise UserError("--seq-length is missing: give the longest sequence to train on")
     args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens

@@ -47,7 +47,9 @@ def _sources(args) -> list[tuple[list[str], list[float] | None, tuple[float, flo
     if per_split is not None:
         return [(*(b or ([], None)), (0.0, 1.0)) for b in per_split]
     if blend is None:
-        raise UserError("no data: give --data-path PREFIX, as 'megatron-paradyse data prepare' wrote it")
+        raise UserError(
+            "no data: give --data-path PREFIX, as 'megatron-paradyse data prepare' wrote it"
+        )
     matrix = convert_split_vector_to_split_matrix(
         parse_and_normalize_split(args.split or "969,30,1")
     )

@@ -65,8 +65,9 @@ def forward_step(data_iterator, model):
     return output, functools.partial(loss_function, batch["loss_mask"])
 
 
-def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor):
+def loss_function(loss_mask: torch.Tensor | None, losses: torch.Tensor):
     """Sum of the losses [b, s] of the tokens that count, their number, and both for the log."""
+    assert loss_mask is not None, "the loss belongs to the last pipeline stage"
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -90,7 +91,9 @@ def _fixed_batch(data_iterator, vp_stage) -> dict:
     rank = mpu.get_tensor_model_parallel_rank()
     batch = {}
     if rank == 0:
-        batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
+        batch = {
+            name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()
+        }
     batch = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),

@@ -112,9 +112,7 @@ class _Interval:
         self.seconds = 0.0
         self.losses: list[float] = []
 
-    def add(
-        self, tokens: int, lengths: tuple[int, int], seconds: float, loss_dict: dict
-    ) -> None:
+    def add(self, tokens: int, lengths: tuple[int, int], seconds: float, loss_dict: dict) -> None:
         self.iterations += 1
         self.tokens += tokens
         self.shortest = min(self.shortest, lengths[0])

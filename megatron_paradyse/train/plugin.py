@@ -108,7 +108,9 @@ def _parser_error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 def _wrap_pretrain(pretrain):
     @functools.wraps(pretrain)
-    def pretrain_with_paradyse(config, datasets_provider, model_type, forward_step, *args, **kwargs):
+    def pretrain_with_paradyse(
+        config, datasets_provider, model_type, forward_step, *args, **kwargs
+    ):
         from megatron.training import get_args
 
         if getattr(get_args(), "paradyse", False):
@@ -128,6 +130,7 @@ def _enter(config, datasets_provider, forward_step):
 
     settings = get_args().paradyse_settings
     policy = make_policy(settings)
+    _announce(settings)
     config.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
     IterationLog(style=settings.log, trace=settings.trace).install()
     if settings.sequences == "fixed":
@@ -150,6 +153,26 @@ def _enter(config, datasets_provider, forward_step):
             "Megatron-LM core_v0.19, or --paradyse-sequences fixed"
         )
     return provide_document_iterators
+
+
+def _announce(settings) -> None:
+    """One line on rank 0: what runs, on which sequences, with which attention kernel."""
+    import torch
+    from megatron.training import get_args, print_rank_0
+
+    from megatron_paradyse.strategies.kernels import choose_kernel
+
+    args = get_args()
+    queries = torch.empty(1, args.kv_channels, dtype=args.params_dtype, device="cuda")
+    kernel = choose_kernel(
+        queries,
+        window=args.window_size is not None,
+        dropout=args.attention_dropout > 0,
+    )
+    print_rank_0(
+        f"> paradyse: policy {settings.policy}, sequences {settings.sequences}, "
+        f"attention kernel {kernel.name}"
+    )
 
 
 def show_user_errors_in_one_line() -> None:

@@ -90,7 +90,8 @@ class MlpCase:
     @property
     def name(self) -> str:
         parts = [self.strategy, f"p{self.p}", "swiglu" if self.gated else "gelu"]
-        parts += ["bias"] * self.bias + ["bfloat16"] * (self.dtype == torch.bfloat16)
+        parts += ["bias"] * self.bias
+        parts += [str(self.dtype).removeprefix("torch.")] * (self.dtype != torch.float32)
         return "-".join(parts)
 
     @property
@@ -127,8 +128,8 @@ def _ratio(error: float, truth: float) -> float:
 
 def deviation(got: Tensor, truth: Tensor) -> Deviation:
     assert got.shape == truth.shape, (got.shape, truth.shape)
-    truth = truth.double()
-    error = got.double() - truth
+    truth = truth.double().cpu()
+    error = got.double().cpu() - truth
     return Deviation(
         error.square().sum().item(),
         truth.square().sum().item(),
@@ -163,7 +164,7 @@ def documents_of(mask: str, s: int, b: int):
     return None
 
 
-def microbatch_of(case: AttentionCase) -> Microbatch:
+def microbatch_of(case: AttentionCase, device: str = "cpu") -> Microbatch:
     rope = None
     if case.rope is not None:
         d_rot = case.d // 2 if case.rope == "partial" else case.d
@@ -177,7 +178,7 @@ def microbatch_of(case: AttentionCase) -> Microbatch:
         seq_length=case.s,
         batch_size=case.b,
         documents=documents_of(case.mask, case.s, case.b),
-        rope=rope,
+        rope=None if rope is None else rope.to(device),
         dropout_seed=1234567890123,
     )
 
@@ -232,16 +233,17 @@ def _run_and_differentiate(function, x: Tensor, weights, grad: Tensor):
     return output.detach(), x.grad, {name: getattr(weights, name).grad for name in names}
 
 
-def run_reference(case: AttentionCase | MlpCase, dtype: torch.dtype):
+def run_reference(case: AttentionCase | MlpCase, dtype: torch.dtype, device: str = "cpu"):
     """The single-process layer in `dtype`: output, input gradient, weights of gradients."""
     x, grad, weights = inputs_of(case)
+    x, grad = x.to(device), grad.to(device)
 
     def function(x, weights):
         if isinstance(case, MlpCase):
             return reference_mlp(x, weights, case.shape)
-        return reference_attention(x, weights, case.shape, microbatch_of(case))
+        return reference_attention(x, weights, case.shape, microbatch_of(case, device))
 
-    weights = map_tensors(weights, lambda t: t.to(dtype))
+    weights = map_tensors(weights, lambda t: t.to(device, dtype))
     output, grad_x, grads = _run_and_differentiate(function, x.to(dtype), weights, grad.to(dtype))
     return output, grad_x, replace(weights, **grads)
 
@@ -263,13 +265,13 @@ def shard_of(case: AttentionCase | MlpCase, weights, p: int, rank: int):
     return shard_attention(weights, p, rank)
 
 
-def rank_layer(group, case: AttentionCase | MlpCase) -> RankLayer:
+def rank_layer(group, case: AttentionCase | MlpCase, device: str = "cpu") -> RankLayer:
     """Raises if the strategy refuses the case. Tensors are leaves that require gradients."""
     p, rank = group.size(), group.rank()
     strategy = get_strategy(case.strategy)
     x, grad, weights = inputs_of(case)
     shards = shard_of(case, weights, p, rank)
-    microbatch = None if isinstance(case, MlpCase) else microbatch_of(case)
+    microbatch = None if isinstance(case, MlpCase) else microbatch_of(case, device)
 
     def run(x, weights):
         if isinstance(case, MlpCase):
@@ -277,23 +279,26 @@ def rank_layer(group, case: AttentionCase | MlpCase) -> RankLayer:
         strategy.check(case.shape, p)
         return strategy.attention(x, weights, case.shape, microbatch, group)
 
+    def local(t: Tensor) -> Tensor:
+        return t.to(device, case.dtype, copy=True)
+
     return RankLayer(
-        x.chunk(p)[rank].to(case.dtype, copy=True).requires_grad_(),
-        map_tensors(shards, lambda t: t.to(case.dtype, copy=True).requires_grad_()),
-        grad.chunk(p)[rank].to(case.dtype, copy=True),
+        local(x.chunk(p)[rank]).requires_grad_(),
+        map_tensors(shards, lambda t: local(t).requires_grad_()),
+        local(grad.chunk(p)[rank]),
         microbatch,
         run,
     )
 
 
-def run_case(group, case: AttentionCase | MlpCase) -> dict[str, Deviation]:
-    """Deviations of this rank's part from the float64 oracle, by tensor."""
+def run_case(group, case: AttentionCase | MlpCase, device: str = "cpu") -> dict[str, Deviation]:
+    """Deviations of this rank's part on `device` from the float64 oracle on the CPU, by tensor."""
     p, rank = group.size(), group.rank()
-    layer = rank_layer(group, case)
+    layer = rank_layer(group, case, device)
     output, grad_x, grads = _run_and_differentiate(layer.run, layer.x, layer.weights, layer.grad)
     for name in grads:
         if "norm" in name:  # partial sums, which Megatron adds up over the group
-            grads[name] = grads[name].double()
+            grads[name] = grads[name].double().cpu()
             dist.all_reduce(grads[name], group=group)
     true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
     truth = shard_of(case, true_grads, p, rank)
@@ -303,9 +308,9 @@ def run_case(group, case: AttentionCase | MlpCase) -> dict[str, Deviation]:
     } | {name: deviation(grads[name], getattr(truth, name)) for name in grads}
 
 
-def errors_of_one_process(case) -> dict[str, float]:
+def errors_of_one_process(case, device: str = "cpu") -> dict[str, float]:
     """Errors by norm of the single-process layer in the case's dtype against float64."""
-    output, grad_x, grads = run_reference(case, case.dtype)
+    output, grad_x, grads = run_reference(case, case.dtype, device)
     true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
     pairs = {"output": (output, true_output), "x": (grad_x, true_grad_x)} | {
         name: (getattr(grads, name), truth)

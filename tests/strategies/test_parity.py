@@ -31,7 +31,7 @@ HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 BIAS_AND_ROPE = list(itertools.product((False, True), (None, "half", "interleaved", "partial")))
 
 
-def _runs(case: AttentionCase) -> bool:
+def can_run(case: AttentionCase) -> bool:
     try:
         get_strategy(case.strategy).check(case.shape, case.p)
     except UserError:
@@ -85,7 +85,7 @@ def _cases() -> list[AttentionCase | MlpCase]:
             cases += _few_attention(strategy, p)
             cases.append(MlpCase(strategy, p, gated=True, bias=True))
             cases.append(MlpCase(strategy, p, gated=False))
-    return [case for case in cases if isinstance(case, MlpCase) or _runs(case)]
+    return [case for case in cases if isinstance(case, MlpCase) or can_run(case)]
 
 
 def _half_cases() -> list[AttentionCase | MlpCase]:
@@ -96,7 +96,7 @@ def _half_cases() -> list[AttentionCase | MlpCase]:
             cases.append(_with_dtype(case, torch.bfloat16))
         cases.append(MlpCase(strategy, p, gated=True, bias=True, dtype=torch.bfloat16))
         cases.append(_with_dtype(AttentionCase(strategy, p, "causal"), torch.float16))
-    return [case for case in cases if isinstance(case, MlpCase) or _runs(case)]
+    return [case for case in cases if isinstance(case, MlpCase) or can_run(case)]
 
 
 def _with_dtype(case: AttentionCase, dtype: torch.dtype) -> AttentionCase:
@@ -109,7 +109,7 @@ LARGE_CASES = {
     case.name: case
     for strategy, p in itertools.product(strategy_names(), (1, 2, 4))
     for mask in ("causal", "padded", "packed_causal")
-    if _runs(case := AttentionCase(strategy, p, mask, query_scale=3000.0))
+    if can_run(case := AttentionCase(strategy, p, mask, query_scale=3000.0))
 }
 
 

@@ -39,18 +39,18 @@ def plans_to_compare(num_layers: int) -> dict[str, list[Plan]]:
     """Uniform plans, mixes over layers, over operations, and over microbatches."""
     names = [name for base in strategy_names() for name in (base, base + "+recompute")]
     uniform = {
-        name: Plan({i: LayerChoice(name, name) for i in range(1, num_layers + 1)})
-        for name in names
+        name: Plan({i: LayerChoice(name, name) for i in range(1, num_layers + 1)}) for name in names
     }
-    by_layer = Plan(
-        {i: LayerChoice(names[2 * i % len(names)], names[2 * i % len(names)])
-         for i in range(1, num_layers + 1)}
-    )  # fmt: skip
+    numbers = range(1, num_layers + 1)
+
+    def pick(index: int) -> str:
+        return names[index % len(names)]
+
+    by_layer = Plan({i: LayerChoice(pick(2 * i), pick(2 * i)) for i in numbers})
     by_operation = [
-        Plan({i: LayerChoice(names[(i + shift) % len(names)], names[(3 * i + 7 * shift) % len(names)])
-              for i in range(1, num_layers + 1)})
+        Plan({i: LayerChoice(pick(i + shift), pick(3 * i + 7 * shift)) for i in numbers})
         for shift in range(NUM_MICROBATCHES)
-    ]  # fmt: skip
+    ]
     return {
         **{name: [plan] for name, plan in uniform.items()},
         "mixed over layers": [by_layer],

@@ -19,20 +19,21 @@ def record_iterations(path: str) -> None:
     original = training.training_log
     records = []
 
-    def training_log(loss_dict, total, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *rest, **kw):
+    def training_log(*args, **kwargs):
+        loss_dict, iteration, grad_norm = args[0], args[3], args[7]
         loss = loss_dict.get("lm loss")
         records.append(
             {
                 "iteration": iteration,
                 "loss": None if loss is None else float(loss),
                 "grad_norm": None if grad_norm is None else float(grad_norm),
-                "tokens": kw.get("total_real_tokens_in_batch"),
+                "tokens": kwargs.get("total_real_tokens_in_batch"),
             }
         )
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             with open(path, "w") as file:
                 json.dump(records, file)
-        return original(loss_dict, total, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *rest, **kw)
+        return original(*args, **kwargs)
 
     training.training_log = training_log
 

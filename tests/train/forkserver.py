@@ -22,9 +22,9 @@ def serve() -> None:
     from megatron_paradyse.train import plugin
 
     plugin.install()
+    import megatron_paradyse.train.gpt  # noqa: F401
     import tests.train.compare_plans
     import tests.train.driver  # noqa: F401
-    import megatron_paradyse.train.gpt  # noqa: F401
 
     print("ready", flush=True)
     for line in sys.stdin:

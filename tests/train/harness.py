@@ -36,10 +36,11 @@ MODEL = {
     "--hidden-dropout": 0,
     "--clip-grad": 1.0,
 }
-LLAMA = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention "
-    "--num-query-groups 4 --disable-bias-linear --untie-embeddings-and-output-weights"
-).split()
+LLAMA = [
+    *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"),
+    *("--group-query-attention", "--num-query-groups", "4", "--disable-bias-linear"),
+    "--untie-embeddings-and-output-weights",
+]
 
 
 @dataclass
@@ -62,7 +63,7 @@ def train(
     entry: tuple[str, ...] = ("module",),
     timeout_seconds: float = 240,
 ) -> Run:
-    """Train on forked ranks, with MODEL's flags overridden by `flags`; asserts that it ends well."""
+    """Train on forked ranks, with MODEL's flags overridden by `flags`; asserts a good end."""
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "record.json"
     record.unlink(missing_ok=True)

@@ -38,7 +38,11 @@ CASES = {
         [*TP2, "--paradyse-long-documents", "refuse"],
         "document 10 has 200 tokens, --seq-length 64 takes 65: raise --seq-length",
     ),
-    "policy": ([*TP2, "--paradyse-policy", "fixed:megatron"], "'fixed:megatron'"),
+    "policy": ([*TP2, "--paradyse-policy", "fixed:megatron"], "no strategy named 'megatron': use"),
+    "no effect": (
+        [*TP2, "--paradyse-memory-budget", "76GiB"],
+        "--paradyse-memory-budget has no effect with --paradyse-policy fixed:megatron_ts",
+    ),
     "megatron's own check": ([*TP2, "--lr", "1e-3", "--min-lr", "1"], "Megatron refuses"),
 }
 

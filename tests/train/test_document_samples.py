@@ -40,7 +40,7 @@ def test_truncating_keeps_the_head_and_counts_the_loss():
 
 
 def test_refusing_names_the_document_and_the_remedy():
-    with pytest.raises(UserError, match="document 1 has 100 tokens, --seq-length 10.*raise"):
+    with pytest.raises(UserError, match=r"document 1 has 100 tokens, --seq-length 10.*raise"):
         build_sample_table(np.array([5, 100]), seq_length=10, long_documents="refuse")
 
 
@@ -48,9 +48,7 @@ def test_refusing_names_the_document_and_the_remedy():
 def dataset(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("documents") / "corpus"
     write_documents(prefix, LENGTHS)
-    return DocumentDataset(
-        str(prefix), fraction=(0.0, 1.0), seq_length=64, long_documents="split"
-    )
+    return DocumentDataset(str(prefix), fraction=(0.0, 1.0), seq_length=64, long_documents="split")
 
 
 def test_samples_are_the_documents_tokens(dataset):

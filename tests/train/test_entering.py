@@ -22,7 +22,7 @@ TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 
 # The shape of Megatron-LM's pretrain_gpt.py: it imports the two functions, unpacks get_batch's list
 # in the order of BATCH_KEYS, and has a get_batch that the launcher must replace.
-SCRIPT = '''
+SCRIPT = """
 from functools import partial
 
 import torch
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     args = parse_and_validate_args()
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, provide, ModelType.encoder_or_decoder, forward_step)
-'''
+"""
 
 
 @pytest.fixture(scope="module")

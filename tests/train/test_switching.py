@@ -66,6 +66,10 @@ MACHINERY = {
         *TP2, "--pipeline-model-parallel-size", 2, "--recompute-granularity", "full",
         "--recompute-method", "uniform", "--recompute-num-layers", 1,
     ]),
+    "mixture of experts": (2, [
+        *TP2, "--num-experts", 4, "--moe-router-topk", 2, "--moe-token-dispatcher-type", "alltoall",
+        "--moe-router-load-balancing-type", "none", "--disable-bias-linear",
+    ]),
     "selective recomputation": (2, [
         *TP2, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp",
     ]),

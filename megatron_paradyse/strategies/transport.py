@@ -1,0 +1,63 @@
+"""The one place where strategies hand buffers to torch.distributed, always on an explicit group.
+
+Each function begins one communication and returns its works: until all have been waited for, the
+buffers must live, what is sent must not change and what is received must not be read. Buffers are
+contiguous; ranks are ranks of the group. Callers name these functions through the module, so that
+a test may put others in their place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Works = list[Any]  # of objects with wait()
+
+
+def all_gather(into: Tensor, x: Tensor, group: ProcessGroup) -> Works:
+    return [dist.all_gather_into_tensor(into, x, group=group, async_op=True)]
+
+
+def reduce_scatter(into: Tensor, x: Tensor, group: ProcessGroup) -> Works:
+    return [dist.reduce_scatter_tensor(into, x, group=group, async_op=True)]
+
+
+def all_to_all(
+    into: Tensor,
+    x: Tensor,
+    group: ProcessGroup,
+    *,
+    num_received: list[int] | None = None,
+    num_sent: list[int] | None = None,
+) -> Works:
+    """Even blocks of rows, or by rank as many as the lists say."""
+    return [dist.all_to_all_single(into, x, num_received, num_sent, group=group, async_op=True)]
+
+
+def exchange(into: Tensor, x: Tensor, group: ProcessGroup, *, to: int, source: int) -> Works:
+    """Send x to rank `to` and receive from rank `source`, as one batch: no order can deadlock.
+
+    NCCL makes the group's communicator at its first use, which all ranks must join. A group whose
+    first use is an exchange in which some rank has no part (swap_halves with odd p) would hang;
+    Megatron uses the tensor-parallel group before any layer runs.
+    """
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, dist.get_global_rank(group, to), group),
+            dist.P2POp(dist.irecv, into, dist.get_global_rank(group, source), group),
+        ]
+    )
+
+
+def broadcast(x: Tensor, group: ProcessGroup, *, owner: int) -> Works:
+    root = dist.get_global_rank(group, owner)
+    return [dist.broadcast(x, root, group=group, async_op=True)]
+
+
+def reduce(x: Tensor, group: ProcessGroup, *, owner: int) -> Works:
+    """Sum into the owner's x, in place; x is spoilt elsewhere."""
+    root = dist.get_global_rank(group, owner)
+    return [dist.reduce(x, root, group=group, async_op=True)]

@@ -1,0 +1,166 @@
+"""What the CUDA kernels are given, checked without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_paradyse.strategies import kernels
+from megatron_paradyse.strategies.kernels import (
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    FLASH_ATTN,
+    TILED,
+)
+from megatron_paradyse.strategies.tiled_kernel import BlockRule
+from tests.strategies.cuda_operators import CudaOperators
+from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces
+
+CASES = [(n, g, mask) for n, g in HEADS for mask in MASKS]
+
+
+def _kernel_cases():
+    for kernel in (CUDA_FLASH, CUDA_EFFICIENT, FLASH_ATTN):
+        for n, g, mask in CASES:
+            if kernel.has_window or MASKS[mask] is None:
+                yield pytest.param(kernel, n, g, mask, id=f"{kernel.name}-{n}-{g}-{mask}")
+
+
+@pytest.mark.parametrize(("kernel", "n", "g", "mask"), list(_kernel_cases()))
+def test_calls_of_cuda_operators_obey_them_and_give_the_right_result(
+    kernel, n, g, mask, monkeypatch
+):
+    """The operators stand in as dense float64 with the true ones' demands; so does the package."""
+    options = {"mask": mask, "n": n, "g": g, "d": 8, "dtype": torch.float64}
+    truth = attend_in_pieces(TILED, **options)
+    operators = CudaOperators()
+    monkeypatch.setattr(kernels, "aten", operators)
+    _install_flash_attn(monkeypatch, operators)
+    for got, true in zip(attend_in_pieces(kernel, **options), truth, strict=True):
+        torch.testing.assert_close(got, true)
+    assert len(set(operators.names)) == 2  # a forward and its backward, and no other
+
+
+def _install_flash_attn(monkeypatch, operators: CudaOperators) -> None:
+    """A FlashAttention package with the signatures of 2.7 to 2.8, over the stand-in operators."""
+
+    def forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax,
+    ):  # fmt: skip
+        assert (softcap, alibi_slopes, return_softmax) == (0.0, None, False)
+        out, lse, *_ = operators._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, causal, False,
+            scale=softmax_scale, window_size_left=window_size_left,
+            window_size_right=window_size_right,
+        )  # fmt: skip
+        return out, lse, torch.empty(0), torch.empty(2)
+
+    def backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        grads = operators._flash_attention_backward(
+            dout, q, k, v, out, softmax_lse, None, None, q.shape[1], k.shape[1], dropout_p,
+            causal, None, None, scale=softmax_scale, window_size_left=window_size_left,
+            window_size_right=window_size_right,
+        )  # fmt: skip
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            assert into.stride(-1) == 1
+            into.copy_(grad)
+        return torch.empty(0)
+
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_forward, interface._flash_attn_backward = forward, backward  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [(CUDA_FLASH, torch.bfloat16), (CUDA_EFFICIENT, torch.float32)]
+)
+def test_cuda_operators_accept_the_calls_and_give_the_layouts_expected(kernel, dtype):
+    """On fake tensors: PyTorch's own argument parsing and shapes."""
+    b, n, g, d, sq, sk = 2, 4, 2, 64, 100, 44
+    with FakeTensorMode():
+        q = torch.empty(sq, b, n, d, dtype=dtype, device="cuda").permute(1, 2, 0, 3)
+        k, v = torch.empty(2, sk, b, g, d, dtype=dtype, device="cuda").permute(0, 2, 3, 1, 4)
+        rule = BlockRule(scale=0.1)
+        out, lse = kernel.forward(q, k, v, rule)
+        assert out.shape == q.shape and out.dtype == dtype
+        assert lse.shape == (b, n, sq) and lse.dtype == torch.float32
+        grads = kernel.backward(torch.empty_like(q), q, k, v, out, lse, rule)
+        for grad, x in zip(grads, (q, k, v), strict=True):
+            assert grad.shape == x.shape and grad.dtype == dtype and grad.device == x.device
+
+
+AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "name"),
+    [
+        (AMPERE, torch.bfloat16, 128, "torch CUDA flash"),
+        (HOPPER, torch.float16, 256, "torch CUDA flash"),
+        (HOPPER, torch.float16, 224, "torch CUDA flash"),
+        (ADA, torch.float16, 224, "torch CUDA efficient"),
+        (ADA, torch.float16, 256, "torch CUDA flash"),
+        ((12, 0), torch.bfloat16, 200, "torch CUDA efficient"),
+        (HOPPER, torch.bfloat16, 264, "torch CUDA efficient"),
+        (HOPPER, torch.bfloat16, 60, "tiled torch operations"),
+        (HOPPER, torch.float32, 60, "torch CUDA efficient"),
+        (HOPPER, torch.float32, 6, "tiled torch operations"),
+        (HOPPER, torch.float64, 64, "tiled torch operations"),
+        ((7, 5), torch.float16, 64, "torch CUDA efficient"),
+        ((7, 5), torch.bfloat16, 64, "tiled torch operations"),
+    ],
+)
+def test_kernel_is_one_that_the_device_has_for_the_head_dim(capability, dtype, head_dim, name):
+    with patch.object(kernels, "_flash_attn_package", lambda: ("", "")):
+        assert kernels._choose.__wrapped__("cuda", capability, dtype, head_dim).name == name
+
+
+def test_windows_run_where_the_kernel_has_them(monkeypatch):
+    q = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=None, shape=(8,))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    for kernel, expected in ((CUDA_FLASH, CUDA_FLASH), (CUDA_EFFICIENT, TILED)):
+        monkeypatch.setattr(kernels, "_choose", lambda *a, kernel=kernel: kernel)
+        assert kernels.choose_kernel(q, window=True) is expected
+        assert kernels.choose_kernel(q) is kernel
+        assert kernels.choose_kernel(q, dropout=True) is TILED
+
+
+@pytest.mark.parametrize(
+    ("version", "works", "name"),
+    [
+        (None, False, "torch CUDA flash"),
+        ("2.6.3", True, "torch CUDA flash (FlashAttention 2.6.3 is installed, 2.7 or a later 2.x"),
+        ("3.0.0", True, "torch CUDA flash (FlashAttention 3.0.0 is installed"),
+        ("2.8.3", False, "torch CUDA flash (FlashAttention 2.8.3 cannot be imported: ImportError"),
+        ("2.7.0.post2", True, "FlashAttention 2.7.0.post2"),
+        ("2.10.1", True, "FlashAttention 2.10.1"),
+    ],
+)
+def test_flash_attention_package_is_used_from_2_7_on_if_it_can_be_imported(
+    version, works, name, monkeypatch
+):
+    def version_of(package):
+        if version is None:
+            raise kernels.metadata.PackageNotFoundError(package)
+        return version
+
+    def import_module(module):
+        if not works:
+            raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(kernels.metadata, "version", version_of)
+    monkeypatch.setattr(kernels.importlib, "import_module", import_module)
+    monkeypatch.setattr(kernels, "_flash_attn_package", kernels._flash_attn_package.__wrapped__)
+    chosen = kernels._choose.__wrapped__("cuda", HOPPER, torch.bfloat16, 64)
+    assert chosen.name.startswith(name)
+    assert (chosen.forward is FLASH_ATTN.forward) == name.startswith("FlashAttention")

@@ -1,0 +1,149 @@
+"""On a CUDA device: every kernel, and every strategy with all ranks on that one device.
+
+Ranks communicate through host memory (staging.py, proven on the CPU by test_staging.py), so that
+what is new here are the kernels. The oracle is the float64 layer on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_paradyse.strategies import strategy_names
+from megatron_paradyse.strategies.kernels import (
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    FLASH_ATTN,
+    TILED,
+    choose_kernel,
+)
+from tests.strategies.harness import run_ranks
+from tests.strategies.layers import (
+    AttentionCase,
+    MlpCase,
+    combine,
+    errors_of_one_process,
+    run_case,
+)
+from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces
+from tests.strategies.staging import staged
+from tests.strategies.test_parity import (
+    CASES,
+    FLOAT32_TOLERANCE,
+    LARGE_CASES,
+    LARGE_SCORE_TOLERANCE,
+    can_run,
+)
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+def gpu_cases() -> dict[str, AttentionCase | MlpCase]:
+    """The float32 cases of the CPU, each also in the half types; and some of more than one tile."""
+    float32 = [case for case in CASES.values() if case.p in (1, 2, 4)]
+    for strategy, p in itertools.product(strategy_names(), (1, 2, 4)):
+        for mask, window in (("causal", None), ("bidirectional", None), ("packed_causal", 70)):
+            case = AttentionCase(
+                strategy, p, mask, n=8, g=4, d=64, h=64, s=512, window=window, rope="half"
+            )
+            if can_run(case):
+                float32.append(case)
+    half = [_larger(replace(case, dtype=dtype)) for case in float32 for dtype in HALF_TYPES]
+    return {case.name: case for case in (*float32, *half)}
+
+
+def _larger(case: AttentionCase | MlpCase) -> AttentionCase | MlpCase:
+    """Of enough elements that errors by norm do not depend on the luck of a few roundings."""
+    case = replace(case, h=64, s=case.s if case.s > 96 else 96)
+    if isinstance(case, MlpCase):
+        return replace(case, f=128)
+    return replace(case, d=32) if case.d == 8 else case
+
+
+GPU_CASES = gpu_cases()
+
+
+def _run(group, case):
+    torch.cuda.set_device(0)
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    with staged():
+        return run_case(group, case, "cuda")
+
+
+@functools.cache
+def _results(p: int):
+    cases = {n: case for n, case in (GPU_CASES | LARGE_CASES).items() if case.p == p}
+    ranks = run_ranks(p, _run, cases, timeout_seconds=600)
+    return {name: combine(by_rank) for name, by_rank in ranks.items()}
+
+
+def check(case: AttentionCase | MlpCase, errors, device: str) -> None:
+    """float32 by a tolerance; a half type by twice what one process errs in it, by norm."""
+    if case.dtype == torch.float32:
+        large = isinstance(case, AttentionCase) and case.query_scale > 1.0
+        tolerance = LARGE_SCORE_TOLERANCE if large else FLOAT32_TOLERANCE
+        limits = dict.fromkeys(errors, tolerance)
+        found = {tensor: part.relative for tensor, part in errors.items()}
+    else:
+        limits = {t: 2 * error for t, error in errors_of_one_process(case, device).items()}
+        found = {tensor: part.by_norm for tensor, part in errors.items()}
+    worse = {t: (found[t], limits[t]) for t in errors if not found[t] <= limits[t]}
+    assert not worse, worse
+
+
+@pytest.mark.parametrize("name", GPU_CASES | LARGE_CASES)
+def test_strategies_on_cuda_match_the_float64_reference(name):
+    case = (GPU_CASES | LARGE_CASES)[name]
+    check(case, _results(case.p)[name], "cuda")
+
+
+KERNEL_CASES = [
+    pytest.param(
+        kernel,
+        dtype,
+        n,
+        g,
+        d,
+        mask,
+        id=f"{kernel.name if kernel else 'chosen'}-{dtype}-{n}-{g}-{d}-{mask}",
+    )
+    for kernel, dtypes, head_dims in (
+        (CUDA_FLASH, HALF_TYPES, (40, 64, 128)),
+        (FLASH_ATTN, HALF_TYPES, (64, 128)),
+        (CUDA_EFFICIENT, (torch.float32, *HALF_TYPES), (40, 64, 128)),
+        (TILED, (torch.float64, torch.float32, *HALF_TYPES), (6, 64)),
+        (None, (torch.float64, torch.float32, *HALF_TYPES), (6, 40, 64)),  # the one it chooses
+    )
+    for dtype in dtypes
+    for d in head_dims
+    for n, g in HEADS
+    for mask, window in MASKS.items()
+    if kernel is None or kernel.has_window or window is None
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "n", "g", "d", "mask"), KERNEL_CASES)
+def test_cuda_kernels_match_float64_from_external_out_and_lse(kernel, dtype, n, g, d, mask):
+    """Forward and backward over two pieces of keys, each backward from all keys' out and lse."""
+    torch.set_float32_matmul_precision("highest")
+    chosen = choose_kernel(torch.empty(1, 1, 1, d, dtype=dtype, device="cuda"))
+    if kernel is FLASH_ATTN and chosen.forward is not FLASH_ATTN.forward:
+        pytest.skip("needs the FlashAttention package")
+    if kernel is CUDA_FLASH and chosen.forward not in (CUDA_FLASH.forward, FLASH_ATTN.forward):
+        pytest.skip("needs compute capability 8.0")
+    options = {"mask": mask, "n": n, "g": g, "d": d}
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}.get(dtype, 1e-12)
+    truth = attend_in_pieces(TILED, dtype=torch.float64, **options)
+    found = attend_in_pieces(kernel, dtype=dtype, device="cuda", **options)
+    for got, true in zip(found, truth, strict=True):
+        error = (got.cpu().double() - true).norm() / true.norm()
+        assert error <= tolerance, ((kernel or chosen).name, error)

@@ -1,0 +1,83 @@
+"""Hand-written plans say which strategy which layer runs, and nothing unknown passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import LayerChoice, Plan, uniform_plan
+from megatron_paradyse.plan_file import load_plan_file
+from megatron_paradyse.policy import make_policy
+from megatron_paradyse.settings import Settings
+
+MIXED = Path(__file__).parents[1] / "configs" / "plans" / "mixed.yaml"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_committed_example_reads_as_written():
+    plan = make_policy(Settings(policy=f"plan:{MIXED}")).plan(1, 128, [1, 2, 3, 4, 5])
+    assert plan.runs() == ("1-2 ulysses_z, 3 megatron_cz/metp, 4 metp+recompute, 5 megatron_ts")
+
+
+def test_a_stage_gets_the_plan_of_its_own_layers(tmp_path):
+    plan_file = load_plan_file(write(tmp_path, "layers: {1-2: metp, 3-4: ulysses_z}\n"))
+    assert plan_file.plan([3, 4]) == uniform_plan([3, 4], "ulysses_z")
+    assert plan_file.strategies == ("metp", "ulysses_z")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("layers: {1: metb}\n", r"plan.yaml:1: no strategy named 'metb': use one of megatron_ts"),
+        ("layers:\n  1-3: metp\n  2: metp\n", r"plan.yaml:3: layer 2 is given twice"),
+        ("layers: {3-1: metp}\n", r"plan.yaml:1: '3-1' is not a layer or a range such as 1-4"),
+        ("layers: {0: metp}\n", r"'0' is not a layer"),
+        ("layers: {1: {attention: metp}}\n", r"plan.yaml:1: give both attention and mlp"),
+        ("layers: {1: {atention: metp}}\n", r"unknown key 'atention': use attention and mlp"),
+        ("layer: {1: metp}\n", r"plan.yaml:1: unknown key 'layer': use default and layers"),
+        ("- metp\n", r"expected 'key: value' lines"),
+        ("", r"expected 'key: value' lines"),
+        ("layers: {}\n", r"the plan is empty"),
+        ("layers: [\n", r"is not YAML"),
+    ],
+)
+def test_errors_name_file_line_and_remedy(tmp_path, text, message):
+    with pytest.raises(UserError, match=message):
+        load_plan_file(write(tmp_path, text))
+
+
+def test_a_layer_without_a_strategy_is_named(tmp_path):
+    plan_file = load_plan_file(write(tmp_path, "layers: {1: metp}\n"))
+    with pytest.raises(UserError, match="layer 2 has no strategy: add it, or a default"):
+        plan_file.plan([1, 2])
+
+
+def test_a_plan_must_fit_the_number_of_layers():
+    policy = make_policy(Settings(policy=f"plan:{MIXED}"))
+    policy.check_layers(4)
+    with pytest.raises(UserError, match=r"layer 4 is beyond --num-layers 3: drop it"):
+        policy.check_layers(3)
+
+
+def test_random_plans_differ_by_microbatch_and_repeat_with_the_seed():
+    def draw(seed):
+        policy = make_policy(Settings(policy=f"random:{seed}", strategies=("metp", "ulysses_z")))
+        return [policy.plan(1, 128, range(1, 9)) for _ in range(4)]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    assert len({plan.runs() for plan in draw(1)}) == 4
+    names = {c.attention for plan in draw(1) for c in plan.layers.values()}
+    assert names == {"metp", "ulysses_z"}
+
+
+def test_runs_join_only_neighbouring_layers():
+    plan = Plan({1: LayerChoice(), 2: LayerChoice(), 4: LayerChoice()})
+    assert plan.runs() == "1-2 megatron_ts, 4 megatron_ts"

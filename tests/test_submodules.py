@@ -1,0 +1,125 @@
+"""How strategies reach Megatron's and TransformerEngine's parameters."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch.nn import functional as F
+
+from megatron_paradyse.submodules import _bias, _normalised, _of_strategy
+
+FUSED = SimpleNamespace(gradient_accumulation_fusion=True)
+
+
+class _FusedLinear(torch.autograd.Function):
+    """Adds the weight's gradient to main_grad itself, marks that, and returns a dummy."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        ctx.weight.main_grad.add_(grad.t() @ x)
+        ctx.weight.grad_added_to_main_grad = True
+        return grad @ ctx.weight, torch.full_like(ctx.weight, float("nan"))
+
+
+def _parameter_under_ddp() -> torch.nn.Parameter:
+    """With main_grad and the very hook of Megatron's DistributedDataParallel."""
+    weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    weight.main_grad = torch.zeros_like(weight)
+    weight.grad_added_to_main_grad = False
+    ddp = SimpleNamespace(
+        param_to_bucket_group={weight: None},
+        ddp_config=SimpleNamespace(overlap_grad_reduce=False),
+    )
+    hook = DistributedDataParallel._make_backward_post_hook(ddp, weight)
+    weight.register_post_accumulate_grad_hook(hook)
+    return weight
+
+
+@pytest.mark.parametrize("order", ["fs", "sf", "ffssf", "sfsfs"])
+def test_gradients_of_fused_linears_and_of_strategies_add_up(order):
+    """f: Megatron's fused linear, s: a strategy; microbatch after microbatch."""
+    torch.manual_seed(0)
+    weight, expected = _parameter_under_ddp(), torch.zeros(3, 4, dtype=torch.float64)
+    for step in order:
+        x, grad = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+        expected += grad.t() @ x
+        x.requires_grad_()  # as an activation does: a fused linear alone needs no weight gradient
+        if step == "f":
+            y = _FusedLinear.apply(x, weight)
+        else:
+            y = x @ _of_strategy(weight, FUSED).t()
+        y.backward(grad)
+        assert weight.grad is None  # the hook took it
+    torch.testing.assert_close(weight.main_grad, expected)
+
+
+def test_without_the_strategys_mark_its_gradient_would_be_lost():
+    weight = _parameter_under_ddp()
+    weight.grad_added_to_main_grad = True  # left by a fused linear in an earlier microbatch
+    (torch.ones(1, 4, dtype=torch.float64) @ weight.t()).sum().backward()
+    assert weight.main_grad.abs().max() == 0
+    (torch.ones(1, 4, dtype=torch.float64) @ _of_strategy(weight, FUSED).t()).sum().backward()
+    assert (weight.main_grad == 1).all()
+
+
+def test_without_fusion_the_parameter_itself_is_used():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    assert _of_strategy(weight, SimpleNamespace(gradient_accumulation_fusion=False)) is weight
+
+
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norm_inside_a_linear_is_applied_with_gradients(normalization, zero_centred):
+    torch.manual_seed(0)
+    x = torch.randn(6, 2, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(8, dtype=torch.float64))
+    bias = torch.nn.Parameter(torch.randn(8, dtype=torch.float64))
+    config = SimpleNamespace(
+        normalization=normalization,
+        layernorm_zero_centered_gamma=zero_centred,
+        layernorm_epsilon=1e-3,
+    )
+    linear = SimpleNamespace(layer_norm_weight=weight, layer_norm_bias=bias)
+    if normalization == "RMSNorm":
+        linear.layer_norm_bias = None
+    got = _normalised(x, linear, config)
+    scale = weight + 1 if zero_centred else weight
+    if normalization == "LayerNorm":
+        centred = x - x.mean(-1, keepdim=True)
+        truth = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * scale + bias
+    else:
+        truth = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * scale
+    inputs = [x, weight, *([bias] if normalization == "LayerNorm" else [])]
+    grad = torch.randn_like(x)
+    torch.testing.assert_close(got, truth)
+    for mine, true in zip(
+        torch.autograd.grad(got, inputs, grad),
+        torch.autograd.grad(truth, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, true)
+
+
+def test_a_linear_without_a_norm_inside_leaves_its_input_alone():
+    x = torch.ones(2)
+    assert _normalised(x, SimpleNamespace(), None) is x
+
+
+def test_an_empty_bias_is_none():
+    """As TransformerEngine's linears have it."""
+    assert _bias(SimpleNamespace(bias=torch.empty(0))) is None
+    assert _bias(SimpleNamespace(bias=None)) is None
+    bias = torch.nn.Parameter(torch.zeros(3))
+    assert _bias(SimpleNamespace(bias=bias)) is bias
+    with pytest.raises(RuntimeError):  # what a strategy would do with it
+        F.linear(torch.ones(1, 4), torch.ones(3, 4), torch.empty(0))
