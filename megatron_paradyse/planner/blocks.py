@@ -47,10 +47,10 @@ def make_blocks(
                     item = (layers + n, k, t, min(room, deadline[j] - k), cost)
                     grown.append((*item, (*counts, (rows[j], n))))
             open_ = grown
-        if len(open_) > 1 and (not few or j == last or len(open_) > _MAX_COMBINATIONS):
-            if group.num_layers > 1:
-                blocks.append(_combinations(run, open_, bounds[j if few else j - 1]))
-                open_ = [_EMPTY]
+        full = not few or j == last or len(open_) > _MAX_COMBINATIONS
+        if full and len(open_) > 1 and group.num_layers > 1:
+            blocks.append(_combinations(run, open_, bounds[j if few else j - 1]))
+            open_ = [_EMPTY]
         if not few:
             ends = j == last
             follows = next_layers if ends else 0

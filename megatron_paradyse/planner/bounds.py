@@ -31,7 +31,7 @@ def prices(group: Group) -> tuple[float, list[float]]:
     the two meet, until they meet on the bound itself.
     """
     ticks, kept = group.ticks.tolist(), group.kept.tolist()
-    steps = np.diff(group.deadline, prepend=0.0).tolist()
+    steps = _steps(group).tolist()
     free = [t for t, k in zip(ticks, kept, strict=True) if k == 0]
     ceiling = min(free, default=np.inf)
     backward = [
@@ -86,7 +86,7 @@ class NestedRelaxation:
     def __init__(self, group: Group):
         self.group = group
         price, tried = prices(group)
-        self._prices = np.unique(tried)
+        self._prices = np.array(sorted(set(tried)))
         self.value, gain = _value(group, price)
         self._excess = group.ticks - price + gain * group.kept
 
@@ -116,7 +116,7 @@ class PricedRelaxation:
 
     def __init__(self, groups: list[Group], capacity: float):
         self._groups, self._capacity = groups, capacity
-        slopes = np.unique(np.concatenate([_hull_slopes(group) for group in set(groups)]))
+        slopes = np.array(sorted({rate for group in groups for rate in _hull_slopes(group)}))
         if len(slopes) > _MAX_PRICES:
             slopes = slopes[np.linspace(0, len(slopes) - 1, _MAX_PRICES).astype(int)]
         self._slopes = slopes
@@ -155,11 +155,15 @@ def _most(excess: np.ndarray, slack: float, num_layers: int) -> np.ndarray:
     return (slack / np.maximum(excess, slack / (num_layers + 0.5))).astype(np.int64)
 
 
+def _steps(group: Group) -> np.ndarray:
+    """[n]: the bytes between each deadline and the one before it."""
+    return group.deadline - np.concatenate(([0.0], group.deadline[:-1]))
+
+
 def _value(group: Group, price: float) -> tuple[float, np.ndarray]:
     """The bound at one price, and V at every deadline."""
     gain = _gains(group, np.array([price]))[0]
-    steps = np.diff(group.deadline, prepend=0.0)
-    return price * group.num_layers - float((gain * steps).sum()), gain
+    return price * group.num_layers - float((gain * _steps(group)).sum()), gain
 
 
 def _gains(group: Group, prices: np.ndarray) -> np.ndarray:
@@ -177,7 +181,7 @@ def _after(group: Group, prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     gain = _gains(group, prices)
     nothing = np.zeros((len(prices), 1))
     slope = np.concatenate((gain[:, 1:], nothing), axis=1)
-    areas = gain * np.diff(group.deadline, prepend=0.0)
+    areas = gain * _steps(group)
     later = np.cumsum(areas[:, ::-1], axis=1)[:, ::-1]
     later = np.concatenate((later[:, 1:], nothing), axis=1)
     rest = -later - slope * group.deadline
@@ -188,7 +192,7 @@ def _after(group: Group, prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return slope, rest
 
 
-def _hull_slopes(group: Group) -> np.ndarray:
+def _hull_slopes(group: Group) -> list[float]:
     """The exchange rates ticks per byte along the lower hull of (kept, ticks), and zero."""
     slopes = [0.0]
     order = np.lexsort((group.ticks, group.kept))[::-1]
@@ -197,7 +201,7 @@ def _hull_slopes(group: Group) -> np.ndarray:
     while True:
         ahead = [i for i in range(len(kept)) if kept[i] < kept[at]]
         if not ahead:
-            return np.array(slopes)
+            return slopes
         rate = {i: (ticks[i] - ticks[at]) / (kept[at] - kept[i]) for i in ahead}
         at = min(ahead, key=lambda i: (rate[i], kept[i]))
         slopes.append(rate[at])

@@ -20,6 +20,13 @@ Counts = tuple[tuple[int, int], ...]  # (row of the table, layers), in the order
 Found = list[tuple[int, int, int]]  # run, row, layers
 
 
+MOST_LABELS = 20_000  # children of one block; plans for real costs need hundreds
+
+
+class TooManyLabelsError(Exception):
+    """The search would take too long: the problem is close to one of subset sums."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Bound:
     """A label takes at least ticks + max over m of (rest + price * layers left + slope * kept)."""
@@ -59,12 +66,14 @@ class Pair:
         # The bound of n layers is a maximum of lines in n: each line limits n from one side.
         free = limit - ticks - self.bound.above(left, kept)
         rise = self.ticks - self.bound.price + self.bound.slope * self.kept
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             crossing = free / rise
         high = np.minimum(high, np.where(rise > 0, np.floor(crossing), np.inf).min(axis=0))
         low = np.maximum(0, np.where(rise < 0, np.ceil(crossing), 0).max(axis=0))
         low[(np.where(rise == 0, free, 0) < 0).any(axis=0)] = np.inf
         width = np.maximum(high - low + 1, 0).astype(np.intp)
+        if width.sum() > MOST_LABELS:
+            raise TooManyLabelsError
         parent = np.repeat(np.arange(len(left)), width)
         first = np.cumsum(width) - width
         return parent, low[parent] + (np.arange(len(parent)) - first[parent])
@@ -93,6 +102,8 @@ class Combinations:
         if self.ends_run:
             fits &= left[:, None] == self.added
         parent, which = np.nonzero(fits)
+        if len(parent) > MOST_LABELS:
+            raise TooManyLabelsError
         after = ticks[parent] + self.ticks[which]
         left, kept = left[parent] - self.added[which], kept[parent] + self.kept[which]
         alive = (self.bound.above(left, kept) + after).max(axis=0) <= limit
@@ -100,11 +111,12 @@ class Combinations:
 
 
 def search(
-    blocks: list[Pair | Combinations], num_layers: int, limit: float
+    blocks: list[Pair | Combinations], num_layers: int, limit: float, beam: int | None = None
 ) -> tuple[float, Found] | None:
     """The fastest filling of all runs that takes at most `limit` ticks, or None.
 
-    num_layers is that of the first run.
+    num_layers is that of the first run. With a beam only so many labels, those of least bound, go
+    on after each block: not exact. Raises TooManyLabelsError rather than fill the memory.
     """
     if not blocks:
         return None
@@ -126,6 +138,11 @@ def search(
         left = left[parent] - added
         if len(parent) > 1:
             best = _best(left, kept, ticks)
+            left, kept, ticks = left[best], kept[best], ticks[best]
+            parent, which = parent[best], which[best]
+        if beam is not None and len(left) > beam:
+            least = (block.bound.above(left, kept) + ticks).max(axis=0)
+            best = np.sort(np.argsort(least, kind="stable")[:beam])
             left, kept, ticks = left[best], kept[best], ticks[best]
             parent, which = parent[best], which[best]
         if block.ends_run:

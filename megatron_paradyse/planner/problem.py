@@ -106,9 +106,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plan, what it costs by the numbers of its problem, and whether it fits.
+    """A plan, what it costs by the numbers of its problem, and by how much it passes the budget.
 
-    bound_seconds: no plan that fits takes less; None where a planner proves nothing.
+    bound_seconds: no plan of such a peak takes less. None where a planner proves nothing.
     """
 
     plan: Plan

@@ -59,33 +59,23 @@ def make_table(options: LayerOptions, problem: Problem) -> Table:
     seconds = (a_seconds[:, None] + m_seconds).ravel()
     kept = (a_kept[:, None] + m_kept).ravel()
     workspace = np.maximum(a_workspace[:, None] - m_kept, m_workspace).ravel()
-    for (attention, mlp), choice in options.pairs.items():
-        row = _row(options, attention, mlp)
-        if row is not None:
-            (seconds[row],), (kept[row],), (workspace[row],) = _columns(
-                (choice,), problem.forward_only
+    if options.pairs:
+        first = {c.name: i * len(options.mlp) for i, c in enumerate(options.attention)}
+        second = {c.name: i for i, c in enumerate(options.mlp)}
+        own = {
+            first[attention] + second[mlp]: choice
+            for (attention, mlp), choice in options.pairs.items()
+            if attention in first and mlp in second
+        }
+        if own:
+            rows = list(own)
+            seconds[rows], kept[rows], workspace[rows] = _columns(
+                tuple(own.values()), problem.forward_only
             )
     if problem.granularity == "operation":
         return Table(options, np.arange(len(seconds)), seconds, kept, workspace)
-    rows = np.array(_alike(options), dtype=np.intp)
-    return Table(options, rows, seconds[rows], kept[rows], workspace[rows])
-
-
-def uniform_rows(table: Table, name: str) -> int | None:
-    """The row of a table that runs one strategy in every half that has a choice, if there is."""
-    options = table.options
-    attention = name if len(options.attention) > 1 else options.attention[0].name
-    mlp = name if len(options.mlp) > 1 else options.mlp[0].name
-    row = _row(options, attention, mlp)
-    if row is None:
-        return None
-    found = np.flatnonzero(table.pairs == row)
-    return int(found[0]) if len(found) else None
-
-
-def strategy_names(options: LayerOptions) -> list[str]:
-    """The strategies that a layer offers, in the order in which it offers them."""
-    return list(dict.fromkeys(c.name for c in (*options.attention, *options.mlp)))
+    allowed = np.array(_alike(options), dtype=np.intp)
+    return Table(options, allowed, seconds[allowed], kept[allowed], workspace[allowed])
 
 
 def _columns(choices: tuple[Choice, ...], forward_only: bool) -> np.ndarray:
@@ -96,14 +86,6 @@ def _columns(choices: tuple[Choice, ...], forward_only: bool) -> np.ndarray:
         [(c.seconds, c.kept_bytes, max(c.forward_bytes, c.backward_bytes)) for c in choices],
         dtype=np.float64,
     ).T
-
-
-def _row(options: LayerOptions, attention: str, mlp: str) -> int | None:
-    attentions = [choice.name for choice in options.attention]
-    mlps = [choice.name for choice in options.mlp]
-    if attention not in attentions or mlp not in mlps:
-        return None
-    return attentions.index(attention) * len(mlps) + mlps.index(mlp)
 
 
 def _alike(options: LayerOptions) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the planners are held to: every plan tried, or every useful prefix of one. No shared code."""
+"""What the planners are held to: every plan, or every useful prefix. No shared code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def best_of_all(problem: Problem) -> tuple[bool, float, int]:
 
 
 def best_of_prefixes(problem: Problem, budget: int) -> float | None:
-    """The fastest plan within a budget, layer by layer: of prefixes that keep the same, the fastest.
+    """The fastest plan within a budget, layer by layer over all useful prefixes.
 
     Not for granularity sequence.
     """
@@ -146,9 +146,7 @@ def random_problem(
     problem = Problem(chosen, 0, *sizes, granularity=granularity, forward_only=forward_only)
     peaks = [cost(problem, a)[1] for a in itertools.islice(_samples(problem, rng), 24)]
     budget = rng.randint(int(0.7 * min(peaks)), max(peaks))
-    return Problem(
-        chosen, budget, *sizes, granularity=granularity, forward_only=forward_only
-    )
+    return Problem(chosen, budget, *sizes, granularity=granularity, forward_only=forward_only)
 
 
 def _samples(problem: Problem, rng: random.Random):
