@@ -1,0 +1,115 @@
+"""The fastest plan whose peak stays within the budget, exactly. docs/planner.md has the proofs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_paradyse.plan import LayerChoice, Plan
+from megatron_paradyse.planner.bounds import NestedRelaxation, PricedRelaxation
+from megatron_paradyse.planner.labels import Found, TooManyLabelsError, search
+from megatron_paradyse.planner.least_peak import fits, least_room, smallest
+from megatron_paradyse.planner.problem import Outcome, Problem
+from megatron_paradyse.planner.reduce import make_group, tick_scale
+from megatron_paradyse.planner.tables import Run, make_runs
+from megatron_paradyse.planner.uniform import uniform_outcomes
+
+_FIRST_SLACK = 1 / 8  # of the difference between the slowest and the fastest pair
+_NEXT_SLACK = 1.5
+_BEAM = 128  # labels, where an exact search would need too many
+
+
+class OptimalPlanner:
+    """Exact: least time within the budget; where nothing fits, least peak, then least time."""
+
+    def plan(self, problem: Problem) -> Outcome:
+        if problem.granularity == "sequence":
+            best = min(uniform_outcomes(problem), key=_preference)
+            return replace(best, bound_seconds=best.seconds)
+        runs = make_runs(problem)
+        room, reserve = problem.room_bytes, problem.reserve_bytes
+        if problem.embedding_bytes <= room:
+            found = uniform_fastest(runs, room=room, reserve=reserve)
+            if found is not None:
+                return _outcome(problem, runs, found)
+        if problem.embedding_bytes > room or not fits(runs, room=room, reserve=reserve):
+            room = max(problem.embedding_bytes, least_room(runs, reserve=reserve))
+        return _outcome(problem, runs, *fastest(runs, room=room, reserve=reserve))
+
+
+def uniform_fastest(runs: list[Run], *, room: int, reserve: int) -> Found | None:
+    """The fastest pair everywhere, if that fits."""
+    found, total = [], 0.0
+    for position, run in enumerate(runs):
+        row = int(run.table.seconds.argmin())
+        total += run.num_layers * run.table.kept[row]
+        if total + run.table.workspace[row] > room:
+            return None
+        found.append((position, row, run.num_layers))
+    return found if total + reserve <= room else None
+
+
+def fastest(runs: list[Run], *, room: int, reserve: int) -> tuple[Found, float | None]:
+    """The layers per run and pair, in the order in which they run, where some plan fits.
+
+    With a lower bound of the seconds where the search gave up: then the plan may not be optimal.
+    """
+    scale = tick_scale(runs)
+    groups = [make_group(run, room=room, reserve=reserve, scale=scale) for run in runs]
+    relaxation: NestedRelaxation | PricedRelaxation
+    if len(groups) == 1:
+        relaxation = NestedRelaxation(groups[0])
+    else:
+        relaxation = PricedRelaxation(groups, room - reserve)
+    spread = max(float(group.ticks.max() - group.ticks.min()) for group in groups)
+    longest = sum(float(group.ticks.max()) * group.num_layers for group in groups)
+    slack = spread * _FIRST_SLACK + 1
+    num_layers = groups[0].num_layers
+    try:
+        while True:
+            limit = min(relaxation.value + slack, longest)
+            best = search(relaxation.blocks(limit), num_layers, limit)
+            if best is not None:
+                return best[1], None
+            assert limit < longest, "some plan fits, and none takes longer"
+            slack *= _NEXT_SLACK
+    except TooManyLabelsError:
+        found = smallest(runs, room=room)
+        near = search(relaxation.blocks(longest), num_layers, longest, beam=_BEAM)
+        if near is None:
+            return found, relaxation.value / scale
+    try:
+        best = search(relaxation.blocks(near[0]), num_layers, near[0])
+        return (best or near)[1], None
+    except TooManyLabelsError:
+        return near[1], relaxation.value / scale
+
+
+def _outcome(
+    problem: Problem, runs: list[Run], found: Found, bound: float | None = None
+) -> Outcome:
+    """Seconds and peak of a found plan, from the tables."""
+    numbers = sorted(problem.layers)
+    layers: dict[int, LayerChoice] = {}
+    seconds, total, peak, position = 0.0, 0, problem.embedding_bytes, 0
+    for run, row, count in found:
+        table = runs[run].table
+        layers.update(dict.fromkeys(numbers[position : position + count], table.choice(row)))
+        position += count
+        seconds += count * float(table.seconds[row])
+        total += count * int(table.kept[row])
+        peak = max(peak, total + int(table.workspace[row]))
+    peak = problem.base_bytes + max(peak, total + problem.reserve_bytes)
+    return Outcome(
+        Plan(layers),
+        seconds,
+        peak,
+        max(0, peak - problem.budget_bytes),
+        seconds if bound is None else bound,
+    )
+
+
+def _preference(outcome: Outcome) -> tuple[bool, float, float]:
+    """Fitting before not, then the faster, or where nothing fits the smaller."""
+    if outcome.fits:
+        return (False, outcome.seconds, outcome.peak_bytes)
+    return (True, outcome.peak_bytes, outcome.seconds)

@@ -1,0 +1,59 @@
+"""What earlier microbatches hold on a pipeline stage while another one runs."""
+
+from __future__ import annotations
+
+
+def warmup_forwards(
+    stage: int, num_stages: int, *, num_chunks: int = 1, group_size: int | None = None
+) -> int:
+    """How many forwards a stage runs before its first backward (stages count from 0).
+
+    1F1B: one per later stage. Interleaved, with num_chunks model chunks per stage: two per later
+    stage, and group_size (default: num_stages) microbatches through every chunk but the last.
+    """
+    if not 0 <= stage < num_stages:
+        raise ValueError(f"stages are numbered 0 to {num_stages - 1}, got {stage}")
+    later = num_stages - stage - 1
+    if num_chunks == 1:
+        return later
+    return 2 * later + (num_chunks - 1) * (group_size or num_stages)
+
+
+def in_flight(
+    stage: int,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+) -> int:
+    """The most forwards of (microbatch, chunk) that wait for their backward, the current included.
+
+    With 1F1B: min(stages from here to the last, microbatches).
+    """
+    warmup = warmup_forwards(stage, num_stages, num_chunks=num_chunks, group_size=group_size)
+    return min(warmup + 1, num_microbatches * num_chunks)
+
+
+def held_before(
+    index: int, stage: int, num_stages: int, *, num_chunks: int = 1, group_size: int | None = None
+) -> int:
+    """How many earlier forwards are still held when a stage begins its forward number `index`."""
+    return min(
+        index, warmup_forwards(stage, num_stages, num_chunks=num_chunks, group_size=group_size)
+    )
+
+
+def shares(room_bytes: int, num_in_flight: int, *, kept_share: float) -> tuple[int, int]:
+    """(what the others may hold, what must stay free above what this one keeps).
+
+    Microbatches of any lengths then fit together, though each is planned alone: with c the n-th
+    part of kept_share of the room, each keeps at most c in the end, and its own walk leaves
+    (n - 1) c for the others. The first number is added to base_bytes, the second is tail_bytes.
+    """
+    if not 0 < kept_share <= 1:
+        raise ValueError(f"the share of kept bytes is above 0 and at most 1, got {kept_share}")
+    if num_in_flight == 1:
+        return 0, 0
+    each = int(max(room_bytes, 0) * kept_share) // num_in_flight
+    return (num_in_flight - 1) * each, max(room_bytes, 0) - num_in_flight * each

@@ -1,0 +1,141 @@
+"""What a planner is given, numbers only, and what it answers.
+
+A stage runs its layers in the order of their numbers, attention before MLP, and backward in
+reverse. Bytes are whole numbers, so that sums are exact and every rank computes the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_paradyse.plan import LayerChoice, Plan
+
+GRANULARITIES = ("operation", "layer", "sequence")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one operation of one layer costs under one strategy.
+
+    kept_bytes      live after its forward less live before, its output included
+    forward_bytes   peak during its forward, above live after it
+    backward_bytes  peak during its backward, above live at its start: everything kept up to and
+                    including this operation
+
+    Where a problem is forward_only, seconds are those of a forward without gradient,
+    forward_bytes is above what is live after it, and the other two are not read.
+    """
+
+    name: str
+    seconds: float
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+
+    def __post_init__(self) -> None:
+        least = min(self.kept_bytes, self.forward_bytes, self.backward_bytes)
+        if not (least >= 0 and 0 <= self.seconds < math.inf):
+            raise ValueError(f"costs are finite and at least 0, got {self}")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The peak of forward and backward, above what is live between the two."""
+        return max(self.forward_bytes, self.backward_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOptions:
+    """The choices of one layer. Layers that share one object are alike.
+
+    pairs gives (attention, mlp) names whose costs together are not the sum of the two, as when
+    both recompute and one checkpoint surrounds the layer; its numbers are those of a whole layer.
+    """
+
+    attention: tuple[Choice, ...]
+    mlp: tuple[Choice, ...]
+    pairs: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for operation in ("attention", "mlp"):
+            names = [choice.name for choice in getattr(self, operation)]
+            if not names or len(set(names)) != len(names):
+                raise ValueError(f"{operation} needs choices of different names, got {names}")
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The layers of one pipeline stage, for one microbatch.
+
+    base_bytes       live before the first layer: static, what earlier microbatches in flight
+                     hold, what the embedding keeps
+    head_bytes       peak of the loss head, above everything that the layers keep
+    tail_bytes       peak of what else runs while this microbatch holds everything it keeps: the
+                     backward of an earlier microbatch, above what both hold
+    embedding_bytes  peak of the embedding's forward and backward, above base_bytes
+    budget_bytes     what the peak may reach
+    """
+
+    layers: Mapping[int, LayerOptions]
+    budget_bytes: int
+    base_bytes: int = 0
+    head_bytes: int = 0
+    tail_bytes: int = 0
+    embedding_bytes: int = 0
+    granularity: str = "operation"
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity is one of {GRANULARITIES}, got {self.granularity!r}")
+        if not self.layers:
+            raise ValueError("a problem needs at least one layer")
+
+    @property
+    def room_bytes(self) -> int:
+        """What the layers may add to base_bytes."""
+        return self.budget_bytes - self.base_bytes
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What must stay free above everything that the layers keep."""
+        return max(self.head_bytes, self.tail_bytes)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan, what it costs by the numbers of its problem, and by how much it passes the budget.
+
+    bound_seconds: no plan of such a peak takes less. None where a planner proves nothing.
+    """
+
+    plan: Plan
+    seconds: float
+    peak_bytes: int
+    exceeds_bytes: int
+    bound_seconds: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.exceeds_bytes == 0
+
+
+class Planner(Protocol):
+    """Chooses a plan from a problem: the same plan for the same problem, on every rank."""
+
+    def plan(self, problem: Problem) -> Outcome:
+        """A plan within the budget if the planner finds one, or else one of little peak."""
+        ...
+
+
+def layer_choice(attention: str, mlp: str) -> LayerChoice:
+    """One object per pair of names: plans share them."""
+    choice = _CHOICES.get((attention, mlp))
+    if choice is None:
+        choice = _CHOICES[attention, mlp] = LayerChoice(attention, mlp)
+    return choice
+
+
+_CHOICES: dict[tuple[str, str], LayerChoice] = {}

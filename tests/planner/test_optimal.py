@@ -1,0 +1,159 @@
+"""The optimal planner against every plan there is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from megatron_paradyse.planner import Choice, LayerOptions, OptimalPlanner, Problem
+from megatron_paradyse.planner.peak import operations, walk
+from tests.planner.brute_force import best_of_all, best_of_prefixes, cost, random_problem
+
+# Seconds are rounded to 2^-42 of the longest plan before they are compared.
+TOLERANCE = 1e-10
+PLANNER = OptimalPlanner()
+GRANULARITIES = ("operation", "layer", "sequence")
+
+
+def small_problem(seed: int) -> Problem:
+    """At most 4,000 plans; every granularity, unlike layers, pairs, ties, evaluation."""
+    rng = random.Random(seed)
+    granularity = GRANULARITIES[seed % 3]
+    strategies = rng.randint(1, 4 if granularity == "operation" else 6)
+    layers = rng.randint(1, 8)
+    pairs = strategies**2 if granularity == "operation" else strategies
+    while granularity != "sequence" and layers > 1 and pairs**layers > 4000:
+        layers -= 1
+    return random_problem(
+        rng,
+        strategies=strategies,
+        layers=layers,
+        granularity=granularity,
+        classes=rng.choice([1, 1, 2, 3]),
+        forward_only=rng.random() < 0.1,
+        coarse=rng.random() < 0.5,
+    )
+
+
+@pytest.mark.parametrize("first", range(0, 2100, 300))
+def test_optimal_equals_every_plan_tried(first):
+    fitting = 0
+    for seed in range(first, first + 300):
+        problem = small_problem(seed)
+        fits, seconds, peak = best_of_all(problem)
+        outcome = PLANNER.plan(problem)
+        assert outcome.fits == fits, seed
+        assert outcome.seconds == pytest.approx(seconds, rel=TOLERANCE, abs=TOLERANCE), seed
+        assert fits or outcome.peak_bytes == peak, seed
+        assert outcome.peak_bytes == max(walk(problem, operations(problem, outcome.plan))), seed
+        fitting += fits
+    assert 50 < fitting < 290, "the budgets should not all be generous, nor all tight"
+
+
+@pytest.mark.parametrize("classes", [1, 2, 3])
+@pytest.mark.parametrize("granularity", ["operation", "layer"])
+def test_optimal_equals_all_prefixes_with_6_strategies_and_8_layers(classes, granularity):
+    for seed in range(100):
+        rng = random.Random(1000 * classes + seed)
+        problem = random_problem(
+            rng,
+            strategies=6,
+            layers=8,
+            granularity=granularity,
+            classes=classes,
+            coarse=seed % 2 == 0,
+        )
+        outcome = PLANNER.plan(problem)
+        expected = best_of_prefixes(problem, outcome.peak_bytes)
+        if outcome.fits:
+            expected = best_of_prefixes(problem, problem.budget_bytes)
+        elif outcome.peak_bytes > problem.base_bytes + problem.embedding_bytes:
+            assert best_of_prefixes(problem, outcome.peak_bytes - 1) is None, seed
+        assert outcome.seconds == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), seed
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_optimal_equals_all_prefixes_with_many_layers(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng, strategies=3, layers=40, classes=1, coarse=True)
+    outcome = PLANNER.plan(problem)
+    budget = problem.budget_bytes if outcome.fits else outcome.peak_bytes
+    assert outcome.seconds == pytest.approx(best_of_prefixes(problem, budget), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_larger_workspace_first_has_the_least_peak_of_all_orders(seed):
+    rng = random.Random(seed)
+    options = [
+        LayerOptions(
+            (Choice("a", 1.0, *[rng.randint(0, 20) for _ in range(3)]),),
+            (Choice("m", 1.0, *[rng.randint(0, 20) for _ in range(3)]),),
+        )
+        for _ in range(5)
+    ]
+
+    def peak(order):
+        problem = Problem(dict(enumerate(order)), 0)
+        return cost(problem, [(o, o.attention[0], o.mlp[0]) for o in order])[1]
+
+    def workspace(o):
+        attention, mlp = o.attention[0], o.mlp[0]
+        return max(attention.workspace_bytes - mlp.kept_bytes, mlp.workspace_bytes)
+
+    best = peak(sorted(options, key=workspace, reverse=True))
+    assert best == min(peak(order) for order in itertools.permutations(options))
+
+
+def test_plans_put_the_larger_workspace_first():
+    hungry, lean = Choice("hungry", 1.0, 5, 40, 40), Choice("lean", 2.0, 5, 0, 0)
+    fixed = (Choice("x", 0.0, 0, 0, 0),)
+    options = LayerOptions((hungry, lean), fixed)
+    outcome = PLANNER.plan(Problem(dict.fromkeys(range(1, 9), options), 60))
+    assert [outcome.plan[n].attention for n in range(1, 9)] == ["hungry"] * 4 + ["lean"] * 4
+    assert outcome.peak_bytes == 60 and outcome.fits
+
+
+def test_a_pair_with_costs_of_its_own_replaces_the_sum_of_its_halves():
+    half = (Choice("ts", 1.0, 10, 0, 0), Choice("ts+recompute", 2.0, 4, 0, 0))
+    own = {("ts+recompute", "ts+recompute"): Choice("layer", 3.5, 4, 0, 0)}
+    layers = dict.fromkeys(range(1, 5), LayerOptions(half, half, own))
+    outcome = PLANNER.plan(Problem(layers, 16, granularity="layer"))
+    assert outcome.seconds == 4 * 3.5 and outcome.peak_bytes == 16
+    without = dict.fromkeys(range(1, 5), LayerOptions(half, half))
+    assert PLANNER.plan(Problem(without, 16, granularity="layer")).peak_bytes == 4 * 8
+
+
+def test_where_nothing_fits_the_least_peak_and_by_how_much_it_exceeds():
+    options = LayerOptions((Choice("a", 1.0, 8, 0, 0), Choice("b", 2.0, 3, 9, 0)), LEAN)
+    outcome = PLANNER.plan(Problem(dict.fromkeys((1, 2, 3), options), 10, base_bytes=2))
+    assert not outcome.fits
+    assert outcome.peak_bytes == 2 + 2 * 3 + 9 and outcome.exceeds_bytes == 7
+    assert outcome.plan.runs() == "1-2 b/x, 3 a/x"
+
+
+LEAN = (Choice("x", 1.0, 0, 0, 0),)
+
+
+def test_same_numbers_give_the_same_plan_whatever_their_objects():
+    for seed in range(60):
+        first, second = small_problem(seed), small_problem(seed)
+        assert first is not second
+        assert PLANNER.plan(first).plan == PLANNER.plan(second).plan
+
+
+def test_a_problem_of_subset_sums_ends_with_a_proven_gap():
+    rng = random.Random(1)
+
+    def half():  # every byte saved costs the same: no pair is better than another
+        kept = [rng.randint(10**8, 10**9) for _ in range(10)]
+        return tuple(
+            Choice(f"s{i}", 10 - 5e-9 * k, k, 0, rng.randint(0, 10**9)) for i, k in enumerate(kept)
+        )
+
+    options = LayerOptions(half(), half())
+    outcome = PLANNER.plan(Problem(dict.fromkeys(range(96), options), 82 * 10**9))
+    assert outcome.fits
+    assert outcome.bound_seconds <= outcome.seconds <= outcome.bound_seconds * 1.001
+    assert outcome == PLANNER.plan(Problem(dict.fromkeys(range(96), options), 82 * 10**9))
