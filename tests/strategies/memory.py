@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.strategies import get_strategy
 from megatron_paradyse.strategies.collectives import count_communication
 from megatron_paradyse.strategies.reference import map_tensors, shard_attention, shard_mlp
@@ -24,35 +22,6 @@ class Measured:
     backward_bytes: int
     forward_sent_bytes: int
     backward_sent_bytes: int
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage allocated inside, while it lives."""
-
-    def __init__(self, known: list[Tensor]):
-        super().__init__()
-        self._seen = {t.untyped_storage()._cdata for t in known}
-        self.live = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage())
-        return result
-
-    def _see(self, storage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
 
 
 def measure(group, case: AttentionCase | MlpCase) -> Measured:
@@ -84,16 +53,16 @@ def measure(group, case: AttentionCase | MlpCase) -> Measured:
             output = strategy.mlp(x, shards, case.shape, group)
         else:
             output = strategy.attention(x, shards, case.shape, microbatch, group)
-    forward_peak, live = tracker.peak, tracker.live  # live: kept, and the output
+    forward_peak, live = tracker.peak_bytes, tracker.live_bytes  # live: kept, and the output
     inputs = [x, *(t for t in held if t.requires_grad)]
-    tracker.peak = 0
+    tracker.reset_peak()
     with tracker, count_communication() as backward_sent:
         grads = torch.autograd.grad(output, inputs, grad)
     del grads
     return Measured(
         kept_bytes=sum(kept.values()),
         forward_bytes=forward_peak - (live - output.nbytes),
-        backward_bytes=tracker.peak - live,
+        backward_bytes=tracker.peak_bytes - live,
         forward_sent_bytes=forward_sent.total_bytes,
         backward_sent_bytes=backward_sent.total_bytes,
     )
