@@ -1,0 +1,141 @@
+"""What a table of costs is of: the model, the grid, the machine; and whether a run is alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_paradyse import __version__
+from megatron_paradyse.errors import UserError
+
+MASKS = ("causal", "bidirectional")
+DEVICE_KINDS = ("cpu", "cuda")
+SOURCES = ("measured", "stand-in", "simulated")
+# Two devices of one name may differ by what driver and firmware reserve.
+MEMORY_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The transformer whose layer was measured; sizes are of the whole model, not of a rank."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    gated: bool
+    vocab_size: int  # as padded for the grid
+    normalization: str  # "layernorm", "rmsnorm"
+    biases: bool
+    position_embedding: str  # "rope", "learned", "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of device, and how many of them the grid and its replicas used."""
+
+    name: str
+    kind: str  # "cpu" or "cuda"
+    memory_bytes: int  # of one device
+    num_devices: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """All that the costs depend on.
+
+    source: "measured" on the grid itself; "stand-in", one device in the place of rank r of p, with
+        communication from a model; "simulated", without a device.
+    versions: library name -> version.
+    date: ISO 8601.
+    """
+
+    model: ModelShape
+    p: int
+    dtype: str  # "float32", "bfloat16", "float16"
+    attention_mask: str
+    attention_kernel: str
+    hardware: Hardware
+    interconnect: str
+    versions: Mapping[str, str]
+    source: str
+    date: str
+    package_version: str = field(default=__version__)
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("attention_mask", self.attention_mask, MASKS),
+            ("hardware.kind", self.hardware.kind, DEVICE_KINDS),
+            ("source", self.source, SOURCES),
+        ):
+            if value not in choices:
+                raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r:.60}")
+        for name, count in _counts(self):
+            if count < 1:
+                raise UserError(f"{name} must be at least 1, got {count!r:.40}")
+
+
+def _counts(d: Description) -> Iterator[tuple[str, int]]:
+    yield "p", d.p
+    for part, values in (("model", d.model), ("hardware", d.hardware)):
+        for f in dataclasses.fields(values):
+            value = getattr(values, f.name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                yield f"{part}.{f.name}", value
+
+
+def differences(of_file: Description, of_run: Description) -> list[str]:
+    """What differs and would make the file's costs wrong for the run, as "key: file, run"."""
+    ours, theirs = _comparable(of_file), _comparable(of_run)
+    found = []
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        mine, other = ours.get(key, "none"), theirs.get(key, "none")
+        if key == "hardware.memory_bytes" and _close(mine, other):
+            continue
+        if mine != other:
+            found.append(f"{key}: {mine} in the file, {other} in the run")
+    return found
+
+
+def _comparable(d: Description) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in dataclasses.asdict(d).items():
+        if key in ("source", "date", "package_version"):
+            continue
+        if isinstance(value, dict):
+            values |= {f"{key}.{inner}": value[inner] for inner in value}
+        else:
+            values[key] = value
+    return values
+
+
+def _close(a: Any, b: Any) -> bool:
+    return abs(a - b) <= MEMORY_TOLERANCE * max(a, b)
+
+
+def check_compatible(
+    of_file: Description, of_run: Description, *, accept: bool = False
+) -> list[str]:
+    """Warnings to log and report, or UserError with everything that differs in one line.
+
+    accept: the user knows; the differences become warnings.
+    """
+    found = differences(of_file, of_run)
+    if found and not accept:
+        raise UserError(
+            f"these costs are not of this run: {'; '.join(found)}: profile this configuration, "
+            "or accept the difference knowingly"
+        )
+    warnings = [f"costs of another configuration accepted: {fault}" for fault in found]
+    if of_file.source != "measured":
+        warnings.append(f"costs are {of_file.source}, not measured on this machine")
+    if of_file.package_version != of_run.package_version:
+        warnings.append(
+            f"costs are from megatron_paradyse {of_file.package_version}, "
+            f"this is {of_run.package_version}"
+        )
+    return warnings

@@ -1,0 +1,181 @@
+"""A table of costs: what was measured (or simulated) per strategy, operation, length and batch.
+
+Legend: s sequence length in tokens, b sequences per microbatch, p ranks of the grid. All numbers
+are of one rank, the slowest or largest of the grid.
+
+The operations of a layer are "attention" and "mlp", each with its norm and residual left out, and
+"layer", both together, as a check of their sum. "embedding" and "head" (final norm, output layer
+and loss) belong to the pseudo-strategy "model".
+
+What an operation costs, forward and backward:
+
+    forward_seconds   backward_seconds
+    kept_bytes        live after the forward less live before it; its output is included, because
+                      the next operation keeps it as its input
+    forward_bytes     peak during the forward less live after it
+    backward_bytes    peak during the backward less live at its start without the incoming
+                      gradient: gradients of output and input are included, and all workspace
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+from megatron_paradyse.costs.description import Description
+from megatron_paradyse.errors import UserError
+
+ATTENTION, MLP, LAYER = "attention", "mlp", "layer"
+LAYER_OPERATIONS = (ATTENTION, MLP, LAYER)
+MODEL = "model"  # the pseudo-strategy of the parts that no strategy changes
+EMBEDDING, HEAD = "embedding", "head"
+MODEL_OPERATIONS = (EMBEDDING, HEAD)
+
+TIME_QUANTITIES = ("forward_seconds", "backward_seconds")
+BYTE_QUANTITIES = ("kept_bytes", "forward_bytes", "backward_bytes")
+QUANTITIES = TIME_QUANTITIES + BYTE_QUANTITIES
+
+OK, OOM, UNSUPPORTED = "ok", "oom", "unsupported: "
+
+MAX_NAME = 100  # characters of a strategy
+MAX_STATUS = 500
+MAX_SEQ_LENGTH = 1 << 40
+MAX_BATCH_SIZE = 1 << 20
+MAX_QUANTITY = 1e18
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCosts:
+    """The five quantities of one operation, as measured or as predicted."""
+
+    forward_seconds: float
+    backward_seconds: float
+    kept_bytes: float
+    forward_bytes: float
+    backward_bytes: float
+
+    @property
+    def time_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One operation of one strategy at one (s, b); quantities are zero unless status is "ok".
+
+    status: "ok", "oom", or "unsupported: " and the reason.
+    """
+
+    strategy: str  # as plans write it: "ulysses_z", "metp+recompute"; or "model"
+    operation: str
+    seq_length: int
+    batch_size: int
+    status: str = OK
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    kept_bytes: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        fault = self._fault()
+        if fault:
+            raise UserError(
+                f"measurement of {self.strategy!r:.60} {self.operation!r:.40} at "
+                f"s={self.seq_length!r:.30}, b={self.batch_size!r:.30}: {fault}: measure it again"
+            )
+
+    def _fault(self) -> str | None:
+        operations = MODEL_OPERATIONS if self.strategy == MODEL else LAYER_OPERATIONS
+        if not 0 < len(self.strategy) <= MAX_NAME or not self.strategy.isprintable():
+            return f"a strategy's name has 1 to {MAX_NAME} printable characters"
+        if self.operation not in operations:
+            return f"operation must be one of {', '.join(operations)}"
+        if not 1 <= self.seq_length <= MAX_SEQ_LENGTH:
+            return f"seq_length must lie in [1, {MAX_SEQ_LENGTH}]"
+        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
+            return f"batch_size must lie in [1, {MAX_BATCH_SIZE}]"
+        known = self.status in (OK, OOM) or self.status.startswith(UNSUPPORTED)
+        if not known or len(self.status) > MAX_STATUS:
+            return f'status must be "ok", "oom" or "unsupported: REASON", got {self.status!r:.60}'
+        for name in QUANTITIES:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and 0 <= value <= MAX_QUANTITY):
+                return f"{name} must lie in [0, {MAX_QUANTITY:g}], got {value!r:.40}"
+            if value and self.status != OK:
+                return f'{name} must be 0 where status is not "ok", got {value!r:.40}'
+        if self.status == OK and not self.forward_seconds > 0:
+            return "forward_seconds must be above 0"
+        return None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == OK
+
+    @property
+    def time_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def costs(self) -> OperationCosts:
+        return OperationCosts(*(getattr(self, name) for name in QUANTITIES))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a microbatch does not change, of one rank.
+
+    static_bytes: parameters, gradients and optimizer state.
+    """
+
+    static_bytes: float
+    optimizer_seconds: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and 0 <= value <= MAX_QUANTITY):
+                raise UserError(
+                    f"constant {field.name} must lie in [0, {MAX_QUANTITY:g}], got {value!r:.40}"
+                )
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """What was measured, of what, on what."""
+
+    description: Description
+    measurements: tuple[Measurement, ...]
+    constants: Constants
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measurements", tuple(self.measurements))
+        seen = set()
+        for m in self.measurements:
+            key = (m.strategy, m.operation, m.seq_length, m.batch_size)
+            if key in seen:
+                raise UserError(
+                    f"{m.strategy} {m.operation} at s={m.seq_length}, b={m.batch_size} is in the "
+                    "table twice: keep one"
+                )
+            seen.add(key)
+
+    def groups(self) -> Iterator[tuple[str, str, tuple[Measurement, ...]]]:
+        """(strategy, operation, measurements with status ok) in the table's order."""
+        groups: dict[tuple[str, str], list[Measurement]] = {}
+        for m in self.measurements:
+            ok = groups.setdefault((m.strategy, m.operation), [])
+            if m.is_ok:
+                ok.append(m)
+        for (strategy, operation), ok in groups.items():
+            yield strategy, operation, tuple(ok)
+
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths at which anything was measured, ascending."""
+        return tuple(sorted({m.seq_length for m in self.measurements if m.is_ok}))
+
+    def only(self, keep: Callable[[Measurement], bool]) -> CostTable:
+        """The same table with the measurements for which keep(measurement) holds."""
+        kept = tuple(m for m in self.measurements if keep(m))
+        return CostTable(self.description, kept, self.constants)
