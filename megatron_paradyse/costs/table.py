@@ -127,10 +127,14 @@ class Constants:
     """What a microbatch does not change, of one rank.
 
     static_bytes: parameters, gradients and optimizer state.
+    optimizer_seconds: an iteration without its microbatches: gradients made whole and zeroed, the
+        step, the reduced loss.
+    optimizer_bytes: the peak of that above static_bytes.
     """
 
     static_bytes: float
     optimizer_seconds: float
+    optimizer_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

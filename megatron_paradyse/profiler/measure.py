@@ -26,24 +26,32 @@ class MeasuredBytes:
     backward_bytes: float
 
 
-def measure_bytes(operation: Operation, meter: Meter) -> MeasuredBytes:
-    """One forward and backward under the meter; the largest of any rank."""
+def measure_bytes(operation: Operation, meter: Meter) -> tuple[MeasuredBytes, tuple[float, float]]:
+    """One forward and backward under the meter: bytes and seconds, the largest of any rank.
+
+    The seconds hold those of the meter.
+    """
     with meter:
         x = operation.make_input()
         before = meter.live_bytes
         meter.reset_peak()
+        marks = [_mark()]
         output, held = operation.forward(x)
         del x  # from here on it lives only if the operation keeps it
+        marks.append(_mark())
         after = meter.live_bytes
         forward_peak = meter.peak_bytes
         scalar = Sink.apply(output)
         del output
         meter.reset_peak()
         scalar.backward()
+        marks.append(_mark())
         backward_peak = meter.peak_bytes
         del scalar, held
     measured = [after - before, forward_peak - after, backward_peak - after]
-    return MeasuredBytes(*(max(0.0, value) for value in largest_over_ranks(measured)))
+    seconds = [_seconds(*marks[:2]), _seconds(*marks[1:])]
+    largest = [max(0.0, value) for value in largest_over_ranks([*measured, *seconds])]
+    return MeasuredBytes(*largest[:3]), (largest[3], largest[4])
 
 
 def measure_seconds(operation: Operation, *, bound_seconds: float) -> tuple[float, float]:
@@ -62,6 +70,13 @@ def measure_seconds(operation: Operation, *, bound_seconds: float) -> tuple[floa
     seconds += [_timed(operation) for _ in range(repetitions - len(seconds))]
     slowest = largest_over_ranks([value for pair in seconds for value in pair])
     return statistics.median(slowest[::2]), statistics.median(slowest[1::2])
+
+
+def timed_over_ranks(operation: Operation) -> tuple[float, float]:
+    """Forward and backward seconds of one run, the slowest rank's, without a warm-up."""
+    torch.distributed.barrier(group=mpu.get_tensor_model_parallel_group())
+    forward, backward = largest_over_ranks(_timed(operation))
+    return forward, backward
 
 
 def _timed(operation: Operation) -> tuple[float, float]:

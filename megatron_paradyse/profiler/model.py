@@ -97,17 +97,20 @@ def build_and_measure(num_layers: int, meter: Meter) -> tuple[ProfiledModel, Con
         more = num_layers - 1
         constants = [a + more * max(0.0, b - a) for a, b in zip(one, two, strict=True)]
     largest = largest_over_ranks(constants)
-    return model, Constants(static_bytes=largest[0], optimizer_seconds=largest[1])
+    return model, Constants(*largest)
 
 
-def _built(num_layers: int, meter: Meter) -> tuple[ProfiledModel, tuple[float, float]]:
-    """A model, its bytes with gradients and optimizer states, and the seconds of a step."""
+def _built(num_layers: int, meter: Meter) -> tuple[ProfiledModel, tuple[float, float, float]]:
+    """A model, and as if it were the whole: static_bytes, optimizer_seconds, optimizer_bytes."""
     with meter:
         before = meter.live_bytes
         model = build_model(num_layers)
         step_without_microbatches(model)  # makes the optimizer's states
         gc.collect()
         static_bytes = meter.live_bytes - before
+        meter.reset_peak()
+        step_without_microbatches(model)
+        optimizer_bytes = meter.peak_bytes - before - static_bytes
     seconds = []
     for _ in range(OPTIMIZER_STEPS):
         torch.distributed.barrier()
@@ -115,7 +118,7 @@ def _built(num_layers: int, meter: Meter) -> tuple[ProfiledModel, tuple[float, f
         step_without_microbatches(model)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return model, (static_bytes, statistics.median(seconds))
+    return model, (static_bytes, statistics.median(seconds), optimizer_bytes)
 
 
 def step_without_microbatches(model: ProfiledModel) -> None:

@@ -67,7 +67,7 @@ class Operations:
         args = get_args()
         args.seq_length, args.micro_batch_size = seq_length, batch_size
         self._anchor = torch.zeros((), requires_grad=True)
-        self._raw = _raw_batch(seq_length, batch_size)
+        self._raw = raw_batch(seq_length, batch_size)
         self._batch = read_batch(iter([self._raw]))
         with torch.no_grad():
             self._layer_kwargs = self._until_first_layer(self._batch)
@@ -155,7 +155,7 @@ def _as_in_a_block(config) -> Iterator[None]:
         yield
 
 
-def _raw_batch(seq_length: int, batch_size: int) -> dict[str, Tensor]:
+def raw_batch(seq_length: int, batch_size: int) -> dict[str, Tensor]:
     """A microbatch as the data loader gives it, of random tokens without padding."""
     args = get_args()
     generator = torch.Generator().manual_seed(seq_length)

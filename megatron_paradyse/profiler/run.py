@@ -25,6 +25,7 @@ from megatron_paradyse.costs.table import (
 from megatron_paradyse.strategies import RECOMPUTE, parse_strategy_name, strategy_names
 
 SECONDS_PER_POINT = 0.3
+LONG_ENOUGH_SECONDS = 1.5  # the meter's own time, below 0.1 ms per kernel, then no longer counts
 
 Report = Callable[[dict], None]
 
@@ -127,8 +128,8 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
         journal.constants = constants
     note = agreement.first(take_note(output) if rank == 0 else None)
     if note is not None:
-        point, status = note
-        journal.add(Measurement(*point, status))
+        (strategy, operation, s, b), status = note
+        journal.add(Measurement(strategy, operation, s, b, status))
     runner = Runner(model, meter, journal, agreement, options)
     todo = list(points(lengths, options.batch_sizes, strategies))
     total = sum(point.weight for point in todo)
@@ -244,13 +245,15 @@ class Runner:
                 self._operations = Operations(self._model, *at)
             self._at = at
         operation = self._operations.get(point.operation, point.strategy)
-        found = measure_bytes(operation, self._meter)
+        found, found_seconds = measure_bytes(operation, self._meter)
         peak = found.kept_bytes + max(found.forward_bytes, found.backward_bytes)
         if self._meter.live_bytes + peak > self._budget_bytes:  # a CPU only emulates its budget
             return Measurement(*point.key, status=OOM)
-        forward, backward = measure_seconds(
-            operation, bound_seconds=self._options.seconds_per_point
-        )
+        forward, backward = found_seconds
+        if forward + backward < LONG_ENOUGH_SECONDS:
+            forward, backward = measure_seconds(
+                operation, bound_seconds=self._options.seconds_per_point
+            )
         return Measurement(
             *point.key,
             forward_seconds=forward,
