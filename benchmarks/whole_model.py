@@ -36,10 +36,10 @@ NUM_LENGTHS = 20
 
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="timed iterations of each plan")
-    parser.add_argument("--plans", type=int, default=5, help="plans at each length")
+    parser.add_argument("--rounds", type=int, default=3, help="timed iterations of each plan")
+    parser.add_argument("--plans", type=int, default=4, help="plans at each length")
     arguments = parser.parse_args()
-    lengths = [512, 2048] if arguments.quick else _log_spaced(128, 4096, NUM_LENGTHS)
+    lengths = [128, 512] if arguments.quick else _log_spaced(128, 3072, NUM_LENGTHS)
     task = {"lengths": lengths, "rounds": arguments.rounds, "plans": arguments.plans}
     if arguments.quick:
         task |= {"rounds": 2, "plans": 2}

@@ -32,6 +32,11 @@ COMMANDS = {
         "megatron_paradyse.profiler.commands:profile",
         "Measure what every strategy costs on this machine.",
     ),
+    "fit": ("megatron_paradyse.costs.commands:fit", "Fit cost models to a profile."),
+    "accuracy": (
+        "megatron_paradyse.costs.commands:accuracy",
+        "Say how wrong the cost models are.",
+    ),
 }
 
 

@@ -6,6 +6,7 @@ reset_peak(). A GPU's meter sees everything always.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+SETTLE_STEPS, SETTLE_SECONDS, SETTLED_AFTER = 50, 0.001, 4
 
 
 class LiveBytes(TorchDispatchMode):
@@ -29,6 +32,17 @@ class LiveBytes(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
+
+    def settled_bytes(self) -> int:
+        """live_bytes, once gloo's threads have let go of the buffers of collectives that ended."""
+        unchanged, last = 0, self.live_bytes
+        for _ in range(SETTLE_STEPS):
+            time.sleep(SETTLE_SECONDS)
+            unchanged = unchanged + 1 if self.live_bytes == last else 0
+            last = self.live_bytes
+            if unchanged == SETTLED_AFTER:
+                break
+        return last
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -62,6 +76,10 @@ class AllocatedBytes:
     @property
     def live_bytes(self) -> int:
         return torch.cuda.memory_stats().get("allocated_bytes.all.current", 0)
+
+    def settled_bytes(self) -> int:
+        torch.cuda.synchronize()
+        return self.live_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
+from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config, unwrap_model
@@ -83,10 +84,13 @@ def build_model(num_layers: int) -> ProfiledModel:
     return ProfiledModel(chunks, optimizer, scheduler, policy)
 
 
-def build_and_measure(num_layers: int, meter: Meter) -> tuple[ProfiledModel, Constants]:
+def build_and_measure(
+    num_layers: int, meter: Meter, *, longest_tokens: int
+) -> tuple[ProfiledModel, Constants]:
     """A model of at most two layers, and the constants of one with num_layers.
 
-    All ranks must call it. The constants are the largest of any rank's.
+    longest_tokens: s b of the longest microbatch. All ranks must call it. The constants are the
+    largest of any rank's.
     """
     model, one = _built(1, meter)
     constants = [*one]
@@ -96,6 +100,10 @@ def build_and_measure(num_layers: int, meter: Meter) -> tuple[ProfiledModel, Con
         model, two = _built(2, meter)
         more = num_layers - 1
         constants = [a + more * max(0.0, b - a) for a, b in zip(one, two, strict=True)]
+    with meter:
+        before = meter.live_bytes
+        grow_gather_buffer(model, longest_tokens)
+        constants[0] += meter.live_bytes - before + tied_gradient_bytes(model)
     largest = largest_over_ranks(constants)
     return model, Constants(*largest)
 
@@ -119,6 +127,23 @@ def _built(num_layers: int, meter: Meter) -> tuple[ProfiledModel, tuple[float, f
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return model, (static_bytes, statistics.median(seconds), optimizer_bytes)
+
+
+def grow_gather_buffer(model: ProfiledModel, tokens: int) -> None:
+    """Make the buffer into which Megatron's linears gather [s, b, h], kept from then on."""
+    if not model.config.sequence_parallel or mpu.get_tensor_model_parallel_world_size() == 1:
+        return
+    shape = [tokens, model.config.hidden_size]
+    get_global_memory_buffer().get_tensor(shape, get_args().params_dtype, "mpu")
+
+
+def tied_gradient_bytes(model: ProfiledModel) -> int:
+    """What the output layer's gradient takes while it waits for that of the tied embedding."""
+    if not model.gpt.share_embeddings_and_output_weights:
+        return 0
+    if model.config.gradient_accumulation_fusion:  # then it goes into main_grad at once
+        return 0
+    return model.gpt.shared_embedding_or_output_weight().nbytes
 
 
 def step_without_microbatches(model: ProfiledModel) -> None:

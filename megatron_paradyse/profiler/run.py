@@ -119,11 +119,13 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     agreement = Agreement(wait_seconds=options.agree_seconds)
     output = Path(options.output)
     rank = int(os.environ["RANK"])
-    journal = Journal(output, describe(num_layers), {"flags": " ".join(flags)})
+    journal = Journal(output, describe(num_layers))
     torch_barrier()
     meter = make_meter()
     report({"text": "building the model"})
-    model, constants = build_and_measure(num_layers, meter)
+    model, constants = build_and_measure(
+        num_layers, meter, longest_tokens=max(lengths) * max(options.batch_sizes)
+    )
     if journal.constants is None:
         journal.constants = constants
     note = agreement.first(take_note(output) if rank == 0 else None)
@@ -139,17 +141,14 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
         if agreement.first(bool(late)):
             report({"text": f"budget of {options.budget_seconds:g} s spent; run again to go on"})
             break
-        resumed = point.key in journal
-        if not resumed:
-            journal.add(runner.run(point))
+        measurement = journal.get(point.key)
+        resumed = measurement is not None
+        if measurement is None:
+            measurement = runner.run(point)
+            journal.add(measurement)
             if rank == 0:
                 journal.save()
         done += point.weight
-        measurement = next(
-            m
-            for m in journal.of(point.strategy, point.operation, point.batch_size)
-            if m.seq_length == point.seq_length
-        )
         report(
             {
                 "number": number,

@@ -1,0 +1,107 @@
+"""`megatron-paradyse fit` and `accuracy`: options and what they print."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from megatron_paradyse.units import format_count
+
+# Written out here, because help must not import numpy; a test compares.
+MODELS = ("hybrid", "paper")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+
+
+@click.command(short_help="Fit cost models to a profile.")
+@click.argument("table", metavar="FILE")
+@click.option("-o", "--output", required=True, metavar="FILE", help="Write the cost file here.")
+@click.option(
+    "--model",
+    type=click.Choice(MODELS),
+    default="hybrid",
+    show_default=True,
+    help="hybrid: this package's; paper: the published one.",
+)
+@json_option
+def fit(table: str, output: str, model: str, as_json: bool) -> None:
+    """Fit a model to the measurements in FILE (a profile or a cost file).
+
+    The output holds the same measurements and the fitted model; it may be FILE itself.
+    """
+    from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+    from megatron_paradyse.costs.fitting import fit_table, unfitted
+
+    measured = read_cost_file(table).table
+    fitted = fit_table(measured, model)
+    left_out = unfitted(measured)
+    write_cost_file(output, measured, fitted)
+    if as_json:
+        operations = [
+            {
+                "strategy": f.strategy,
+                "operation": f.operation,
+                "min_length": f.min_length,
+                "max_length": f.max_length,
+            }
+            for f in fitted.fits
+        ]
+        values = {"output": output, "model": model, "operations": operations}
+        click.echo(json.dumps({**values, "left_out": left_out}))
+        return
+    d = measured.description
+    click.echo(f"costs {d.source} on {d.hardware.name}, p={d.p}, {d.dtype}, {d.date}")
+    for f in fitted.fits:
+        longest = fitted.operation(f.strategy, f.operation, f.max_length)
+        click.echo(
+            f"  {f.strategy} {f.operation}: {format_count(f.min_length)} to "
+            f"{format_count(f.max_length)} tokens, at the longest "
+            f"{1e3 * longest.time_seconds:.4g} ms, {longest.kept_bytes / 2**20:.4g} MiB kept"
+        )
+    for line in left_out:
+        click.echo(f"  not fitted: {line}")
+    click.echo(f"{model} model of {len(fitted.fits)} operations written to {output}")
+
+
+@click.command(short_help="Say how wrong the cost models are.")
+@click.argument("table", metavar="FILE")
+@click.option("--held-out", metavar="FILE", help="Ask for the lengths of this other profile.")
+@click.option("--plot", metavar="FILE", help="Draw the errors (.png, .svg or .pdf).")
+@click.option("--details", is_flag=True, help="Every strategy, operation and quantity.")
+@json_option
+def accuracy(
+    table: str, held_out: str | None, plot: str | None, details: bool, as_json: bool
+) -> None:
+    """Fit both models to parts of FILE and compare them with what they did not see.
+
+    Without --held-out: each interior length is left out in turn, and the longest lengths are
+    predicted from those that are 2 and 4 times shorter.
+    """
+    from megatron_paradyse.costs.accuracy import measure_accuracy, to_json_values
+    from megatron_paradyse.costs.accuracy_report import (
+        detail_table,
+        plot_accuracy,
+        summary_table,
+    )
+    from megatron_paradyse.costs.cost_file import read_cost_file
+    from megatron_paradyse.costs.description import check_compatible
+
+    measured = read_cost_file(table).table
+    other = None if held_out is None else read_cost_file(held_out).table
+    if other is not None:
+        check_compatible(measured.description, other.description)
+    errors = measure_accuracy(measured, other)
+    if plot is not None:
+        plot_accuracy(errors, plot, description=measured.description)
+    d = measured.description
+    if as_json:
+        origin = {"source": d.source, "hardware": d.hardware.name, "date": d.date}
+        click.echo(json.dumps({**origin, **to_json_values(errors)}))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if details:
+        console.print(detail_table(errors))
+    console.print(summary_table(errors))
+    console.print(f"costs {d.source} on {d.hardware.name}, p={d.p}, {d.dtype}, {d.date}")

@@ -1,0 +1,213 @@
+"""The cost file: JSON with what was measured, of what, and the models fitted to it.
+
+    schema_version   1; any other is refused
+    description      see description.py
+    constants        see table.py
+    measurements     see table.py; a measurement that is not "ok" has no quantities
+    model            null, or {kind, operations}: see fit_values.py
+
+Written all or nothing. Read as if an enemy had written it: nothing is executed, sizes are bounded,
+and whatever is wrong ends as one line with the file, the key and the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_paradyse.costs.description import Description, Hardware, ModelShape
+from megatron_paradyse.costs.fit_values import read_model, write_model
+from megatron_paradyse.costs.model import CostModel
+from megatron_paradyse.costs.strict import (
+    ContentError,
+    check_array,
+    check_fields,
+    check_integer,
+    check_keys,
+    check_number,
+    check_text,
+    load_json,
+)
+from megatron_paradyse.costs.table import (
+    MAX_BATCH_SIZE,
+    MAX_QUANTITY,
+    MAX_SEQ_LENGTH,
+    OK,
+    QUANTITIES,
+    Constants,
+    CostTable,
+    Measurement,
+)
+from megatron_paradyse.errors import UserError
+
+SCHEMA_VERSION = 1
+MAX_FILE_BYTES = 8 << 20
+MAX_MEASUREMENTS = 20_000
+MAX_VERSIONS = 50
+REMEDY = "make it again with megatron-paradyse profile, then fit"
+KEYS = ("schema_version", "description", "constants", "measurements", "model")
+POINT_KEYS = ("strategy", "operation", "seq_length", "batch_size", "status")
+
+
+@dataclass(frozen=True)
+class CostFile:
+    """A cost file that was read; fingerprint: SHA-256 of its bytes, for ranks to compare."""
+
+    path: str
+    table: CostTable
+    model: CostModel | None
+    fingerprint: str
+
+    def require_model(self) -> CostModel:
+        if self.model is None:
+            raise UserError(
+                f"{self.path} holds measurements but no fitted model: "
+                f"run megatron-paradyse fit {self.path} -o {self.path}"
+            )
+        return self.model
+
+
+def read_cost_file(path: str | os.PathLike[str]) -> CostFile:
+    """Read and check a cost file; UserError, one line, for whatever is wrong with it."""
+    path = os.fspath(path)
+    values, content = load_json(path, max_bytes=MAX_FILE_BYTES, remedy=REMEDY)
+    try:
+        if isinstance(values, dict) and "schema_version" in values:
+            _check_version(values["schema_version"])
+        check_keys(values, "the file", KEYS)
+        table = _read_table(values)
+        model = None if values["model"] is None else read_model(values["model"], table)
+    except (ContentError, UserError) as error:
+        raise UserError(f"{path}: {error}: {REMEDY}") from error
+    return CostFile(path, table, model, hashlib.sha256(content).hexdigest())
+
+
+def write_cost_file(
+    path: str | os.PathLike[str], table: CostTable, model: CostModel | None = None
+) -> None:
+    """Write a cost file under a temporary name, sync it, and give it its name."""
+    path = os.fspath(path)
+    text = _to_json(table, model)
+    if len(text) > MAX_FILE_BYTES or len(table.measurements) > MAX_MEASUREMENTS:
+        raise UserError(
+            f"{path}: {len(table.measurements)} measurements are more than a cost file holds "
+            f"({MAX_MEASUREMENTS}, {MAX_FILE_BYTES >> 20} MiB): profile fewer lengths or strategies"
+        )
+    with _all_or_nothing(path) as temporary, open(temporary, "x", encoding="ascii") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+@contextlib.contextmanager
+def _all_or_nothing(path: str) -> Iterator[str]:
+    folder, name = os.path.split(path)
+    if not name or os.path.isdir(path):
+        raise UserError(f"{path or 'an empty path'} is a folder: give the name of a file")
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    # The name itself must survive a crash; some file systems cannot sync a folder.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder or ".", os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _to_json(table: CostTable, model: CostModel | None) -> str:
+    """JSON with a line for each measurement and each fitted operation."""
+
+    def lines(items: list[dict[str, Any]]) -> str:
+        return "[\n" + ",\n".join(json.dumps(item, allow_nan=False) for item in items) + "\n]"
+
+    points = []
+    for m in table.measurements:
+        names = (*POINT_KEYS, *(QUANTITIES if m.is_ok else ()))
+        points.append({name: _short(getattr(m, name)) for name in names})
+    model_text = "null"
+    if model is not None:
+        values = write_model(model)
+        model_text = f'{{"kind": "{values["kind"]}", "operations": {lines(values["operations"])}}}'
+    return (
+        f'{{"schema_version": {SCHEMA_VERSION},\n'
+        f'"description": {json.dumps(_plain(table.description), indent=1)},\n'
+        f'"constants": {json.dumps(_plain(table.constants))},\n'
+        f'"measurements": {lines(points)},\n"model": {model_text}}}\n'
+    )
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    for name, inner in values.items():
+        if dataclasses.is_dataclass(inner):
+            values[name] = _plain(inner)
+        elif isinstance(inner, Mapping):
+            values[name] = dict(inner)
+    return values
+
+
+def _short(value: Any) -> Any:
+    """Whole numbers without a fraction: bytes."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _check_version(version: Any) -> None:
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise ContentError(f"schema_version must be {SCHEMA_VERSION}, got {version!r:.40}")
+
+
+def _read_table(values: dict[str, Any]) -> CostTable:
+    constants = check_keys(
+        values["constants"], "constants", tuple(f.name for f in dataclasses.fields(Constants))
+    )
+    for key, value in constants.items():
+        check_number(value, f"constants.{key}", low=0, high=MAX_QUANTITY)
+    points = check_array(values["measurements"], "measurements", max_items=MAX_MEASUREMENTS)
+    return CostTable(
+        _read_description(values["description"]),
+        tuple(_read_measurement(point, f"measurements[{i}]") for i, point in enumerate(points)),
+        Constants(**constants),
+    )
+
+
+def _read_description(value: Any) -> Description:
+    values = dict(check_fields(Description, value, "description"))
+    values["model"] = ModelShape(**check_fields(ModelShape, values["model"], "description.model"))
+    values["hardware"] = Hardware(
+        **check_fields(Hardware, values["hardware"], "description.hardware")
+    )
+    versions = values["versions"]
+    if not isinstance(versions, dict) or len(versions) > MAX_VERSIONS:
+        raise ContentError(f"description.versions must be an object of at most {MAX_VERSIONS} keys")
+    for key, version in versions.items():
+        check_text(key, "a key of description.versions")
+        check_text(version, f"description.versions.{key}")
+    return Description(**values)
+
+
+def _read_measurement(value: Any, where: str) -> Measurement:
+    is_ok = isinstance(value, dict) and value.get("status") == OK
+    check_keys(value, where, POINT_KEYS + QUANTITIES if is_ok else POINT_KEYS)
+    for key in ("strategy", "operation", "status"):
+        check_text(value[key], f"{where}.{key}")
+    check_integer(value["seq_length"], f"{where}.seq_length", low=1, high=MAX_SEQ_LENGTH)
+    check_integer(value["batch_size"], f"{where}.batch_size", low=1, high=MAX_BATCH_SIZE)
+    if is_ok:
+        for key in QUANTITIES:
+            check_number(value[key], f"{where}.{key}", low=0, high=MAX_QUANTITY)
+    return Measurement(**value)

@@ -1,0 +1,134 @@
+"""Evaluates all fits of a model at one (s, b) at once, as a handful of array operations.
+
+A row per (strategy, operation, quantity), in the order of QUANTITIES within each operation. What
+depends on b alone is prepared once per batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_paradyse.costs.forest import StepTable, nearest
+from megatron_paradyse.costs.hybrid import HybridFit, fade
+from megatron_paradyse.costs.laws import NUM_TERMS, Array
+from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
+from megatron_paradyse.costs.table import QUANTITIES
+
+NUM_QUANTITIES = len(QUANTITIES)
+KEPT, FORWARD, BACKWARD = (
+    QUANTITIES.index(name) for name in ("kept_bytes", "forward_bytes", "backward_bytes")
+)
+
+
+class HybridEvaluation:
+    """All hybrid fits at one batch size; see hybrid.py for what is computed."""
+
+    def __init__(
+        self, fits: Sequence[HybridFit], max_lengths: Sequence[int], batch_size: int
+    ) -> None:
+        b = batch_size
+        num_pieces = max((len(fit.law.pieces) for fit in fits), default=0) or 1
+        laws = np.zeros((len(fits), num_pieces, NUM_TERMS))
+        for row, fit in enumerate(fits):
+            for i, piece in enumerate(fit.law.pieces):
+                laws[row, i] = piece
+        # [fits, pieces, terms] -> coefficients of 1, s, s^2 at this b
+        laws[:, :, 0] += b * laws[:, :, 1]
+        self._laws = np.ascontiguousarray(laws[:, :, [0, 2, 3]] * (1.0, b, b))
+        self._max_lengths = np.array(max_lengths, dtype=float)
+        self._corrected = np.array(
+            [row for row, fit in enumerate(fits) if fit.factors is not None], dtype=int
+        )
+        tables = [fits[row].factors for row in self._corrected]
+        self._steps = _Steps([table for table in tables if table is not None], batch_size)
+        floors = np.zeros_like(self._steps.values)
+        self._tops = np.zeros(len(tables))
+        for i, row in enumerate(self._corrected):
+            law, values = fits[row].law, self._steps.values[i]
+            for k, edge in enumerate(self._steps.edges[i]):
+                if np.isfinite(edge):
+                    floors[i, k + 1] = max(floors[i, k], law(edge, b) * values[k])
+            self._tops[i] = max(
+                floors[i, self._steps.index(self._max_lengths[row])[i]],
+                law(max_lengths[row], b) * values[self._steps.index(self._max_lengths[row])[i]],
+            )
+        self._floors = floors
+
+    def __call__(self, seq_length: float) -> Array:
+        s = float(seq_length)
+        values = (self._laws @ np.array((1.0, s, s * s))).max(axis=1)
+        rows = self._corrected
+        if len(rows):
+            k = self._steps.index(s)
+            factors, floors = self._steps.at(k), self._floors[self._steps.rows, k]
+            beyond = s > self._max_lengths[rows]
+            if beyond.any():
+                left = np.clip(1.0 - np.log2(s / self._max_lengths[rows]), 0.0, 1.0)
+                factors = 1.0 + (factors - 1.0) * left
+                floors = np.where(beyond, self._tops, floors)
+            values[rows] = np.maximum(values[rows] * factors, floors)
+        table = values.reshape(-1, NUM_QUANTITIES)
+        table[:, FORWARD:] -= table[:, KEPT, None]
+        return np.maximum(table, 0.0)
+
+
+class PaperEvaluation:
+    """All published fits at one batch size; see paper.py for what is computed."""
+
+    def __init__(
+        self, fits: Sequence[PaperFit], max_lengths: Sequence[int], batch_size: int
+    ) -> None:
+        self._steps = _Steps([fit.values for fit in fits], batch_size)
+        self._max_lengths = np.array(max_lengths, dtype=float)
+        self._polynomials = np.zeros((len(fits), MAX_ORDER + 1))
+        self._scale = np.ones(len(fits))
+        for row, fit in enumerate(fits):
+            i = nearest(fit.values.batch_sizes, batch_size)
+            self._polynomials[row, : len(fit.polynomials[i])] = fit.polynomials[i]
+            self._scale[row] = batch_size / fit.values.batch_sizes[i]
+
+    def __call__(self, seq_length: float) -> Array:
+        s = float(seq_length)
+        inside = self._steps.at(self._steps.index(s))
+        values = np.where(
+            s <= self._max_lengths, inside, self._polynomials @ np.array((1.0, s, s * s, s**3))
+        )
+        return np.maximum(values * self._scale, 0.0).reshape(-1, NUM_QUANTITIES)
+
+
+class _Steps:
+    """Step tables side by side at one batch size, padded to the longest."""
+
+    def __init__(self, tables: Sequence[StepTable], batch_size: int) -> None:
+        width = max((len(table.edges) for table in tables), default=0)
+        self.rows = np.arange(len(tables))
+        self.edges = np.full((len(tables), width), np.inf)
+        self.values = np.zeros((len(tables), width + 1))
+        for row, table in enumerate(tables):
+            values = table.rows[nearest(table.batch_sizes, batch_size)]
+            self.edges[row, : len(table.edges)] = table.edges
+            self.values[row, : len(values)] = values
+
+    def index(self, seq_length: float) -> np.ndarray:
+        return (self.edges <= seq_length).sum(axis=1)
+
+    def at(self, index: np.ndarray) -> Array:
+        return self.values[self.rows, index]
+
+
+def hybrid_value(fit: HybridFit, seq_length: float, batch_size: int, max_length: int) -> float:
+    """One hybrid fit at (s, b), step by step: what HybridEvaluation does, for tests and reports."""
+    value = fit.law(seq_length, batch_size)
+    if fit.factors is None:
+        return value
+    inside = min(seq_length, max_length)
+    shorter = [edge for edge in fit.factors.edges if edge <= inside]
+    row = fit.factors.rows[nearest(fit.factors.batch_sizes, batch_size)]
+    floor = max((fit.law(e, batch_size) * row[k] for k, e in enumerate(shorter)), default=0.0)
+    factor = row[len(shorter)]
+    if seq_length > max_length:
+        floor = max(floor, fit.law(max_length, batch_size) * factor)
+        factor = 1 + (factor - 1) * fade(seq_length, max_length)
+    return max(value * factor, floor)

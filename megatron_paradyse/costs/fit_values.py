@@ -1,0 +1,200 @@
+"""A fitted model as plain values of a cost file, and back, with everything checked.
+
+Per operation: strategy, operation, min_length, max_length (of the measurements that were fitted),
+and fits, by quantity:
+
+    hybrid   pieces   up to 3 arrays of 4 numbers >= 0: coefficients of 1, b, s b, s^2 b
+             factors  null, or a step table of 0.5 to 1.5
+             The fits of workspace are of its peak: forward_peak_bytes, backward_peak_bytes.
+    paper    values   a step table
+             polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
+
+A step table is {edges, batch_sizes, rows}: rows[i][k] holds at batch_sizes[i] for
+edges[k-1] <= s < edges[k].
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from megatron_paradyse.costs.forest import StepTable
+from megatron_paradyse.costs.hybrid import MAX_RESIDUAL, HybridFit
+from megatron_paradyse.costs.laws import MAX_PIECES, NUM_TERMS, Law
+from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
+from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
+from megatron_paradyse.costs.strict import (
+    ContentError,
+    check_array,
+    check_integer,
+    check_keys,
+    check_numbers,
+    check_text,
+)
+from megatron_paradyse.costs.table import (
+    MAX_BATCH_SIZE,
+    MAX_QUANTITY,
+    MAX_SEQ_LENGTH,
+    QUANTITIES,
+    CostTable,
+)
+
+MAX_OPERATIONS = 500
+MAX_EDGES = 500
+MAX_BATCH_SIZES = 32
+MAX_COEFFICIENT = 1e30
+OPERATION_KEYS = ("strategy", "operation", "min_length", "max_length", "fits")
+HYBRID_KEYS = (*QUANTITIES[:3], "forward_peak_bytes", "backward_peak_bytes")
+
+
+def write_model(model: CostModel) -> dict[str, Any]:
+    """The model as values for JSON."""
+    names = HYBRID_KEYS if model.kind == HYBRID else QUANTITIES
+    operations = [
+        {
+            "strategy": fit.strategy,
+            "operation": fit.operation,
+            "min_length": fit.min_length,
+            "max_length": fit.max_length,
+            "fits": dict(zip(names, map(_fit_values, fit.fits), strict=True)),
+        }
+        for fit in model.fits
+    ]
+    return {"kind": model.kind, "operations": operations}
+
+
+def _fit_values(fit: HybridFit | PaperFit) -> dict[str, Any]:
+    if isinstance(fit, HybridFit):
+        factors = None if fit.factors is None else _table_values(fit.factors)
+        return {"pieces": fit.law.pieces, "factors": factors}
+    return {"values": _table_values(fit.values), "polynomials": fit.polynomials}
+
+
+def _table_values(table: StepTable) -> dict[str, Any]:
+    return {"edges": table.edges, "batch_sizes": table.batch_sizes, "rows": table.rows}
+
+
+def read_model(value: Any, table: CostTable) -> CostModel:
+    """The model of these values, which must be of this table; ContentError otherwise."""
+    values = check_keys(value, "model", ("kind", "operations"))
+    kind = values["kind"]
+    if kind not in MODELS:
+        raise ContentError(f"model.kind must be one of {', '.join(MODELS)}, got {kind!r:.40}")
+    items = check_array(values["operations"], "model.operations", max_items=MAX_OPERATIONS)
+    measured = {
+        (strategy, operation): (points[0].seq_length, points[-1].seq_length)
+        for strategy, operation, unsorted in table.groups()
+        if (points := sorted(unsorted, key=lambda m: m.seq_length))
+    }
+    fits: dict[tuple[str, str], OperationFit] = {}
+    for i, item in enumerate(items):
+        where = f"model.operations[{i}]"
+        fit = _read_operation(item, where, kind)
+        name = (fit.strategy, fit.operation)
+        if name in fits:
+            raise ContentError(f"{where} is a second fit of the {fit.operation} of {fit.strategy}")
+        if measured.get(name) != (fit.min_length, fit.max_length):
+            raise ContentError(f"{where} was not fitted to the lengths of these measurements")
+        fits[name] = fit
+    return CostModel(kind, tuple(fits.values()), table.constants)
+
+
+def _read_operation(value: Any, where: str, kind: str) -> OperationFit:
+    values = check_keys(value, where, OPERATION_KEYS)
+    strategy = check_text(values["strategy"], f"{where}.strategy")
+    operation = check_text(values["operation"], f"{where}.operation")
+    shortest = check_integer(
+        values["min_length"], f"{where}.min_length", low=1, high=MAX_SEQ_LENGTH
+    )
+    longest = check_integer(
+        values["max_length"], f"{where}.max_length", low=shortest, high=MAX_SEQ_LENGTH
+    )
+    names = HYBRID_KEYS if kind == HYBRID else QUANTITIES
+    fits = check_keys(values["fits"], f"{where}.fits", names)
+    read = _read_hybrid if kind == HYBRID else _read_paper
+    return OperationFit(
+        strategy,
+        operation,
+        shortest,
+        longest,
+        tuple(read(fits[name], f"{where}.fits.{name}") for name in names),  # type: ignore[arg-type]
+    )
+
+
+def _read_hybrid(value: Any, where: str) -> HybridFit:
+    values = check_keys(value, where, ("pieces", "factors"))
+    pieces = check_array(values["pieces"], f"{where}.pieces", max_items=MAX_PIECES)
+    law = Law(
+        tuple(
+            check_numbers(
+                piece,
+                f"{where}.pieces",
+                low=0.0,
+                high=MAX_COEFFICIENT,
+                max_items=NUM_TERMS,
+                length=NUM_TERMS,
+            )
+            for piece in pieces
+        )
+    )
+    if values["factors"] is None:
+        return HybridFit(law)
+    low, high = 1 - MAX_RESIDUAL, 1 + MAX_RESIDUAL
+    return HybridFit(law, _read_table(values["factors"], f"{where}.factors", low=low, high=high))
+
+
+def _read_paper(value: Any, where: str) -> PaperFit:
+    values = check_keys(value, where, ("values", "polynomials"))
+    table = _read_table(values["values"], f"{where}.values", low=-MAX_QUANTITY, high=MAX_QUANTITY)
+    rows = check_array(
+        values["polynomials"],
+        f"{where}.polynomials",
+        max_items=MAX_BATCH_SIZES,
+        length=len(table.rows),
+    )
+    return PaperFit(
+        table,
+        tuple(
+            check_numbers(
+                row,
+                f"{where}.polynomials",
+                low=-MAX_COEFFICIENT,
+                high=MAX_COEFFICIENT,
+                max_items=MAX_ORDER + 1,
+            )
+            for row in rows
+        ),
+    )
+
+
+def _read_table(value: Any, where: str, *, low: float, high: float) -> StepTable:
+    values = check_keys(value, where, ("edges", "batch_sizes", "rows"))
+    edges = check_numbers(
+        values["edges"], f"{where}.edges", low=0, high=MAX_SEQ_LENGTH, max_items=MAX_EDGES
+    )
+    sizes = check_array(values["batch_sizes"], f"{where}.batch_sizes", max_items=MAX_BATCH_SIZES)
+    for size in sizes:
+        check_integer(size, f"{where}.batch_sizes", low=1, high=MAX_BATCH_SIZE)
+    for name, items in (("edges", edges), ("batch_sizes", sizes)):
+        if any(a >= b for a, b in pairwise(items)):
+            raise ContentError(f"{where}.{name} must ascend")
+    if not sizes:
+        raise ContentError(f"{where}.batch_sizes must not be empty")
+    rows = check_array(
+        values["rows"], f"{where}.rows", max_items=MAX_BATCH_SIZES, length=len(sizes)
+    )
+    return StepTable(
+        edges,
+        tuple(sizes),
+        tuple(
+            check_numbers(
+                row,
+                f"{where}.rows",
+                low=low,
+                high=high,
+                max_items=MAX_EDGES + 1,
+                length=len(edges) + 1,
+            )
+            for row in rows
+        ),
+    )

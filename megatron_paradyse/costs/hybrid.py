@@ -1,0 +1,88 @@
+"""The hybrid model: a law fitted to relative error, and a forest on what it leaves over.
+
+    value(s, b) = max( law(s, b) * (1 + residual(s)),  its own value at any shorter s )
+
+The forest is kept only where it halves the squared error when every interior length is predicted
+from its two neighbours: that is what a forest without that length would say, so noise, which the
+neighbours do not share, is not learnt. Beyond the longest profiled length the residual fades out
+over one doubling of s; below the shortest it stays. So the value is continuous at both edges and
+never falls with s.
+
+Workspace may truly fall with s: what is measured above the bytes kept shrinks as those grow. Its
+peak, workspace + kept, cannot. The law is therefore fitted to the peak, and kept is subtracted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_paradyse.costs.forest import StepTable, forest_steps
+from megatron_paradyse.costs.laws import Array, Law, fit_law
+from megatron_paradyse.costs.table import ATTENTION, LAYER
+
+# Times repeat to a percent at best; bytes are counted, and vary with rounding and alignment only.
+TIME_FLOOR, BYTES_FLOOR = 5e-3, 1e-3
+TIME_PIECES, BYTES_PIECES = 2, 3
+MAX_RESIDUAL = 0.5
+GAIN = 0.5  # of the squared error, that a forest must save
+
+
+@dataclass(frozen=True)
+class HybridFit:
+    """law, and the factors (1 + residual) by which steps of s correct it; None: by nothing."""
+
+    law: Law
+    factors: StepTable | None = None
+
+
+def fit_hybrid(
+    s: Array, b: Array, y: Array, *, operation: str, is_time: bool, kept: Array | None = None
+) -> HybridFit:
+    """Fit y at the points (s, b); kept: y is workspace above it, and the fit is of their sum.
+
+    Attention is quadratic in s and linear in b, everything else linear in s b: only there are
+    pairs of tokens among the terms.
+    """
+    law = fit_law(
+        s,
+        b,
+        y,
+        above=kept,
+        quadratic=operation in (ATTENTION, LAYER),
+        max_pieces=TIME_PIECES if is_time else BYTES_PIECES,
+        error_floor=TIME_FLOOR if is_time else BYTES_FLOOR,
+        exact=not is_time,
+    )
+    fitted = np.array([law(x, z) for x, z in zip(s, b, strict=True)])
+    if not np.all(fitted > 0):
+        return HybridFit(law)
+    residual = (y if kept is None else y + kept) / fitted - 1
+    if not _neighbours_agree(s, b, residual, TIME_FLOOR if is_time else BYTES_FLOOR):
+        return HybridFit(law)
+    steps = forest_steps(s, b, residual)
+    rows = tuple(
+        tuple(1 + min(max(r, -MAX_RESIDUAL), MAX_RESIDUAL) for r in row) for row in steps.rows
+    )
+    return HybridFit(law, StepTable(steps.edges, steps.batch_sizes, rows))
+
+
+def _neighbours_agree(s: Array, b: Array, residual: Array, floor: float) -> bool:
+    """Whether the residual of a length is told by the lengths beside it."""
+    left = right = 0.0
+    count = 0
+    for batch_size in np.unique(b):
+        chosen = b == batch_size
+        r = residual[chosen][np.argsort(s[chosen])]
+        told = (r[:-2] + r[2:]) / 2
+        left += float(np.sum((r[1:-1] - told) ** 2))
+        right += float(np.sum(r[1:-1] ** 2))
+        count += len(told)
+    return count >= 3 and right > count * floor**2 and left < GAIN * right
+
+
+def fade(seq_length: float, max_length: float) -> float:
+    """The share of the residual that is left at s: 1 up to the longest profiled, 0 at twice it."""
+    return min(1.0, max(0.0, 1.0 - math.log2(seq_length / max_length)))

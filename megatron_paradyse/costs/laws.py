@@ -1,0 +1,153 @@
+"""Laws of a quantity over (s, b): the largest of up to three polynomials, none of which falls.
+
+    P(s, b) = max over pieces of  c0 + c1 b + c2 s b + c3 s^2 b        all c >= 0
+
+Tokens s b do the linear work and fill the activations; pairs of tokens s^2 b do the attention; the
+rest (weights, launches, latency) does not depend on s. A peak is the largest of several moments,
+each of which is such a sum, and so is a time of which one part hides another: hence the maximum.
+With non-negative coefficients a law never falls with s or b and extrapolates without surprises.
+
+Fitted to relative error (weights 1/y). How many pieces and which terms: by Akaike's criterion, with
+a floor under the error, so that no term is spent on what no plan would notice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+NUM_TERMS = 4
+CONSTANT, BATCH, TOKENS, PAIRS = range(NUM_TERMS)
+MAX_PIECES = 3
+# Below this share of a quantity's largest value, errors are relative to it instead.
+SMALLEST = 1e-3
+# A law of exact numbers comes near when its root mean square error is below this.
+NEAR = 0.02
+
+
+@dataclass(frozen=True)
+class Law:
+    """pieces: coefficients of 1, b, s b, s^2 b; the law is the largest piece, or 0."""
+
+    pieces: tuple[tuple[float, ...], ...]
+
+    def __call__(self, seq_length: float, batch_size: float) -> float:
+        s, b = seq_length, batch_size
+        return max((c0 + b * (c1 + s * (c2 + s * c3)) for c0, c1, c2, c3 in self.pieces), default=0)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    coefficients: Array
+    num_terms: int
+
+
+def terms(s: Array, b: Array) -> Array:
+    """[..., 4]: what the coefficients of a law multiply."""
+    return np.stack(np.broadcast_arrays(np.ones_like(s), b, s * b, s * s * b), axis=-1)
+
+
+def scale_of(y: Array) -> Array:
+    """What errors of y are relative to: y, where it is not nearly nothing."""
+    return np.maximum(y, SMALLEST * max(float(y.max(initial=0.0)), np.finfo(float).tiny * 1e6))
+
+
+def fit_law(
+    s: Array,
+    b: Array,
+    y: Array,
+    *,
+    above: Array | None = None,
+    quadratic: bool,
+    max_pieces: int,
+    error_floor: float,
+    exact: bool,
+) -> Law:
+    """The law of y >= 0 (of y + above, if given) at the points (s, b) with the least AIC.
+
+    above: bytes that y is counted above. The law is then of their sum, with errors relative to y.
+    quadratic: whether pairs of tokens may matter. error_floor: the relative error under which fits
+    count as equal. exact: y is counted, not timed. Then AIC needs no correction for few points,
+    and pairs are tried only where no law without them comes near: an exact number has no noise
+    that could hide a square, and a square that is not there ruins what lies beyond the range.
+    """
+    total = y if above is None else y + above
+    if not np.any(total > 0):
+        return Law(())
+    order = np.argsort(s * b, kind="stable")
+    scale = scale_of(y)[order]
+    design = terms(s, b)[order] / scale[:, None]
+    target = total[order] / scale
+    linear = [CONSTANT, TOKENS] + ([BATCH] if len(np.unique(b)) > 1 else [])
+    choices = [[*linear, PAIRS]] if quadratic else [linear]
+    if exact and quadratic:
+        choices = [linear, [*linear, PAIRS]]
+    for candidates in choices:
+        best, best_score, best_error = Law(()), math.inf, math.inf
+        for pieces in _piecewise(design, target, candidates, max_pieces, error_floor):
+            residual = np.max([design @ piece.coefficients for piece in pieces], axis=0) - target
+            size = sum(piece.num_terms for piece in pieces) + len(pieces) - 1
+            score = _aic(residual, size, error_floor)
+            if not exact:
+                # AICc; with no point to spare, as if there were half of one.
+                score += 2 * size * (size + 1) / max(len(residual) - size - 1, 0.5)
+            # A tie goes to the first, which has the fewest pieces.
+            if score < best_score - 1e-9:
+                best = Law(tuple(tuple(piece.coefficients.tolist()) for piece in pieces))
+                best_score = score
+                best_error = math.sqrt(float(residual @ residual) / len(residual))
+        if best_error < NEAR:
+            break
+    return best
+
+
+def _piecewise(
+    design: Array, target: Array, candidates: Sequence[int], max_pieces: int, error_floor: float
+) -> Iterator[list[_Piece]]:
+    """Every way to cut the points, ordered by tokens, into pieces of at least two points."""
+    n = len(target)
+    made: dict[tuple[int, int], _Piece] = {}
+
+    def piece(start: int, stop: int) -> _Piece:
+        if (start, stop) not in made:
+            rows = slice(start, stop)
+            made[start, stop] = _fit_piece(design[rows], target[rows], candidates, error_floor)
+        return made[start, stop]
+
+    for num_pieces in range(1, max_pieces + 1):
+        for cuts in itertools.combinations(range(2, n - 1), num_pieces - 1):
+            edges = (0, *cuts, n)
+            if all(stop - start >= 2 for start, stop in itertools.pairwise(edges)):
+                yield [piece(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def _fit_piece(
+    design: Array, target: Array, candidates: Sequence[int], error_floor: float
+) -> _Piece:
+    """Non-negative least squares by trying every set of terms: at most 15, of at most 4."""
+    best, best_score = _Piece(np.zeros(NUM_TERMS), 0), math.inf
+    for size in range(1, min(len(candidates), len(target)) + 1):
+        for chosen in itertools.combinations(candidates, size):
+            columns = design[:, chosen]
+            norms = np.linalg.norm(columns, axis=0)
+            solution, *_ = np.linalg.lstsq(columns / norms, target, rcond=None)
+            if solution.min() < 0:
+                continue
+            score = _aic(columns @ (solution / norms) - target, size, error_floor)
+            if score < best_score - 1e-9:
+                coefficients = np.zeros(NUM_TERMS)
+                coefficients[list(chosen)] = solution / norms
+                best, best_score = _Piece(coefficients, size), score
+    return best
+
+
+def _aic(residual: Array, size: int, error_floor: float) -> float:
+    variance = max(float(residual @ residual) / len(residual), error_floor**2)
+    return len(residual) * math.log(variance) + 2 * size

@@ -1,0 +1,121 @@
+"""The fitted cost model: what any strategy's operation costs at any (s, b)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_paradyse.costs.evaluation import HybridEvaluation, PaperEvaluation
+from megatron_paradyse.costs.hybrid import HybridFit
+from megatron_paradyse.costs.paper import PaperFit
+from megatron_paradyse.costs.table import (
+    MAX_BATCH_SIZE,
+    MAX_SEQ_LENGTH,
+    QUANTITIES,
+    Constants,
+    OperationCosts,
+)
+from megatron_paradyse.errors import UserError
+
+HYBRID, PAPER = "hybrid", "paper"
+MODELS = (HYBRID, PAPER)
+MAX_PREPARED = 64  # batch sizes
+
+
+@dataclass(frozen=True)
+class OperationFit:
+    """The fits of one operation of one strategy, one per quantity, and the lengths they saw."""
+
+    strategy: str
+    operation: str
+    min_length: int
+    max_length: int
+    fits: tuple[HybridFit, ...] | tuple[PaperFit, ...]  # in the order of QUANTITIES
+
+
+class CostModel:
+    """Predicts costs from fits; the same inputs give the same numbers on every rank.
+
+    kind: "hybrid" or "paper". constants: the table's.
+    """
+
+    def __init__(self, kind: str, fits: Sequence[OperationFit], constants: Constants) -> None:
+        assert kind in MODELS and len({(f.strategy, f.operation) for f in fits}) == len(fits)
+        self.kind = kind
+        self.fits = tuple(fits)
+        self.constants = constants
+        self._rows = {(fit.strategy, fit.operation): i for i, fit in enumerate(self.fits)}
+        self._prepared: dict[int, HybridEvaluation | PaperEvaluation] = {}
+        self._last: tuple[tuple[int, int], list[list[float]]] = ((0, 0), [])
+
+    def strategies(self, operation: str) -> tuple[str, ...]:
+        """The strategies of which this operation can be predicted."""
+        return tuple(fit.strategy for fit in self.fits if fit.operation == operation)
+
+    def profiled_range(self, strategy: str, operation: str) -> tuple[int, int]:
+        """The shortest and the longest length that the fit saw."""
+        fit = self.fits[self._row(strategy, operation)]
+        return fit.min_length, fit.max_length
+
+    def operation(
+        self, strategy: str, operation: str, seq_length: int, batch_size: int = 1
+    ) -> OperationCosts:
+        """Costs of one operation of one layer at (s, b).
+
+        The first call at an (s, b) computes every strategy and operation, the next look it up.
+        Raises UserError when the model has no such strategy or operation.
+        """
+        row = self._row(strategy, operation)
+        key, values = self._last
+        if key != (seq_length, batch_size):
+            values = self._evaluate(seq_length, batch_size)
+            self._last = ((seq_length, batch_size), values)
+        return OperationCosts(*values[row])
+
+    def predict(
+        self, strategy: str, operation: str, quantity: str, seq_length: int, batch_size: int = 1
+    ) -> float:
+        """One quantity at (s, b): one of QUANTITIES, or "time_seconds"."""
+        if quantity not in (*QUANTITIES, "time_seconds"):
+            raise UserError(
+                f"quantity is one of {', '.join(QUANTITIES)}, time_seconds, got {quantity!r:.40}"
+            )
+        return getattr(self.operation(strategy, operation, seq_length, batch_size), quantity)
+
+    def all_operations(
+        self, seq_length: int, batch_size: int = 1
+    ) -> dict[tuple[str, str], OperationCosts]:
+        """Costs of every (strategy, operation) at (s, b)."""
+        values = self._evaluate(seq_length, batch_size)
+        return {key: OperationCosts(*row) for key, row in zip(self._rows, values, strict=True)}
+
+    def _row(self, strategy: str, operation: str) -> int:
+        try:
+            return self._rows[strategy, operation]
+        except KeyError:
+            known = ", ".join(self.strategies(operation)) or "nothing"
+            raise UserError(
+                f"no costs of the {operation} of {strategy!r:.60}: the file has those of {known}: "
+                "profile it, or leave it out of the strategies"
+            ) from None
+
+    def _evaluate(self, seq_length: int, batch_size: int) -> list[list[float]]:
+        evaluation = self._prepared.get(batch_size)
+        if evaluation is None:
+            evaluation = self._prepare(batch_size)
+        if not 1 <= seq_length <= MAX_SEQ_LENGTH:
+            raise UserError(f"seq_length must lie in [1, {MAX_SEQ_LENGTH}], got {seq_length!r:.40}")
+        return evaluation(seq_length).tolist()
+
+    def _prepare(self, batch_size: int) -> HybridEvaluation | PaperEvaluation:
+        if not 1 <= batch_size <= MAX_BATCH_SIZE:
+            raise UserError(f"batch_size must lie in [1, {MAX_BATCH_SIZE}], got {batch_size!r:.40}")
+        kind: type[HybridEvaluation] | type[PaperEvaluation]
+        kind = HybridEvaluation if self.kind == HYBRID else PaperEvaluation
+        fits = [one for fit in self.fits for one in fit.fits]
+        lengths = [fit.max_length for fit in self.fits for _ in fit.fits]
+        evaluation = kind(fits, lengths, batch_size)  # type: ignore[arg-type]
+        if len(self._prepared) >= MAX_PREPARED:
+            self._prepared.pop(next(iter(self._prepared)))
+        self._prepared[batch_size] = evaluation
+        return evaluation
