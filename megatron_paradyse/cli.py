@@ -28,6 +28,10 @@ TERMINATED_EXIT_CODE = 143
 # name -> (module:attribute, one line for --help)
 COMMANDS = {
     "data": ("megatron_paradyse.data.commands:data", "Prepare, inspect and synthesize data sets."),
+    "profile": (
+        "megatron_paradyse.profiler.commands:profile",
+        "Measure what every strategy costs on this machine.",
+    ),
     "fit": ("megatron_paradyse.costs.commands:fit", "Fit cost models to a profile."),
     "accuracy": (
         "megatron_paradyse.costs.commands:accuracy",

@@ -26,6 +26,8 @@ from megatron_paradyse.strategies.blocks import whole
 from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 
+HALVES = ("attention", "mlp")
+
 
 class TorchNorm:
     """PyTorch's LayerNorm or RMSNorm where Megatron has neither apex nor TransformerEngine.
@@ -68,15 +70,23 @@ class SwitchableLayer(TransformerLayer):
             return super().forward(*args, **kwargs)
         assert not args, "Megatron's blocks call their layers by keyword"
         hidden = kwargs.pop("hidden_states")
-        attention = functools.partial(self._attention_half, kwargs)
-        mlp = functools.partial(self._mlp_half, kwargs)
-        if self._recomputes(planned, "attention") and self._recomputes(planned, "mlp"):
-            hidden = _recomputed(lambda x: mlp(attention(x)), hidden)
+        if all(self._recomputes(planned, half) for half in HALVES):
+            hidden = _recomputed(
+                lambda x: self._mlp_half(kwargs, self._attention_half(kwargs, x)), hidden
+            )
         else:
-            for half, run in (("attention", attention), ("mlp", mlp)):
-                recomputes = self._recomputes(planned, half)
-                hidden = _recomputed(run, hidden) if recomputes else run(hidden)
+            for half in HALVES:
+                hidden = self.run_half(half, hidden, kwargs)
         return hidden, kwargs.get("context")
+
+    def run_half(self, half: str, hidden, kwargs):
+        """hidden [s/p, b, h] through "attention" or "mlp", its norm and residual included.
+
+        kwargs are those of forward, less hidden_states.
+        """
+        run = functools.partial(getattr(self, f"_{half}_half"), kwargs)
+        recomputes = self._recomputes(kwargs["packed_seq_params"], half)
+        return _recomputed(run, hidden) if recomputes else run(hidden)
 
     def _recomputes(self, planned: PlannedMicrobatch, half: str) -> bool:
         if not torch.is_grad_enabled() or self.config.recompute_granularity == "full":

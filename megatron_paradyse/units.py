@@ -10,8 +10,10 @@ from megatron_paradyse.errors import UserError
 
 KIBI = 1024
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMG]?)i?", re.IGNORECASE)
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(iB|B|)")
 _RATIO = re.compile(r"\d{1,15}(?:\.\d{0,15})?(?:[eE][+-]?\d{1,2})?(?:/\d{1,15})?")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3}
+_BYTE_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_count(text: str) -> int:
@@ -26,6 +28,18 @@ def parse_count(text: str) -> int:
     if value.denominator != 1:
         raise UserError(f"a count must be whole, got {text[:40]!r} = {float(value):g}")
     return int(value)
+
+
+def parse_bytes(text: str) -> int:
+    """Read `76GiB`, `512MiB` or `80GB` as bytes; iB counts in powers of 1024, B in powers of 1000.
+
+    Raises UserError for anything else: 76G without a unit is one of two sizes.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or (match[2] and not match[3]) or (not match[2] and match[3] == "iB"):
+        raise UserError(f"a size is written like 76GiB, 512MiB or 80GB, got {text[:40]!r}")
+    base = KIBI if match[3] == "iB" else 1000
+    return int(Fraction(match[1]) * base ** _BYTE_POWERS[match[2]])
 
 
 def parse_ratio(text: str) -> float:

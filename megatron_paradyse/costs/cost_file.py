@@ -172,7 +172,9 @@ def _check_version(version: Any) -> None:
 
 
 def _read_table(values: dict[str, Any]) -> CostTable:
-    constants = check_keys(values["constants"], "constants", ("static_bytes", "optimizer_seconds"))
+    constants = check_keys(
+        values["constants"], "constants", tuple(f.name for f in dataclasses.fields(Constants))
+    )
     for key, value in constants.items():
         check_number(value, f"constants.{key}", low=0, high=MAX_QUANTITY)
     points = check_array(values["measurements"], "measurements", max_items=MAX_MEASUREMENTS)

@@ -3,7 +3,7 @@
 Legend: s sequence length in tokens, b sequences per microbatch, p ranks of the grid. All numbers
 are of one rank, the slowest or largest of the grid.
 
-The operations of a layer are "attention" and "mlp", each with its norm and residual left out, and
+The operations of a layer are "attention" and "mlp", each with its norm and residual, and
 "layer", both together, as a check of their sum. "embedding" and "head" (final norm, output layer
 and loss) belong to the pseudo-strategy "model".
 
@@ -126,11 +126,17 @@ class Measurement:
 class Constants:
     """What a microbatch does not change, of one rank.
 
-    static_bytes: parameters, gradients and optimizer state.
+    static_bytes: parameters, gradients and optimizer state; and what else stays or waits through
+        an iteration: Megatron's gather buffer, of the longest microbatch so far, and the gradient
+        of tied embeddings.
+    optimizer_seconds: an iteration without its microbatches: gradients made whole and zeroed, the
+        step, the reduced loss.
+    optimizer_bytes: the peak of that above static_bytes.
     """
 
     static_bytes: float
     optimizer_seconds: float
+    optimizer_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.strategies.collectives import count_communication
 
 
@@ -24,38 +22,6 @@ class Measured:
     backward_bytes: int
     forward_sent_bytes: int
     backward_sent_bytes: int
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage allocated inside, while it lives.
-
-    Sees what operations return, on any device, fake tensors too; not what they allocate inside.
-    """
-
-    def __init__(self, known: Iterable[Tensor]):
-        super().__init__()
-        self._seen = {t.untyped_storage()._cdata for t in known}
-        self.live = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage())
-        return result
-
-    def _see(self, storage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
 
 
 def measure(
@@ -83,15 +49,15 @@ def measure(
     tracker = LiveBytes([x, grad, *parameters, *others])
     with tracker, count_communication() as forward_sent, saved_tensors_hooks(pack, lambda t: t):
         output = run()
-    forward_peak, live = tracker.peak, tracker.live  # live: kept, and the output
-    tracker.peak = 0
+    forward_peak, live = tracker.peak_bytes, tracker.live_bytes  # live: kept, and the output
+    tracker.reset_peak()
     with tracker, count_communication() as backward_sent:
         grads = torch.autograd.grad(output, [x, *parameters], grad)
     del grads
     return Measured(
         kept_bytes=sum(kept.values()),
         forward_bytes=forward_peak - (live - output.nbytes),
-        backward_bytes=tracker.peak - live,
+        backward_bytes=tracker.peak_bytes - live,
         forward_sent_bytes=forward_sent.total_bytes,
         backward_sent_bytes=backward_sent.total_bytes,
     )

@@ -58,7 +58,7 @@ def _derive(tokens: torch.Tensor, lengths: torch.Tensor, *, max_position: int) -
 def _count(lengths: torch.Tensor) -> None:
     starts = torch.zeros(1, dtype=lengths.dtype, device=lengths.device)
     update_seqlen_stats_from_cu_seqlens(torch.cat([starts, lengths.cumsum(0)]).int())
-    meter.lengths.append(lengths)
+    meter.lengths.append(lengths.clone())  # a view would keep the microbatch's tokens alive
 
 
 class LengthMeter:

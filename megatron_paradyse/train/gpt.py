@@ -48,12 +48,7 @@ def forward_step(data_iterator, model):
     """One microbatch forward: the output tensor, and the function that makes the loss of it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    args = get_args()
-    if args.paradyse and args.paradyse_settings.sequences == "documents":
-        batch = document_batch(data_iterator, vp_stage)
-    else:
-        batch = _fixed_batch(data_iterator, vp_stage)
+    batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     output = model(
         batch["tokens"],
@@ -63,6 +58,14 @@ def forward_step(data_iterator, model):
         loss_mask=batch["loss_mask"],
     )
     return output, functools.partial(loss_function, batch["loss_mask"])
+
+
+def read_batch(data_iterator, vp_stage: int | None = None) -> dict:
+    """A microbatch, of documents or of Megatron's own data as the flags say, on every rank."""
+    args = get_args()
+    if args.paradyse and args.paradyse_settings.sequences == "documents":
+        return document_batch(data_iterator, vp_stage)
+    return _fixed_batch(data_iterator, vp_stage)
 
 
 def loss_function(loss_mask: torch.Tensor | None, losses: torch.Tensor):

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.strategies import get_strategy, ring, weight_blocks
 from megatron_paradyse.strategies.collectives import (
     Pending,
@@ -30,7 +31,6 @@ from megatron_paradyse.strategies.contract import (
     MlpShape,
     MlpWeights,
 )
-from megatron_paradyse.strategies.memory import LiveBytes
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import (
     AttentionCase,
@@ -253,7 +253,7 @@ def _peak_bytes(name: str, group, *, h: int, s: int) -> int:
             edge, grad = get_gradient_edge(y), torch.empty_like(y)
             del y
             torch.autograd.backward(edge, grad)
-        return made.peak
+        return made.peak_bytes
 
 
 def test_peak_is_less_than_half_of_ulysses_at_16_hidden_sizes(fake_group):

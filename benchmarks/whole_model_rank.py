@@ -1,0 +1,214 @@
+"""One rank of benchmarks/whole_model.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from megatron_paradyse.costs.peak import peak_bytes, plan_operations, total_seconds
+from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
+from megatron_paradyse.plan import LayerChoice, Plan
+from megatron_paradyse.profiler.flags import megatron_flags
+from megatron_paradyse.strategies import RECOMPUTE, strategy_names
+from megatron_paradyse.train import plugin
+
+
+def main() -> None:
+    task = json.loads(os.environ["WHOLE_MODEL"])
+    sys.argv[1:] = megatron_flags(
+        sys.argv[1:], model_path=None, ranks=int(os.environ["WORLD_SIZE"])
+    )
+    plugin.install()
+    import torch
+    from megatron.training import training
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_paradyse.live_bytes import make_meter
+    from megatron_paradyse.profiler import model as profiled
+
+    args = parse_and_validate_args()
+    num_layers = args.num_layers
+    training.initialize_megatron()
+    args.check_for_nan_in_loss_and_grad = False
+    meter = make_meter()
+    model, constants = profiled.build_and_measure(
+        num_layers, meter, longest_tokens=max(task["lengths"])
+    )
+    buffer_bytes = max(task["lengths"]) * args.hidden_size * args.params_dtype.itemsize
+    del model
+    gc.collect()
+    with meter:
+        before = meter.live_bytes
+        model = profiled.build_model(num_layers)
+        profiled.step_without_microbatches(model)
+        gc.collect()
+        static_bytes = meter.live_bytes - before
+    own = constants.static_bytes - profiled.tied_gradient_bytes(model) - buffer_bytes
+    check = Check(model, meter, before - buffer_bytes, constants)
+    rows = []
+    for index, length in enumerate(task["lengths"]):
+        for row in check.compare(length, _plans(index, num_layers, task["plans"]), task["rounds"]):
+            rows.append(row)
+            if torch.distributed.get_rank() == 0:
+                print(json.dumps(row), file=sys.stderr, flush=True)
+    if torch.distributed.get_rank() == 0:
+        error = own / static_bytes - 1
+        Path(task["output"]).write_text(json.dumps({"rows": rows, "static_error": error}))
+    torch.distributed.destroy_process_group()
+
+
+def _plans(index: int, num_layers: int, count: int) -> list[Plan]:
+    """Uniform plans and mixes over layers and operations, others at every length."""
+    bases = strategy_names()
+    names = [name for base in bases for name in (base, base + RECOMPUTE)]
+    numbers = range(1, num_layers + 1)
+
+    def plan(choose) -> Plan:
+        return Plan({i: LayerChoice(*choose(i)) for i in numbers})
+
+    kinds = [
+        plan(lambda i: (bases[index % len(bases)],) * 2),
+        plan(lambda i: (names[(i + index) % len(names)], names[(3 * i + index) % len(names)])),
+        plan(lambda i: (names[(2 * index + 1) % len(names)],) * 2),
+        plan(lambda i: (names[(3 * i + index) % len(names)],) * 2),
+        plan(lambda i: (bases[(i + index) % len(bases)], bases[(2 * i + index) % len(bases)])),
+    ]
+    return (kinds * count)[:count]
+
+
+class Check:
+    """Measures operations and whole iterations of one model, in turns."""
+
+    def __init__(self, model, meter, before_bytes: int, constants):
+        self._model, self._meter = model, meter
+        self._before_bytes, self._static_bytes = before_bytes, constants.static_bytes
+        self._optimizer_bytes = constants.optimizer_bytes
+
+    def compare(self, length: int, plans: list[Plan], rounds: int) -> list[dict]:
+        from megatron_paradyse.profiler.measure import measure_bytes
+        from megatron_paradyse.profiler.operations import Operations
+
+        with self._meter:
+            operations = Operations(self._model, length, 1)
+        needed = sorted(_needed(plans))
+        runs = {key: operations.get(key[1], key[0]) for key in needed}
+        found = {key: measure_bytes(run, self._meter)[0] for key, run in runs.items()}
+        runs.clear()
+        del operations
+        gc.collect()
+        peaks = [self._peak(plan, length) for plan in plans]
+        seconds, optimizer, iterations = self._seconds(needed, plans, length, rounds)
+        costs = {
+            key: OperationCosts(*seconds[key], **dataclasses.asdict(found[key])) for key in needed
+        }
+        rows = []
+        for plan, peak, times in zip(plans, peaks, iterations, strict=True):
+            layers = [(choice.attention, choice.mlp) for choice in plan.layers.values()]
+            walked = plan_operations(layers, lambda name, operation: costs[name, operation])
+            predicted = total_seconds(walked) + optimizer
+            measured = statistics.median(times)
+            expected_peak = self._static_bytes + max(peak_bytes(walked), self._optimizer_bytes)
+            rows.append(
+                {
+                    "s": length,
+                    "plan": plan.runs(),
+                    "predicted_seconds": predicted,
+                    "measured_seconds": measured,
+                    "measured_spread": (max(times) - min(times)) / measured,
+                    "time_error": predicted / measured - 1,
+                    "predicted_bytes": expected_peak,
+                    "measured_bytes": peak,
+                    "memory_error": expected_peak / peak - 1,
+                }
+            )
+        return rows
+
+    def _seconds(self, needed, plans, length, rounds):
+        """Medians of the operations, of the step around them; all times of the iterations."""
+        from megatron_paradyse.profiler.measure import timed_over_ranks
+        from megatron_paradyse.profiler.operations import Operations
+
+        times: dict = {key: [] for key in needed}
+        steps: list[float] = []
+        iterations: list[list[float]] = [[] for _ in plans]
+        operations = Operations(self._model, length, 1)
+        for _ in range(rounds):
+            for key in needed:
+                times[key].append(timed_over_ranks(operations.get(key[1], key[0])))
+            steps.append(self._timed(self._empty_step))
+            for plan, series in zip(plans, iterations, strict=True):
+                series.append(self._timed(lambda plan=plan: self._step(plan, length)))
+        medians = {
+            key: (statistics.median(f for f, _ in pairs), statistics.median(b for _, b in pairs))
+            for key, pairs in times.items()
+        }
+        return medians, statistics.median(steps), iterations
+
+    def _timed(self, run) -> float:
+        import torch
+
+        from megatron_paradyse.profiler.model import largest_over_ranks
+
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        run()
+        return largest_over_ranks([time.perf_counter() - start])[0]
+
+    def _empty_step(self) -> None:
+        from megatron_paradyse.profiler.model import step_without_microbatches
+
+        step_without_microbatches(self._model)
+
+    def _step(self, plan: Plan, length: int) -> None:
+        """One iteration of training: one microbatch of s tokens under the plan."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.rerun_state_machine import RerunDataIterator
+        from megatron.training import get_args, training
+
+        from megatron_paradyse.profiler.operations import raw_batch
+        from megatron_paradyse.train.batch import meter as lengths
+        from megatron_paradyse.train.gpt import forward_step
+
+        get_args().seq_length = length
+        self._model.policy.chosen = plan
+        training.train_step(
+            forward_step,
+            RerunDataIterator(iter([raw_batch(length, 1)])),
+            self._model.chunks,
+            self._model.optimizer,
+            self._model.scheduler,
+            self._model.config,
+            get_forward_backward_func(),
+            iteration=0,
+        )
+        lengths.take()
+
+    def _peak(self, plan: Plan, length: int) -> float:
+        from megatron_paradyse.profiler.model import largest_over_ranks
+
+        with self._meter:
+            gc.collect()
+            self._meter.reset_peak()
+            self._step(plan, length)
+            return largest_over_ranks([self._meter.peak_bytes - self._before_bytes])[0]
+
+
+def _needed(plans: list[Plan]) -> set[tuple[str, str]]:
+    """Every operation of the plans; of a recomputed one also what it recomputes."""
+    found = {(MODEL, EMBEDDING), (MODEL, HEAD)}
+    for plan in plans:
+        for choice in plan.layers.values():
+            for operation in ("attention", "mlp"):
+                name = getattr(choice, operation)
+                found |= {(name, operation), (name.removesuffix(RECOMPUTE), operation)}
+    return found
+
+
+if __name__ == "__main__":
+    main()

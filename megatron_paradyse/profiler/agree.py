@@ -1,0 +1,94 @@
+"""How the ranks agree on what became of a point, one rank's failure included.
+
+A failure that all ranks meet alike (an unsupported shape, the same allocation too many) leaves them
+where they can talk. A failure of one rank leaves the others inside a collective that it will never
+join: it then waits here in vain, leaves a note beside the output, and ends its process with
+RESTART_CODE. Whoever started the ranks ends the others and starts all again; the note becomes the
+point's status, and the profile goes on behind it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_paradyse.costs.table import OK, OOM, UNSUPPORTED
+from megatron_paradyse.errors import UserError
+
+RESTART_CODE = 75
+WAIT_SECONDS = 120.0
+
+
+class OneRankFailedError(Exception):
+    """The other ranks did not come to agree."""
+
+
+class Agreement:
+    """A group of all ranks for words only, so that it never meets an operation's collectives."""
+
+    def __init__(self, *, wait_seconds: float = WAIT_SECONDS):
+        timeout = datetime.timedelta(seconds=wait_seconds)
+        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=timeout)
+
+    def status(self, mine: str) -> str:
+        """The worst of all ranks: "oom" before "unsupported: why" before "ok"."""
+        everyone: list = [None] * self._group.size()
+        try:
+            torch.distributed.all_gather_object(everyone, mine, group=self._group)
+        except RuntimeError as error:
+            raise OneRankFailedError(mine) from error
+        return max(everyone, key=lambda status: (status == OOM, status != OK))
+
+    def first(self, value):
+        """Rank 0's value."""
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+
+def status_of(error: BaseException) -> str:
+    """What an exception of an operation says about the point."""
+    if is_out_of_memory(error):
+        return OOM
+    why = " ".join(str(error).split())
+    if not isinstance(error, UserError):
+        why = f"{type(error).__name__}: {why}"
+    printable = "".join(c for c in why if c.isprintable())
+    return (UNSUPPORTED + printable)[:400]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def note_path(output: Path) -> Path:
+    return output.with_name(output.name + ".failed")
+
+
+def leave_note(output: Path, key: tuple, status: str) -> None:
+    """One rank speaks; a second one that failed writes the same."""
+    path = note_path(output)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"point": key, "status": status}))
+    os.replace(partial, path)
+
+
+def take_note(output: Path) -> tuple[tuple, str] | None:
+    """The point that ended the previous run, and its status; the note is removed."""
+    path = note_path(output)
+    try:
+        note = json.loads(path.read_text())
+        found = tuple(note["point"]), str(note["status"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        found = None
+    path.unlink(missing_ok=True)
+    return found

@@ -1,0 +1,118 @@
+"""The command `megatron-paradyse profile`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.run import Options
+from megatron_paradyse.units import parse_bytes, parse_count
+
+PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+
+
+def _counts(ctx: click.Context, _: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else tuple(parse_count(part) for part in text.split(","))
+
+
+@click.command(
+    context_settings=PASS_ON,
+    epilog="Example: megatron-paradyse profile --nproc 4 --output costs-raw.json --num-layers 4 "
+    "--hidden-size 256 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 "
+    "--vocab-size 1024",
+)
+@click.option("--nproc", type=click.IntRange(1), metavar="P", help="Start P ranks here.")
+@click.option("--output", type=click.Path(dir_okay=False), required=True, help="JSON to write.")
+@click.option("--model", type=click.Path(), help="YAML mapping of Megatron flags to values.")
+@click.option("--lengths", callback=_counts, help="Such as 1K,4K,16K; default: 8, log-spaced.")
+@click.option("--max-length", help="The longest default length; default: --seq-length.")
+@click.option("--batch-sizes", callback=_counts, default="1", help="Such as 1,2; default 1.")
+@click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
+@click.option("--budget-seconds", type=click.FloatRange(0), help="Stop after so long.")
+@click.option("--memory", help="Of a rank, such as 76GiB; longer lengths are left out.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[MEGATRON FLAGS]...")
+def profile(
+    nproc: int | None,
+    output: str,
+    model: str | None,
+    lengths: tuple[int, ...] | None,
+    max_length: str | None,
+    batch_sizes: tuple[int, ...],
+    strategies: str | None,
+    budget_seconds: float | None,
+    memory: str | None,
+    flags: tuple[str, ...],
+) -> None:
+    """Measure what every strategy costs on this machine, for the model of the Megatron flags.
+
+    Give --nproc, or start it under torchrun. An interrupted profile goes on where it stopped.
+    """
+    from megatron_paradyse.profiler.flags import megatron_flags
+    from megatron_paradyse.profiler.run import strategies_to_profile
+
+    options = Options(
+        output=output,
+        lengths=lengths,
+        max_length=None if max_length is None else parse_count(max_length),
+        batch_sizes=batch_sizes,
+        strategies=None if strategies is None else tuple(strategies.split(",")),
+        budget_seconds=budget_seconds,
+        memory_bytes=None if memory is None else parse_bytes(memory),
+    )
+    strategies_to_profile(options.strategies)
+    ranks = int(os.environ.get("WORLD_SIZE", nproc or 0))
+    if not ranks:
+        raise UserError("give --nproc P to start P ranks here, or start it under torchrun")
+    megatron = megatron_flags(flags, model_path=model, ranks=ranks)
+    if "RANK" not in os.environ:
+        from megatron_paradyse.profiler.start import start_ranks
+
+        argv = sys.argv[sys.argv.index("profile") + 1 :]
+        start_ranks(argv, ranks=ranks, output=Path(output))
+        click.echo(f"wrote {output}")
+        return
+    _on_this_rank(options, megatron)
+
+
+def _on_this_rank(options: Options, flags: list[str]) -> None:
+    """The profile of one rank; whatever ends it ends the process at once, for others may wait."""
+    from megatron_paradyse.profiler import run
+    from megatron_paradyse.profiler.start import PROGRESS_FD, Display
+
+    rank = int(os.environ["RANK"])
+    descriptor = os.environ.get(PROGRESS_FD)
+    display = Display()
+
+    def report(event: dict) -> None:
+        if rank != 0:
+            return
+        if descriptor is None:
+            display.show(event)
+        else:
+            os.write(int(descriptor), (json.dumps(event) + "\n").encode())
+
+    code = 1
+    try:
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere if descriptor is None else sys.stdout),
+        ):
+            run.profile(options, flags, report)
+        code = 0
+    except UserError as error:
+        if rank == 0:
+            os.write(2, f"error: {error}\n".encode())
+        code = 2
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

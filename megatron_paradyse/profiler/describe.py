@@ -1,0 +1,85 @@
+"""The description of a profile: the model as its arguments say, the grid, the machine."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import torch
+from megatron.training import get_args
+
+from megatron_paradyse.costs.description import Description, Hardware, ModelShape
+
+
+def describe(num_layers: int) -> Description:
+    """Of the arguments that were parsed, for a model of num_layers."""
+    args = get_args()
+    heads = args.num_attention_heads
+    model = ModelShape(
+        num_layers=num_layers,
+        hidden_size=args.hidden_size,
+        num_heads=heads,
+        num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
+        head_dim=args.kv_channels,
+        ffn_size=args.ffn_hidden_size,
+        gated=bool(args.swiglu),
+        vocab_size=args.padded_vocab_size,
+        normalization=args.normalization.lower(),
+        biases=bool(args.add_bias_linear),
+        position_embedding=args.position_embedding_type.removesuffix("_absolute"),
+    )
+    return Description(
+        model=model,
+        p=args.tensor_model_parallel_size,
+        dtype=str(args.params_dtype).removeprefix("torch."),
+        attention_mask="causal",
+        attention_kernel=f"{args.transformer_impl}, {_name(args.attention_backend)}",
+        hardware=hardware(),
+        interconnect=args.distributed_backend,
+        versions=versions(),
+        source="measured",
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _name(value: object) -> str:
+    return getattr(value, "name", str(value))
+
+
+def hardware() -> Hardware:
+    world = torch.distributed.get_world_size()
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Hardware(
+            name=properties.name,
+            kind="cuda",
+            memory_bytes=properties.total_memory,
+            num_devices=world,
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name = f"{_cpu_name()}, {os.cpu_count()} cores"
+    return Hardware(name=name, kind="cpu", memory_bytes=memory // world, num_devices=world)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    names = ("torch", "megatron-core", "transformer-engine", "flash-attn")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

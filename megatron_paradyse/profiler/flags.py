@@ -1,0 +1,110 @@
+"""Megatron's flags for a profile: the user's, less what a profile decides itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_paradyse.errors import UserError
+
+# Flags that have no meaning in a profile, and how many values follow: None, as many as there are.
+DROPPED = {
+    "--paradyse": 0,
+    "--paradyse-policy": 1,
+    "--paradyse-cost-model": 1,
+    "--paradyse-memory-budget": 1,
+    "--paradyse-smoothing": 1,
+    "--paradyse-trace": 1,
+    "--paradyse-log": 1,
+    "--paradyse-strategies": 1,
+    "--pipeline-model-parallel-size": 1,
+    "--num-layers-per-virtual-pipeline-stage": 1,
+    "--num-virtual-stages-per-pipeline-rank": 1,
+    "--global-batch-size": 1,
+    "--rampup-batch-size": None,
+    "--train-iters": 1,
+    "--train-samples": 1,
+    "--save": 1,
+    "--load": 1,
+    "--save-interval": 1,
+    "--exit-interval": 1,
+    "--tensorboard-dir": 1,
+    "--wandb-project": 1,
+}
+# What Megatron asks for and a profile does not depend on; the user's own come after and win.
+ASSUMED = {
+    "--micro-batch-size": "1",
+    "--lr": "1e-4",
+    "--eval-iters": "0",
+    "--eval-interval": "1000",
+    "--num-workers": "0",
+}
+
+
+def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) -> list[str]:
+    """The flags that the ranks parse: those of the model file, then the given ones."""
+    flags = _without_dropped([*(model_file_flags(model_path) if model_path else []), *given])
+    names = {flag.partition("=")[0] for flag in flags}
+    assumed = [text for pair in ASSUMED.items() if pair[0] not in names for text in pair]
+    if "--tensor-model-parallel-size" not in names:
+        assumed += ["--tensor-model-parallel-size", str(ranks)]
+    if ranks > 1 and "--sequence-parallel" not in names:
+        assumed.append("--sequence-parallel")
+    if "--data-path" not in names and "--tokenizer-type" not in names:
+        if "--vocab-size" not in names:
+            raise UserError(
+                "the size of the vocabulary is missing: give --vocab-size, or --data-path or "
+                "--tokenizer-type as in training"
+            )
+        assumed += ["--tokenizer-type", "NullTokenizer"]
+    last = ["--train-iters", "1000", "--paradyse", "--paradyse-policy", "fixed:megatron_ts"]
+    return [*assumed, *flags, *last]
+
+
+def model_file_flags(path: str) -> list[str]:
+    """A YAML mapping of Megatron's flags, without dashes in front, to values, as flags.
+
+    true gives the flag alone, false and null leave it out, a list gives several values.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--model {path}: {error.strerror}: give an existing YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--model {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UserError(f"--model {path}: expected 'flag: value' lines, as in 'num-layers: 4'")
+    return [text for key, value in content.items() for text in _flag(path, key, value)]
+
+
+def _flag(path: str, key: str, value: Any) -> list[str]:
+    name = "--" + key.lstrip("-").replace("_", "-")
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [name]
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str | int | float) for item in values):
+        raise UserError(f"--model {path}: {key}: expected a number, a text or a list of these")
+    return [name, *map(str, values)]
+
+
+def _without_dropped(flags: list[str]) -> list[str]:
+    kept: list[str] = []
+    values_to_drop: float = 0
+    for flag in flags:
+        name, equals, _ = flag.partition("=")
+        if name.startswith("--"):
+            values_to_drop = 0
+        elif values_to_drop > 0:
+            values_to_drop -= 1
+            continue
+        if name in DROPPED:
+            count = DROPPED[name]
+            values_to_drop = 0 if equals else float("inf") if count is None else count
+        else:
+            kept.append(flag)
+    return kept

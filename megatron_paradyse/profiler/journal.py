@@ -1,0 +1,67 @@
+"""The file of a profile: a cost file without a model, written anew after every point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.description import Description, differences
+from megatron_paradyse.costs.table import Constants, CostTable, Measurement
+from megatron_paradyse.errors import UserError
+
+Key = tuple[str, str, int, int]  # strategy, operation, s, b
+
+
+class Journal:
+    """Measurements of one description, in the order in which they were taken."""
+
+    def __init__(self, path: Path, description: Description):
+        """Continues the file at path, if there is one of the same description.
+
+        UserError with what differs otherwise.
+        """
+        self._path = path
+        self.description = description
+        self.constants: Constants | None = None
+        self._measurements: dict[Key, Measurement] = {}
+        if path.exists():
+            self._continue()
+
+    def _continue(self) -> None:
+        table = read_cost_file(self._path).table
+        found = differences(table.description, self.description)
+        if found:
+            raise UserError(
+                f"{self._path} is a profile of something else ({'; '.join(found)}): give another "
+                "--output, or remove the file"
+            )
+        self.description, self.constants = table.description, table.constants
+        self._measurements = {_key(m): m for m in table.measurements}
+
+    def __len__(self) -> int:
+        return len(self._measurements)
+
+    def get(self, key: Key) -> Measurement | None:
+        return self._measurements.get(key)
+
+    def of(self, strategy: str, operation: str, batch_size: int) -> list[Measurement]:
+        """What is there of one operation at any length."""
+        wanted = (strategy, operation, batch_size)
+        return [
+            m
+            for m in self._measurements.values()
+            if (m.strategy, m.operation, m.batch_size) == wanted
+        ]
+
+    def add(self, measurement: Measurement) -> None:
+        self._measurements[_key(measurement)] = measurement
+
+    def save(self) -> None:
+        """Write the whole file: a reader finds the old one or the new one, never a part."""
+        assert self.constants is not None
+        measured = tuple(self._measurements.values())
+        write_cost_file(self._path, CostTable(self.description, measured, self.constants))
+
+
+def _key(m: Measurement) -> Key:
+    return m.strategy, m.operation, m.seq_length, m.batch_size

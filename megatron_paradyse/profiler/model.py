@@ -1,0 +1,177 @@
+"""The model that is profiled: one or two layers of the user's, built as training builds it.
+
+A layer's share of what grows with the layers (static bytes, the optimizer) is the difference
+between two layers and one, so that a model of any depth is profiled in the memory of two layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training import get_args, training
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+from megatron_paradyse.costs.table import Constants
+from megatron_paradyse.hook import attach_hooks
+from megatron_paradyse.live_bytes import Meter
+from megatron_paradyse.plan import Plan, uniform_plan
+
+OPTIMIZER_STEPS = 7
+
+
+class GivenPolicy:
+    """Answers with the plan it was given last."""
+
+    def __init__(self) -> None:
+        self.chosen: Plan | None = None
+        self.strategies: tuple[str, ...] = ()
+
+    def plan(self, batch_size: int, seq_length: int, layer_numbers) -> Plan:
+        return self.chosen or uniform_plan(tuple(layer_numbers), "megatron_ts")
+
+
+@dataclass(frozen=True)
+class ProfiledModel:
+    """A model in Megatron's wrappers, its optimizer, and the policy of its hook."""
+
+    chunks: list
+    optimizer: Any
+    scheduler: Any
+    policy: GivenPolicy
+
+    @property
+    def gpt(self):
+        return unwrap_model(self.chunks[0])
+
+    @property
+    def layer(self):
+        return self.gpt.decoder.layers[0]
+
+    @property
+    def config(self):
+        return get_model_config(self.chunks[0])
+
+
+def build_model(num_layers: int) -> ProfiledModel:
+    """Build through Megatron's own setup; afterwards the arguments name that many layers."""
+    args = get_args()
+    args.num_layers = args.encoder_num_layers = num_layers
+    policy = GivenPolicy()
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    container.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+    chunks, optimizer, scheduler = training.setup_model_and_optimizer(
+        ModelType.encoder_or_decoder,
+        cfg_container=container,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
+    for chunk in chunks:
+        chunk.train()
+    return ProfiledModel(chunks, optimizer, scheduler, policy)
+
+
+def build_and_measure(
+    num_layers: int, meter: Meter, *, longest_tokens: int
+) -> tuple[ProfiledModel, Constants]:
+    """A model of at most two layers, and the constants of one with num_layers.
+
+    longest_tokens: s b of the longest microbatch. All ranks must call it. The constants are the
+    largest of any rank's.
+    """
+    model, one = _built(1, meter)
+    constants = [*one]
+    if num_layers > 1:
+        del model
+        gc.collect()
+        model, two = _built(2, meter)
+        more = num_layers - 1
+        constants = [a + more * max(0.0, b - a) for a, b in zip(one, two, strict=True)]
+    with meter:
+        before = meter.live_bytes
+        grow_gather_buffer(model, longest_tokens)
+        constants[0] += meter.live_bytes - before + tied_gradient_bytes(model)
+    largest = largest_over_ranks(constants)
+    return model, Constants(*largest)
+
+
+def _built(num_layers: int, meter: Meter) -> tuple[ProfiledModel, tuple[float, float, float]]:
+    """A model, and as if it were the whole: static_bytes, optimizer_seconds, optimizer_bytes."""
+    with meter:
+        before = meter.live_bytes
+        model = build_model(num_layers)
+        step_without_microbatches(model)  # makes the optimizer's states
+        gc.collect()
+        static_bytes = meter.live_bytes - before
+        meter.reset_peak()
+        step_without_microbatches(model)
+        optimizer_bytes = meter.peak_bytes - before - static_bytes
+    seconds = []
+    for _ in range(OPTIMIZER_STEPS):
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        step_without_microbatches(model)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return model, (static_bytes, statistics.median(seconds), optimizer_bytes)
+
+
+def grow_gather_buffer(model: ProfiledModel, tokens: int) -> None:
+    """Make the buffer into which Megatron's linears gather [s, b, h], kept from then on."""
+    if not model.config.sequence_parallel or mpu.get_tensor_model_parallel_world_size() == 1:
+        return
+    shape = [tokens, model.config.hidden_size]
+    get_global_memory_buffer().get_tensor(shape, get_args().params_dtype, "mpu")
+
+
+def tied_gradient_bytes(model: ProfiledModel) -> int:
+    """What the output layer's gradient takes while it waits for that of the tied embedding."""
+    if not model.gpt.share_embeddings_and_output_weights:
+        return 0
+    if model.config.gradient_accumulation_fusion:  # then it goes into main_grad at once
+        return 0
+    return model.gpt.shared_embedding_or_output_weight().nbytes
+
+
+def step_without_microbatches(model: ProfiledModel) -> None:
+    """All that Megatron's train_step does around the forward and backward of microbatches."""
+    training.train_step(
+        None,
+        RerunDataIterator(iter([])),
+        model.chunks,
+        model.optimizer,
+        model.scheduler,
+        model.config,
+        functools.partial(_only_finalize, model.config),
+        iteration=0,
+    )
+
+
+def _only_finalize(config, **arguments) -> list[dict]:
+    one = torch.ones((), dtype=torch.int, device=torch.cuda.current_device())
+    tokens = one if config.calculate_per_token_loss else None
+    config.finalize_model_grads_func(arguments["model"], tokens)
+    return [{"lm loss": torch.ones(2, device=one.device)}]
+
+
+def largest_over_ranks(values: Sequence[float]) -> list[float]:
+    """The largest of each value over the tensor-parallel group."""
+    device = torch.cuda.current_device()
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(
+        tensor, torch.distributed.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group()
+    )
+    return tensor.tolist()

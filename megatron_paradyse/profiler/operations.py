@@ -1,0 +1,176 @@
+"""What is measured: the parts of the real model, each as a forward from an input of its own.
+
+A part begins at a tensor that a graph above it made and ends where a graph below it begins, as in
+training: nothing outside holds its input, its output or a gradient longer than the model would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import mpu, tensor_parallel
+from megatron.core.utils import make_viewless_tensor
+from megatron.training import get_args
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER
+from megatron_paradyse.plan import uniform_plan
+from megatron_paradyse.profiler.model import ProfiledModel
+from megatron_paradyse.train.gpt import loss_function, read_batch
+
+
+@dataclass(frozen=True)
+class Operation:
+    """make_input() gives the input, or None; forward(input) the output and what else stays."""
+
+    make_input: Callable[[], Tensor | None]
+    forward: Callable[[Tensor | None], tuple[Tensor, Any]]
+
+
+class Source(Function):
+    """The end of the graph above: makes a tensor, and drops its gradient when that arrives."""
+
+    @staticmethod
+    def forward(ctx, anchor, template):
+        return template.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
+
+
+class Sink(Function):
+    """The beginning of the graph below: makes the gradient when the backward starts."""
+
+    @staticmethod
+    def forward(ctx, output):
+        ctx.like = (output.shape, output.dtype, output.device)
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        shape, dtype, device = ctx.like
+        return torch.full(shape, 1e-3, dtype=dtype, device=device)
+
+
+class Operations:
+    """The operations of a model at one (s, b)."""
+
+    def __init__(self, model: ProfiledModel, seq_length: int, batch_size: int):
+        self._model = model
+        args = get_args()
+        args.seq_length, args.micro_batch_size = seq_length, batch_size
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._raw = raw_batch(seq_length, batch_size)
+        self._batch = read_batch(iter([self._raw]))
+        with torch.no_grad():
+            self._layer_kwargs = self._until_first_layer(self._batch)
+        self._template = self._layer_kwargs.pop("hidden_states").detach().clone()
+
+    def get(self, operation: str, strategy: str) -> Operation:
+        """The operation under a strategy; embedding and head know none."""
+        if operation == EMBEDDING:
+            return Operation(lambda: None, self._embed)
+        if operation == HEAD:
+            return Operation(self._input, self._head)
+        plan = uniform_plan([self._model.layer.layer_number], strategy)
+        planned = dataclasses.replace(self._layer_kwargs["packed_seq_params"], plan=plan)
+        kwargs = {**self._layer_kwargs, "packed_seq_params": planned}
+        layer = self._model.layer
+
+        def run(x):
+            with _as_in_a_block(self._model.config):
+                if operation == LAYER:
+                    return layer(hidden_states=x, **kwargs)[0], None
+                return layer.run_half(operation, x, kwargs), None
+
+        return Operation(self._input, run)
+
+    def _input(self) -> Tensor:
+        return Source.apply(self._anchor, self._template)
+
+    def _embed(self, _: Tensor | None) -> tuple[Tensor, Any]:
+        """Reads the microbatch too, which stays until its loss is computed."""
+        batch = read_batch(iter([self._raw]))
+        return self._until_first_layer(batch)["hidden_states"], batch
+
+    def _until_first_layer(self, batch: dict) -> dict:
+        """What Megatron's block gives its first layer, by keyword."""
+        given: dict = {}
+
+        def stop(module, args, kwargs):
+            given.update(kwargs)
+            raise _FirstLayerReachedError
+
+        handle = self._model.layer.register_forward_pre_hook(stop, with_kwargs=True)
+        names = ("tokens", "position_ids", "attention_mask")
+        try:
+            self._model.chunks[0](
+                *(batch[name] for name in names),
+                labels=batch["labels"],
+                loss_mask=batch["loss_mask"],
+            )
+        except _FirstLayerReachedError:
+            pass
+        finally:
+            handle.remove()
+        return given
+
+    def _head(self, x: Tensor | None) -> tuple[Tensor, Any]:
+        gpt, batch = self._model.gpt, self._batch
+        hidden = x
+        if gpt.decoder.final_layernorm is not None:
+            hidden = gpt.decoder.final_layernorm(hidden)
+            hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
+        losses = gpt._postprocess(
+            hidden_states=hidden,
+            input_ids=batch["tokens"],
+            position_ids=batch["position_ids"],
+            labels=batch["labels"],
+            rotary_pos_emb=None,
+            rotary_pos_cos=None,
+            rotary_pos_sin=None,
+            loss_mask=batch["loss_mask"],
+        )
+        return loss_function(batch["loss_mask"], losses)[0], None
+
+
+class _FirstLayerReachedError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _as_in_a_block(config) -> Iterator[None]:
+    """The random state that Megatron's block gives its layers."""
+    if not config.sequence_parallel:
+        yield
+        return
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        yield
+
+
+def raw_batch(seq_length: int, batch_size: int) -> dict[str, Tensor]:
+    """A microbatch as the data loader gives it, of random tokens without padding."""
+    args = get_args()
+    generator = torch.Generator().manual_seed(seq_length)
+    shape = (batch_size, seq_length + 1)
+    text = torch.randint(args.padded_vocab_size, shape, generator=generator)
+    if args.paradyse_settings.sequences == "documents":
+        return {"tokens": text, "lengths": torch.full((batch_size,), seq_length)}
+    positions = torch.arange(seq_length).expand(batch_size, -1)
+    return {
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "loss_mask": torch.ones(batch_size, seq_length),
+        "position_ids": positions.clamp(max=args.max_position_embeddings - 1).contiguous(),
+    }
+
+
+def tensor_parallel_size() -> int:
+    return mpu.get_tensor_model_parallel_world_size()

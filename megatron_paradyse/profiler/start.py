@@ -1,0 +1,140 @@
+"""Starts the ranks of a profile on this machine, as torchrun would, and shows how far they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
+
+PROGRESS_FD = "MEGATRON_PARADYSE_PROGRESS_FD"
+MAX_RESTARTS = 100
+
+
+def start_ranks(argv: Sequence[str], *, ranks: int, output: Path) -> None:
+    """Run `megatron-paradyse profile` with argv on every rank, again while points end it."""
+    note_path(output).unlink(missing_ok=True)
+    log = output.with_name(output.name + ".log")
+    with Display() as display:
+        for _ in range(MAX_RESTARTS):
+            code = _run(argv, ranks, log, display)
+            if code != RESTART_CODE:
+                break
+    if code:
+        raise UserError(f"{_reason(log)} (exit code {code}; all that the ranks said is in {log})")
+
+
+def _run(argv: Sequence[str], ranks: int, log: Path, display: Display) -> int:
+    """The first code other than 0 that a rank ends with, or 0; every rank has ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    reading, writing = os.pipe()
+    processes = []
+    try:
+        with log.open("w") as said:
+            for rank in range(ranks):
+                environment = {
+                    **os.environ,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                    PROGRESS_FD: str(writing),
+                }
+                command = [sys.executable, "-m", "megatron_paradyse", "profile", *argv]
+                processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=said, stderr=said, pass_fds=[writing]
+                    )
+                )
+        os.close(writing)
+        with open(reading) as events:
+            for line in events:
+                display.show(json.loads(line))
+        return _wait(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _wait(processes: list[subprocess.Popen]) -> int:
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed:
+            return RESTART_CODE if RESTART_CODE in failed else failed[0]
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.05)
+
+
+def _reason(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[0] if errors else next((x for x in reversed(lines) if x.strip()), "a rank ended")
+
+
+class Display:
+    """A bar with the time left on a terminal; elsewhere a line per finished length."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._last: int | None = None
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("starting the ranks", total=1.0)
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, event: dict) -> None:
+        """An event of rank 0: {"text"}, or a measurement with number, count, share, resumed."""
+        text = event.get("text")
+        if self._bar is not None and self._task is not None:
+            name = text or f"s={event['seq_length']} {event['strategy']} {event['operation']}"
+            self._bar.update(self._task, description=name, completed=event.get("share"))
+            if text is None and event["status"] != "ok":
+                self._bar.console.print(f"{name}: {event['status']}")
+            return
+        for line in self._lines(event):
+            print(line, file=sys.stderr, flush=True)
+
+    def _lines(self, event: dict):
+        if "text" in event:
+            yield event["text"]
+            return
+        if event["seq_length"] != self._last:
+            self._last = event["seq_length"]
+            yield f"{event['share']:4.0%}  s={event['seq_length']} b={event['batch_size']}"
+        if event["status"] != "ok":
+            yield f"      {event['strategy']} {event['operation']}: {event['status']}"

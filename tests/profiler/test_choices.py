@@ -1,0 +1,89 @@
+"""What a profile decides before it measures: lengths, flags, points."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_paradyse.costs.table import LAYER, MLP, Measurement
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.flags import megatron_flags, model_file_flags
+from megatron_paradyse.profiler.lengths import check_lengths, default_lengths, expected_bytes
+from megatron_paradyse.profiler.run import points, strategies_to_profile
+from megatron_paradyse.units import parse_bytes
+
+
+def test_default_lengths_are_log_spaced_aligned_and_end_at_the_longest():
+    for longest, p in ((8192, 4), (131072, 8), (600, 3), (64, 4)):
+        lengths = default_lengths(longest, p=p)
+        assert lengths == tuple(sorted(set(lengths))) and len(lengths) <= 8
+        assert all(length % (2 * p) == 0 for length in lengths)
+        assert longest - 2 * p < lengths[-1] <= longest
+    lengths = default_lengths(8192, p=4)
+    ratios = [b / a for a, b in itertools.pairwise(lengths)]
+    assert lengths[0] == 128 and max(ratios) / min(ratios) < 1.1
+    with pytest.raises(UserError, match="at least 2p = 16"):
+        default_lengths(8, p=8)
+
+
+def test_given_lengths_must_be_shared_evenly():
+    assert check_lengths((64, 32), p=4) == (32, 64)
+    with pytest.raises(UserError, match="100 is not a multiple of 2p = 8: use 96"):
+        check_lengths((100,), p=4)
+
+
+def test_expected_bytes_extrapolate_a_quadratic_and_never_shrink():
+    def at(s: int) -> Measurement:
+        kept = 100 + 3 * s
+        return Measurement("metp", MLP, s, 1, "ok", 1.0, 1.0, kept, 0, 2.0 * s * s)
+
+    measured = [at(s) for s in (16, 32, 64)]
+    assert expected_bytes(measured[:2], 128) is None
+    assert expected_bytes(measured, 128) == pytest.approx(100 + 3 * 128 + 2 * 128**2)
+
+
+def test_layers_are_checked_at_every_other_length_and_always_when_recomputed():
+    strategies = strategies_to_profile(("metp", "metp+recompute"))
+    found = {
+        (p.strategy, p.seq_length)
+        for p in points((8, 16, 32), (1,), strategies)
+        if p.operation == LAYER
+    }
+    assert {s for name, s in found if name == "metp"} == {8, 32}
+    assert {s for name, s in found if name == "metp+recompute"} == {8, 16, 32}
+    with pytest.raises(UserError, match="no strategy named"):
+        strategies_to_profile(("meta",))
+
+
+def test_flags_of_a_training_become_those_of_a_profile():
+    given = ["--num-layers", "4", "--vocab-size", "9", "--paradyse-policy", "random:1"]
+    given += ["--load", "x", "--rampup-batch-size", "1", "2", "3", "--swiglu", "--save=y"]
+    flags = megatron_flags(given, model_path=None, ranks=4)
+    text = " ".join(flags)
+    assert "--num-layers 4 --vocab-size 9 --swiglu" in text
+    assert "--tensor-model-parallel-size 4 --sequence-parallel" in text
+    for gone in ("random:1", "--load", "--rampup-batch-size", "--save"):
+        assert gone not in text
+    with pytest.raises(UserError, match="vocabulary is missing"):
+        megatron_flags(["--num-layers", "4"], model_path=None, ranks=4)
+
+
+def test_a_model_file_is_a_mapping_of_flags(tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text("num-layers: 4\nswiglu: true\nbf16: false\nspec: [a, b]\nlr: null\n")
+    assert model_file_flags(str(path)) == ["--num-layers", "4", "--swiglu", "--spec", "a", "b"]
+    for text in ("- a\n", "a: {b: 1}\n", "a: [\n"):
+        path.write_text(text)
+        with pytest.raises(UserError):
+            model_file_flags(str(path))
+    with pytest.raises(UserError, match="give an existing YAML file"):
+        model_file_flags(str(tmp_path / "none"))
+
+
+def test_sizes_in_bytes_need_a_unit():
+    assert parse_bytes("76GiB") == 76 << 30
+    assert parse_bytes("1.5 MB") == 1_500_000
+    for text in ("76G", "-1GiB", "4iB", "GiB"):
+        with pytest.raises(UserError):
+            parse_bytes(text)

@@ -1,0 +1,142 @@
+"""Profiles of a small model on 2 ranks, with real collectives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.peak import recomputed_layer
+from megatron_paradyse.costs.table import Measurement
+from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
+from megatron_paradyse.profiler.flags import megatron_flags
+from tests.train.harness import run_forked
+
+RANKS, HIDDEN, FFN = 2, 64, 256
+LENGTHS = (64, 128)
+MODEL = {
+    "--num-layers": 6,
+    "--hidden-size": HIDDEN,
+    "--num-attention-heads": 4,
+    "--seq-length": 512,
+    "--max-position-embeddings": 512,
+    "--vocab-size": 96,
+    "--attention-dropout": 0,
+    "--hidden-dropout": 0,
+}
+STRATEGIES = ("megatron_ts", "megatron_ts+recompute", "ulysses_z", "metp")
+
+
+def run_profile(output: Path, *, fault: str = "", code: int = 0, model: dict | None = None, **more):
+    """Returns (measurements by key, events, stderr) of a profile, or (None, None, stderr)."""
+    options = {"output": str(output), "lengths": LENGTHS, "strategies": STRATEGIES}
+    options |= {"seconds_per_point": 0.02, "agree_seconds": 3, **more}
+    flags = [str(text) for pair in (MODEL | (model or {})).items() for text in pair]
+    argv = [json.dumps(options), fault, *megatron_flags(flags, model_path=None, ranks=RANKS)]
+    ended, _, stderr = run_forked(
+        "tests.profiler.driver", argv, ranks=RANKS, folder=output.parent, timeout_seconds=120
+    )
+    assert ended == code, stderr[-4000:]
+    if code:
+        return None, None, stderr
+    table = read_cost_file(output).table
+    found = {(m.strategy, m.operation, m.seq_length): m for m in table.measurements}
+    return found, json.loads(Path(f"{output}.events").read_text()), stderr
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """The file of a profile whose metp mlp fails on every rank, and what it holds."""
+    output = tmp_path_factory.mktemp("profile") / "costs.json"
+    return output, run_profile(output, fault="metp mlp all")[0]
+
+
+def test_kept_bytes_are_those_counted_by_hand(profiled):
+    """Of an MLP: its output, the norm's output and statistics, fc1's output."""
+    for s in LENGTHS:
+        rows = s // RANKS
+        x, statistics = rows * HIDDEN * 4, 2 * rows * 4
+        expected = {
+            "ulysses_z": 2 * x + rows * FFN * 4 + statistics,
+            "megatron_ts": 2 * x + 2 * s * FFN // RANKS * 4 + statistics,  # and its activation
+            "megatron_ts+recompute": x,
+        }
+        for strategy, kept in expected.items():
+            assert profiled[1][strategy, "mlp", s].kept_bytes == kept, strategy
+
+
+def test_static_bytes_are_parameters_gradients_and_adam(profiled):
+    """Float32: 16 bytes per parameter of the rank, the gather buffer, the tied gradient."""
+    per_layer = (4 * HIDDEN * HIDDEN + 2 * HIDDEN * FFN + 3 * HIDDEN + FFN) / RANKS + 6 * HIDDEN
+    vocabulary = 256 * HIDDEN // RANKS  # padded to a multiple of 128 p
+    parameters = 6 * per_layer + vocabulary + 512 * HIDDEN + 2 * HIDDEN
+    expected = 16 * parameters + LENGTHS[-1] * HIDDEN * 4 + vocabulary * 4
+    constants = read_cost_file(profiled[0]).table.constants
+    assert constants.static_bytes == pytest.approx(expected, rel=0.002)
+    assert constants.optimizer_seconds > 0
+
+
+def test_a_layer_is_the_sum_of_its_halves(profiled):
+    found = profiled[1]
+    s = LENGTHS[0]
+    for strategy in ("megatron_ts", "ulysses_z"):
+        a, m, layer = (found[strategy, o, s] for o in ("attention", "mlp", "layer"))
+        assert layer.kept_bytes == pytest.approx(a.kept_bytes + m.kept_bytes, rel=0.002)
+        forward = max(a.forward_bytes - m.kept_bytes, m.forward_bytes)
+        backward = max(m.backward_bytes, a.backward_bytes - m.kept_bytes)
+        assert layer.forward_bytes == pytest.approx(forward, rel=0.02)
+        assert layer.backward_bytes == pytest.approx(backward, rel=0.02)
+
+
+def test_a_recomputed_layer_follows_from_its_halves(profiled):
+    found = profiled[1]
+    for s in LENGTHS:
+        layer = found["megatron_ts+recompute", "layer", s]
+        name = "megatron_ts+recompute"
+        composed = recomputed_layer(name, name, lambda n, o: found[n, o, s].costs)  # noqa: B023
+        for quantity in ("kept_bytes", "forward_bytes", "backward_bytes"):
+            assert getattr(composed, quantity) == pytest.approx(getattr(layer, quantity), rel=0.02)
+
+
+def test_a_failure_is_recorded_and_does_not_end_the_profile(profiled):
+    found = profiled[1]
+    for s in LENGTHS:
+        assert found["metp", "mlp", s].status == "unsupported: RuntimeError: no kernel for this"
+        assert found["metp", "attention", s].is_ok
+    assert all(m.is_ok for m in found.values() if m.strategy != "metp")
+
+
+def test_a_profile_goes_on_where_it_stopped_and_refuses_another_model(profiled):
+    output, before = profiled
+    after, events, _ = run_profile(output)
+    assert after == before
+    points = [event for event in events if "share" in event]
+    assert len(points) == len(before) and all(event["resumed"] for event in points)
+    _, _, stderr = run_profile(output, code=1, model={"--hidden-size": 32})
+    assert "model.hidden_size: 64 in the file, 32 in the run" in stderr
+
+
+def test_a_failure_of_one_rank_is_noted_and_skipped_by_the_next_start(tmp_path):
+    output = tmp_path / "costs.json"
+    few = {"lengths": (64,), "strategies": ("ulysses_z+recompute",)}
+    fault = "ulysses_z+recompute mlp one"
+    run_profile(output, fault=fault, code=RESTART_CODE, **few)
+    assert note_path(output).exists()
+    found, _, _ = run_profile(output, fault=fault, **few)
+    assert found["ulysses_z+recompute", "mlp", 64].status == "oom"
+    assert found["ulysses_z+recompute", "layer", 64].is_ok
+    assert not note_path(output).exists()
+
+
+def test_lengths_that_would_not_fit_are_left_out_without_running(tmp_path):
+    found, _, _ = run_profile(
+        tmp_path / "costs.json",
+        lengths=(32, 64, 128, 256),
+        strategies=("megatron_ts",),
+        memory_bytes=2_250_000,
+    )
+    by_length = [found["megatron_ts", "mlp", s].status for s in (32, 64, 128, 256)]
+    assert by_length[0] == "ok" and by_length[-1] == "oom"
+    assert isinstance(found["megatron_ts", "mlp", 256], Measurement)
