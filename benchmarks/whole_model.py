@@ -57,6 +57,8 @@ def main() -> None:
         "time_bias": statistics.median(times),
         "time_p95": sorted(map(abs, times))[int(0.95 * (len(times) - 1))],
         "time_noise": statistics.median(row["measured_spread"] for row in rows),
+        "processor_time_median": statistics.median(abs(row["processor_error"]) for row in rows),
+        "processor_time_bias": statistics.median(row["processor_error"] for row in rows),
         "memory_max": max(map(abs, memories)),
         "memory_median": statistics.median(map(abs, memories)),
         "static_error": measured["static_error"],

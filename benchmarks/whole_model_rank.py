@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -103,16 +104,19 @@ class Check:
         del operations
         gc.collect()
         peaks = [self._peak(plan, length) for plan in plans]
-        seconds, optimizer, iterations = self._seconds(needed, plans, length, rounds)
+        seconds, optimizer, iterations, busy = self._seconds(needed, plans, length, rounds)
         costs = {
             key: OperationCosts(*seconds[key], **dataclasses.asdict(found[key])) for key in needed
         }
         rows = []
-        for plan, peak, times in zip(plans, peaks, iterations, strict=True):
+        for number, (plan, peak, times) in enumerate(zip(plans, peaks, iterations, strict=True)):
             layers = [(choice.attention, choice.mlp) for choice in plan.layers.values()]
             walked = plan_operations(layers, lambda name, operation: costs[name, operation])
             predicted = total_seconds(walked) + optimizer
             measured = statistics.median(times)
+            parts = [(MODEL, EMBEDDING), (MODEL, HEAD), "step"]
+            parts += [(a, "attention") for a, _ in layers] + [(m, "mlp") for _, m in layers]
+            processor = sum(busy[part] for part in parts)
             expected_peak = self._static_bytes + max(peak_bytes(walked), self._optimizer_bytes)
             rows.append(
                 {
@@ -122,6 +126,7 @@ class Check:
                     "measured_seconds": measured,
                     "measured_spread": (max(times) - min(times)) / measured,
                     "time_error": predicted / measured - 1,
+                    "processor_error": processor / busy[number] - 1,
                     "predicted_bytes": expected_peak,
                     "measured_bytes": peak,
                     "memory_error": expected_peak / peak - 1,
@@ -135,20 +140,37 @@ class Check:
         from megatron_paradyse.profiler.operations import Operations
 
         times: dict = {key: [] for key in needed}
+        busy: dict = {key: [] for key in [*needed, "step", *range(len(plans))]}
         steps: list[float] = []
         iterations: list[list[float]] = [[] for _ in plans]
         operations = Operations(self._model, length, 1)
         for _ in range(rounds):
             for key in needed:
-                times[key].append(timed_over_ranks(operations.get(key[1], key[0])))
-            steps.append(self._timed(self._empty_step))
-            for plan, series in zip(plans, iterations, strict=True):
-                series.append(self._timed(lambda plan=plan: self._step(plan, length)))
+                run = functools.partial(timed_over_ranks, operations.get(key[1], key[0]))
+                times[key].append(self._busy(busy[key], run))
+            empty = functools.partial(self._timed, self._empty_step)
+            steps.append(self._busy(busy["step"], empty))
+            for number, plan in enumerate(plans):
+                step = functools.partial(self._step, plan, length)
+                timed = functools.partial(self._timed, step)
+                iterations[number].append(self._busy(busy[number], timed))
         medians = {
             key: (statistics.median(f for f, _ in pairs), statistics.median(b for _, b in pairs))
             for key, pairs in times.items()
         }
-        return medians, statistics.median(steps), iterations
+        spent = {key: statistics.median(values) for key, values in busy.items()}
+        return medians, statistics.median(steps), iterations, spent
+
+    def _busy(self, series: list[float], run):
+        """run(); adds its processor seconds, of all ranks: a busy machine does not stretch them."""
+        import torch
+
+        start = time.process_time()
+        result = run()
+        spent = torch.tensor(time.process_time() - start, dtype=torch.float64)
+        torch.distributed.all_reduce(spent)
+        series.append(float(spent))
+        return result
 
     def _timed(self, run) -> float:
         import torch
