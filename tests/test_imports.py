@@ -75,7 +75,7 @@ def test_strategies_know_neither_megatron_nor_plans(module):
     for name, _ in _imports(module):
         assert not _is_in(name, "megatron")
         if _is_in(name, PACKAGE):
-            assert _unit(name) in ("strategies", "errors"), f"{module} imports {name}"
+            assert _unit(name) in ("strategies", "errors", "live_bytes"), f"{module} imports {name}"
 
 
 def test_a_strategy_imports_no_other_strategy():
