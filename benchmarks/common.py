@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_paradyse.machine import cpu_name
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -46,7 +48,7 @@ def finish(name: str, result: dict, configuration: dict, arguments: argparse.Nam
 def hardware() -> dict:
     import torch
 
-    described = {"cpu": _cpu_name(), "cores": os.cpu_count()}
+    described = {"cpu": cpu_name(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         described["gpu"] = torch.cuda.get_device_name()
         described["num_gpus"] = torch.cuda.device_count()
@@ -59,16 +61,6 @@ def hardware_tag() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name().lower().replace(" ", "-")
     return f"cpu-{os.cpu_count()}-cores"
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

@@ -11,8 +11,8 @@ and the compiler's CUDA paths.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-import logging
 import os
 import types
 import warnings
@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-logger = logging.getLogger(__name__)
 
 # Megatron flags that a machine without a GPU needs; applied to the parsed arguments.
 CPU_ARGUMENTS: dict[str, Any] = {
@@ -201,8 +199,6 @@ def _norm_with_sequence_parallel(original_new):
     def norm(cls, config, *args, **kwargs):
         if not config.sequence_parallel:
             return original_new(cls, config, *args, **kwargs)
-        import copy
-
         plain = copy.copy(config)
         plain.sequence_parallel = False
         module = original_new(cls, plain, *args, **kwargs)

@@ -10,7 +10,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import LayerChoice, Plan, uniform_plan
 from megatron_paradyse.plan_file import PlanFile, load_plan_file
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.strategies import RECOMPUTE, parse_strategy_name, strategy_names
+from megatron_paradyse.strategies import parse_strategy_name, strategy_names
 
 POLICIES = "fixed:STRATEGY, plan:FILE or random:SEED"
 
@@ -100,8 +100,3 @@ def make_policy(settings: Settings) -> Policy:
         names = settings.strategies or strategy_names()
         return RandomPolicy(argument, names)
     raise UserError(f"unknown policy {settings.policy!r}: use {POLICIES}")
-
-
-def with_recompute(names: Sequence[str]) -> tuple[str, ...]:
-    """The strategies, each also with +recompute."""
-    return tuple(name for base in names for name in (base, base + RECOMPUTE))

@@ -6,6 +6,7 @@ them; the first rank of each tensor-parallel group reads them and broadcasts (tr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -74,14 +75,6 @@ class _StreamDataset(torch.utils.data.Dataset):
         return self._stream.tokens(position)
 
 
-class _Collate:
-    def __init__(self, alignment: int):
-        self._alignment = alignment
-
-    def __call__(self, samples: list[np.ndarray]) -> dict[str, torch.Tensor]:
-        return collate(samples, self._alignment)
-
-
 def microbatches(
     stream: SampleStream,
     *,
@@ -94,7 +87,7 @@ def microbatches(
     loader = torch.utils.data.DataLoader(
         _StreamDataset(stream),
         batch_sampler=_PositionSampler(sharding, consumed),
-        collate_fn=_Collate(alignment),
+        collate_fn=functools.partial(collate, alignment=alignment),
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=num_workers > 0,

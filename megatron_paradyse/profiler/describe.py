@@ -6,12 +6,12 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
 
 import torch
 from megatron.training import get_args
 
 from megatron_paradyse.costs.description import Description, Hardware, ModelShape
+from megatron_paradyse.machine import cpu_name
 
 
 def describe(num_layers: int) -> Description:
@@ -60,18 +60,8 @@ def hardware() -> Hardware:
             num_devices=world,
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    name = f"{_cpu_name()}, {os.cpu_count()} cores"
+    name = f"{cpu_name()}, {os.cpu_count()} cores"
     return Hardware(name=name, kind="cpu", memory_bytes=memory // world, num_devices=world)
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
