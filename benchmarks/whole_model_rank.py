@@ -12,9 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_paradyse.costs.peak import peak_bytes, plan_operations, total_seconds
 from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
 from megatron_paradyse.plan import LayerChoice, Plan
+from megatron_paradyse.planner import evaluate
+from megatron_paradyse.planner.from_costs import Stage, cost_source, model_seconds, stage_memory
+from megatron_paradyse.planner.policies import OptimalPolicy
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
 from megatron_paradyse.train import plugin
@@ -111,13 +113,13 @@ class Check:
         rows = []
         for number, (plan, peak, times) in enumerate(zip(plans, peaks, iterations, strict=True)):
             layers = [(choice.attention, choice.mlp) for choice in plan.layers.values()]
-            walked = plan_operations(layers, lambda name, operation: costs[name, operation])
-            predicted = total_seconds(walked) + optimizer
+            layer_seconds, peak_bytes = self._predicted(plan, length, costs)
+            predicted = layer_seconds + optimizer
             measured = statistics.median(times)
             parts = [(MODEL, EMBEDDING), (MODEL, HEAD), "step"]
             parts += [(a, "attention") for a, _ in layers] + [(m, "mlp") for _, m in layers]
             processor = sum(busy[part] for part in parts)
-            expected_peak = self._static_bytes + max(peak_bytes(walked), self._optimizer_bytes)
+            expected_peak = max(peak_bytes, self._static_bytes + self._optimizer_bytes)
             rows.append(
                 {
                     "s": length,
@@ -133,6 +135,26 @@ class Check:
                 }
             )
         return rows
+
+    def _predicted(self, plan: Plan, length: int, costs) -> tuple[float, float]:
+        """Seconds and peak bytes, static ones included, as the planner computes them."""
+
+        def costs_of(name, operation, s, b):
+            return costs[name, operation]
+
+        names = tuple({name for c in plan.layers.values() for name in (c.attention, c.mlp)})
+        stage = Stage(budget_bytes=1 << 62, static_bytes=int(self._static_bytes))
+        memory = stage_memory(costs_of, stage)
+        policy = OptimalPolicy(
+            names,
+            cost_source(costs_of),
+            memory,
+            allowed=lambda number, operation: (getattr(plan[number], operation),),
+        )
+        outcome = evaluate(policy.problem(tuple(plan.layers), 1, length, False), plan)
+        assert outcome is not None
+        seconds = outcome.seconds + model_seconds(costs_of, stage, length, 1)
+        return seconds, outcome.peak_bytes
 
     def _seconds(self, needed, plans, length, rounds):
         """Medians of the operations, of the step around them; all times of the iterations."""
@@ -189,27 +211,10 @@ class Check:
 
     def _step(self, plan: Plan, length: int) -> None:
         """One iteration of training: one microbatch of s tokens under the plan."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.rerun_state_machine import RerunDataIterator
-        from megatron.training import get_args, training
+        from benchmarks.iterations import train_one
 
-        from megatron_paradyse.profiler.operations import raw_batch
-        from megatron_paradyse.train.batch import meter as lengths
-        from megatron_paradyse.train.gpt import forward_step
-
-        get_args().seq_length = length
         self._model.policy.chosen = plan
-        training.train_step(
-            forward_step,
-            RerunDataIterator(iter([raw_batch(length, 1)])),
-            self._model.chunks,
-            self._model.optimizer,
-            self._model.scheduler,
-            self._model.config,
-            get_forward_backward_func(),
-            iteration=0,
-        )
-        lengths.take()
+        train_one(self._model, length)
 
     def _peak(self, plan: Plan, length: int) -> float:
         from megatron_paradyse.profiler.model import largest_over_ranks

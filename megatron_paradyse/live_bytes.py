@@ -23,11 +23,15 @@ class LiveBytes(TorchDispatchMode):
 
     A storage made outside is counted when an operation inside first returns a view of it; those in
     `known` never are. What a kernel or a collective allocates for itself is not seen.
+
+    limit_bytes: an emulated memory; an operation whose result does not fit raises
+    torch.OutOfMemoryError.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()):
+    def __init__(self, known: Iterable[Tensor] = (), *, limit_bytes: int | None = None):
         super().__init__()
         self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+        self._limit_bytes = limit_bytes
         self.live_bytes = self.peak_bytes = 0
 
     def reset_peak(self) -> None:
@@ -59,6 +63,16 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._forget, key, size).atexit = False
+        if self._limit_bytes is not None and self.live_bytes > self._limit_bytes:
+            self._refuse(size, self._limit_bytes)
+
+    def _refuse(self, size: int, limit_bytes: int) -> None:
+        """Out of memory, unless collectives that ended let go of enough."""
+        if self.settled_bytes() > limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"the emulated memory of {limit_bytes:,} bytes is full: "
+                f"{self.live_bytes:,} bytes are alive, {size:,} of them just asked for"
+            )
 
     def _forget(self, key: int, size: int) -> None:
         self._seen.discard(key)
@@ -92,6 +106,8 @@ class AllocatedBytes:
 Meter = LiveBytes | AllocatedBytes
 
 
-def make_meter() -> Meter:
-    """The meter of this machine's device."""
-    return AllocatedBytes() if torch.cuda.is_available() else LiveBytes()
+def make_meter(*, limit_bytes: int | None = None) -> Meter:
+    """The meter of this machine's device; limit_bytes is enforced on a CPU only."""
+    if torch.cuda.is_available():
+        return AllocatedBytes()
+    return LiveBytes(limit_bytes=limit_bytes)

@@ -40,7 +40,7 @@ class GivenPolicy:
         self.chosen: Plan | None = None
         self.strategies: tuple[str, ...] = ()
 
-    def plan(self, batch_size: int, seq_length: int, layer_numbers) -> Plan:
+    def plan(self, batch_size: int, seq_length: int, layer_numbers, **_: bool) -> Plan:
         return self.chosen or uniform_plan(tuple(layer_numbers), "megatron_ts")
 
 
@@ -72,7 +72,9 @@ def build_model(num_layers: int) -> ProfiledModel:
     args.num_layers = args.encoder_num_layers = num_layers
     policy = GivenPolicy()
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    container.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+    container.model.pre_wrap_hooks.append(
+        functools.partial(attach_hooks, policy_of=lambda _: policy)
+    )
     chunks, optimizer, scheduler = training.setup_model_and_optimizer(
         ModelType.encoder_or_decoder,
         cfg_container=container,

@@ -68,7 +68,7 @@ def points(
     """Short ones first, so that longer ones can be foreseen.
 
     The layer as a whole is a check, at every other length: it follows from its halves, under
-    +recompute too (costs/peak.py).
+    +recompute too (costs/recomputed.py).
     """
     for b in batch_sizes:
         for index, s in enumerate(lengths):
@@ -100,10 +100,10 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
 
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler.agree import Agreement, take_note
-    from megatron_paradyse.profiler.describe import describe
     from megatron_paradyse.profiler.journal import Journal
     from megatron_paradyse.profiler.lengths import check_lengths, default_lengths
     from megatron_paradyse.profiler.model import build_and_measure
+    from megatron_paradyse.train.describe import describe
 
     start = time.monotonic()
     args = parse_and_validate_args()

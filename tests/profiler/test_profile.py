@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
-from megatron_paradyse.costs.peak import recomputed_layer
+from megatron_paradyse.costs.recomputed import recomputed_layer
 from megatron_paradyse.costs.table import Measurement
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
 from megatron_paradyse.profiler.flags import megatron_flags
