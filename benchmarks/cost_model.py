@@ -1,9 +1,10 @@
 """How wrong fitted costs are at lengths that were not fitted, measured on CPU ranks.
 
-The profiler measures one model twice, with more lengths than are fitted. The first profile is
-fitted, at its lengths of 128 to 2,048 tokens; both models are asked for the others: inside that
-range, at about twice its end, and (bytes only) at four times its end. The true seconds there are
-the mean of both profiles; noise_floor is the median of their difference at the same points.
+The profiler measures one model twice, at more lengths than are fitted. The first profile is fitted,
+and both models are asked for the other lengths: seconds from fits of 128 to 2,048 tokens, inside
+and at twice that range; bytes from fits of 128 to 8,192 tokens, inside and at four times that
+range. The true seconds are the mean of both profiles; noise_floor is the median of their
+difference at the same points.
 
     .venv/bin/python benchmarks/cost_model.py --json [--folder DIR, to go on after an interruption]
 """
@@ -17,23 +18,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import finish, options
-from megatron_paradyse.costs.accuracy import INSIDE, TWICE, measure_accuracy, to_json_values
+from megatron_paradyse.costs.accuracy import (
+    INSIDE,
+    TWICE,
+    Errors,
+    measure_accuracy,
+    to_json_values,
+)
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
-from megatron_paradyse.costs.table import CostTable, Measurement
-from megatron_paradyse.profiler.lengths import lengths_between
+from megatron_paradyse.costs.table import BYTE_QUANTITIES, CostTable, Measurement
 
 MODEL = {
     "--num-layers": 4,
     "--hidden-size": 256,
     "--num-attention-heads": 8,
     "--seq-length": 8192,
-    "--max-position-embeddings": 8192,
+    "--max-position-embeddings": 32768,
     "--vocab-size": 1024,
     "--attention-dropout": 0,
     "--hidden-dropout": 0,
@@ -44,24 +51,32 @@ KEYS = ("time_median", "time_p95", "time_median_2x", "memory_max", "memory_max_4
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """fitted and asked are timed; asked_bytes are not, nor are more fitted ones between fitted."""
+    """timed: for the errors of time. bytes: for those of memory, which ask for far too.
 
-    fitted: tuple[int, ...]
-    asked: tuple[int, ...]
-    asked_bytes: tuple[int, ...]
+    Each is a pair: lengths that are fitted, lengths that are asked.
+    """
+
+    timed: tuple[tuple[int, ...], tuple[int, ...]]
+    bytes: tuple[tuple[int, ...], tuple[int, ...]]
 
     @property
-    def fitted_bytes(self) -> tuple[int, ...]:
-        between = lengths_between(self.fitted, p=RANKS)
-        return tuple(s for s in between if s not in (*self.asked, *self.asked_bytes))
+    def untimed(self) -> tuple[int, ...]:
+        return tuple({*self.bytes[0], *self.bytes[1]} - {*self.timed[0], *self.timed[1]})
 
 
+FITTED = (128, 168, 216, 272, 352, 456, 584, 752, 968, 1240, 1592, 2048)
+ASKED = (144, 240, 400, 664, 1096, 1808)
 FULL = Lengths(
-    fitted=(128, 168, 216, 272, 352, 456, 584, 752, 968, 1240, 1592, 2048),
-    asked=(144, 240, 400, 664, 1096, 1808, 3584, 4096),
-    asked_bytes=(152, 192, 304, 512, 856, 1400, 8192),
+    timed=(FITTED, (*ASKED, 3584, 4096)),
+    bytes=(
+        (*FITTED, 152, 192, 304, 512, 2560, 3200, 4096, 5120, 6400, 8192),
+        (*ASKED, 160, 256, 856, 1400, 2304, 3584, 5760, 32768),
+    ),
 )
-QUICK = Lengths(fitted=(128, 192, 256, 384, 512), asked=(320, 1024), asked_bytes=(160, 2048))
+QUICK = Lengths(
+    timed=((128, 192, 256, 384, 512), (320, 1024)),
+    bytes=((128, 192, 256, 384, 512, 160), (320, 144, 1024, 2048)),
+)
 
 
 def main() -> None:
@@ -72,26 +87,46 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        untimed = (*lengths.fitted_bytes, *lengths.asked_bytes)
-        tables = [
-            profiled(folder / f"profile-{name}.json", lengths, others, arguments.quick)
-            for name, others in (("first", untimed), ("second", ()))
-        ]
-        speed = seconds_to_answer(fitted_part(tables[0], lengths), folder / "costs.json")
-    errors = measure_accuracy(fitted_part(tables[0], lengths), asked_part(*tables, lengths))
+        first = profiled(folder / "profile-first.json", lengths, lengths.untimed, arguments.quick)
+        second = profiled(folder / "profile-second.json", lengths, (), arguments.quick)
+        speed = seconds_to_answer(at(first, lengths.bytes[0]), folder / "costs.json")
+    timed = measure_accuracy(at(first, lengths.timed[0]), at(mean(first, second), lengths.timed[1]))
+    errors = [e for e in timed if e.quantity not in BYTE_QUANTITIES]
+    errors += memory_errors(first, *lengths.bytes)
     values = to_json_values(errors)
     result = {
         model: {key: summary[key] for key in KEYS} for model, summary in values["summary"].items()
     }
     result |= {f"all_{model}": summary for model, summary in values["summary"].items()}
-    result |= noise(*tables, lengths) | speed | {"rows": values["rows"]}
+    result |= noise(first, second, lengths.timed) | speed | {"rows": values["rows"]}
     configuration = {"ranks": RANKS, **dataclasses.asdict(lengths), **MODEL}
     finish("cost_model", result, configuration, arguments)
 
 
+def at(table: CostTable, lengths: Sequence[int]) -> CostTable:
+    return table.only(lambda m: m.seq_length in lengths)
+
+
+def memory_errors(table: CostTable, fitted: Sequence[int], asked: Sequence[int]) -> list[Errors]:
+    """Of bytes; a strategy too large for the longest length asked is asked for a quarter of it.
+
+    It is then fitted up to a sixteenth of it: four times the range all the same.
+    """
+    far = max(asked)
+    found = measure_accuracy(at(table, fitted), at(table, asked))
+    fits = {
+        (m.strategy, m.operation) for m in table.measurements if m.is_ok and m.seq_length == far
+    }
+    rest = table.only(lambda m: (m.strategy, m.operation) not in fits)
+    if rest.measurements:
+        fitted = [s for s in fitted if s <= far // 16]
+        found += measure_accuracy(at(rest, fitted), at(rest, [far // 4]))
+    return [e for e in found if e.quantity in BYTE_QUANTITIES]
+
+
 def profiled(path: Path, lengths: Lengths, untimed: tuple[int, ...], quick: bool) -> CostTable:
     """The profile at path, once it is complete."""
-    timed = (*lengths.fitted, *lengths.asked)
+    timed = (*lengths.timed[0], *lengths.timed[1])
     command = [sys.executable, "-m", "megatron_paradyse", "profile", "--nproc", str(RANKS)]
     command += ["--output", str(path), "--lengths", ",".join(map(str, timed))]
     command += ["--bytes-lengths", ",".join(map(str, untimed))]
@@ -106,17 +141,11 @@ def profiled(path: Path, lengths: Lengths, untimed: tuple[int, ...], quick: bool
     return read_cost_file(path).table
 
 
-def fitted_part(table: CostTable, lengths: Lengths) -> CostTable:
-    chosen = {*lengths.fitted, *lengths.fitted_bytes}
-    return table.only(lambda m: m.seq_length in chosen)
-
-
-def asked_part(first: CostTable, second: CostTable, lengths: Lengths) -> CostTable:
-    """The lengths asked for; seconds are the mean of both profiles."""
+def mean(first: CostTable, second: CostTable) -> CostTable:
+    """The first, with the mean seconds of both."""
     again = {_key(m): m for m in second.measurements}
-    asked = {*lengths.asked, *lengths.asked_bytes}
 
-    def mean(m: Measurement) -> Measurement:
+    def of(m: Measurement) -> Measurement:
         other = again.get(_key(m))
         if other is None or not (m.is_timed and other.is_timed):
             return m
@@ -126,11 +155,12 @@ def asked_part(first: CostTable, second: CostTable, lengths: Lengths) -> CostTab
             backward_seconds=(m.backward_seconds + other.backward_seconds) / 2,
         )
 
-    chosen = tuple(mean(m) for m in first.measurements if m.seq_length in asked)
-    return CostTable(first.description, chosen, first.constants)
+    return CostTable(first.description, tuple(map(of, first.measurements)), first.constants)
 
 
-def noise(first: CostTable, second: CostTable, lengths: Lengths) -> dict[str, float]:
+def noise(
+    first: CostTable, second: CostTable, lengths: tuple[Sequence[int], Sequence[int]]
+) -> dict[str, float]:
     """Relative differences of the two profiles where they are asked; of bytes, the largest."""
     again = {_key(m): m for m in second.measurements if m.is_timed and m.operation != "layer"}
     differences: dict[str, list[float]] = {INSIDE: [], TWICE: []}
@@ -143,8 +173,8 @@ def noise(first: CostTable, second: CostTable, lengths: Lengths) -> dict[str, fl
         theirs = (other.kept_bytes, other.forward_bytes, other.backward_bytes)
         for a, b in zip(mine, theirs, strict=True):
             bytes_differ = max(bytes_differ, abs(a - b) / max(a, b, 1))
-        if m.seq_length in lengths.asked:
-            scope = INSIDE if m.seq_length <= lengths.fitted[-1] else TWICE
+        if m.seq_length in lengths[1]:
+            scope = INSIDE if m.seq_length <= max(lengths[0]) else TWICE
             middle = (m.time_seconds + other.time_seconds) / 2
             differences[scope].append(abs(m.time_seconds - other.time_seconds) / middle)
     return {

@@ -218,18 +218,6 @@ def _swap_second_half(x: Tensor, group: ProcessGroup) -> Tensor:
     return torch.cat((x[:half], pending.wait()))
 
 
-def swap_halves_(x: Tensor, group: ProcessGroup) -> Tensor:
-    """swap_halves of an x that nobody else holds, in place: half of x beside it, not 3/2.
-
-    For use inside autograd Functions.
-    """
-    mirror = group.size() - 1 - group.rank()
-    if mirror != group.rank():
-        second = x[(x.shape[0] + 1) // 2 :]
-        second.copy_(exchange_async(second, group, to=mirror, source=mirror).wait())
-    return x
-
-
 def gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """[s/p, ...] -> [s, ...]; backward reduce_scatters. Sends (p-1) times x, both ways."""
     return _GatherSequence.apply(x, group) if group.size() > 1 else x

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from megatron_paradyse.strategies.aligned_heads import align, align_gradient, heads_per_slot
 from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans
-from megatron_paradyse.strategies.collectives import swap_halves, swap_halves_
+from megatron_paradyse.strategies.collectives import swap_halves
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import AttentionTask, accumulation_dtype
@@ -51,10 +51,6 @@ class _Layer:
         would move (n + g) d / h times as much, and again as much in the backward.
         """
         return swap_halves(x, self.group) if self.shape.causal else x
-
-    def balance_(self, x: Tensor) -> Tensor:
-        """balance of a tensor of our own, in place."""
-        return swap_halves_(x, self.group) if self.shape.causal else x
 
     def own_block(self, weights: AttentionWeights) -> Block:
         """The rank's aligned qkv rows, its proj columns, and if there is one the qkv bias."""
@@ -165,7 +161,7 @@ class CirculatingAttention(Function):
         ctx.save_for_backward(x, *tensors, *outs, *lses)
         y = total.to(x.dtype).view(x.shape)
         del total  # which may be wider
-        return layer.balance_(y)
+        return layer.balance(y)
 
     @staticmethod
     def backward(ctx, grad):
@@ -198,7 +194,7 @@ class CirculatingAttention(Function):
             for field, tensor in zip(fields(weights), tensors, strict=True)
         )
         grad_x = grad_x.to(x.dtype)
-        return None, None, None, layer.balance_(grad_x), *of_weights
+        return None, None, None, layer.balance(grad_x), *of_weights
 
 
 def _with_own_norms(weights: AttentionWeights) -> tuple[AttentionWeights, dict[str, Tensor]]:

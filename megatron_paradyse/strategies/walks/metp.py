@@ -84,7 +84,7 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
         m.hold(output=z.x)
         m.drop("total")
     if z.causal:
-        m.touch(z.x // 2)
+        m.touch(z.x + z.x // 2)
         m.keep("swapped")
     m.keep(*(f"of_{owner}" for owner in range(z.p)))
 
@@ -123,6 +123,7 @@ def attention_backward(m: Ledger, z: LayerSizes) -> None:
         m.drop("grad_x")
     if z.causal:
         m.touch(z.x // 2)
+        m.hold(swapped=z.x)
     if z.half_type:
         m.hold(narrow_gradient=block)
 
