@@ -43,10 +43,11 @@ def lengths_between(lengths: Sequence[int], *, p: int) -> tuple[int, ...]:
 
     A peak bends where activations outgrow weights, and a bend between two lengths cannot be placed
     unless there are two lengths on either side. Bytes take one run each, cheap where it is short:
-    up to a quarter of the longest length, no two are then further apart than 5/4.
+    up to a quarter of the longest length, no two are then further apart than 5/4. One stands right
+    beside the shortest: what bends just above that had a single length below the bend.
     """
     step = 2 * p
-    found = set()
+    found = {lengths[0] + step} if lengths[0] < lengths[-1] / 4 else set()
     for shorter, longer in itertools.pairwise(lengths):
         if shorter < lengths[-1] / 4:
             parts = math.ceil(math.log(longer / shorter) / math.log(SPACING))
