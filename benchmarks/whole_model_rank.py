@@ -21,6 +21,8 @@ from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
 from megatron_paradyse.train import plugin
 
+TURN_SECONDS = 0.2
+
 
 def main() -> None:
     task = json.loads(os.environ["WHOLE_MODEL"])
@@ -101,7 +103,9 @@ class Check:
             operations = Operations(self._model, length, 1)
         needed = sorted(_needed(plans))
         runs = {key: operations.get(key[1], key[0]) for key in needed}
-        found = {key: measure_bytes(run, self._meter)[0] for key, run in runs.items()}
+        measured = {key: measure_bytes(run, self._meter) for key, run in runs.items()}
+        found = {key: sizes for key, (sizes, _) in measured.items()}
+        self._runs = {key: _num_runs(sum(once)) for key, (_, once) in measured.items()}
         runs.clear()
         del operations
         gc.collect()
@@ -158,7 +162,7 @@ class Check:
 
     def _seconds(self, needed, plans, length, rounds):
         """Medians of the operations, of the step around them; all times of the iterations."""
-        from megatron_paradyse.profiler.measure import timed_over_ranks
+        from megatron_paradyse.profiler.measure import seconds_of_runs
         from megatron_paradyse.profiler.operations import Operations
 
         times: dict = {key: [] for key in needed}
@@ -168,8 +172,9 @@ class Check:
         operations = Operations(self._model, length, 1)
         for _ in range(rounds):
             for key in needed:
-                run = functools.partial(timed_over_ranks, operations.get(key[1], key[0]))
-                times[key].append(self._busy(busy[key], run))
+                operation, count = operations.get(key[1], key[0]), self._runs[key]
+                run = functools.partial(seconds_of_runs, operation, count)
+                times[key].append(self._busy(busy[key], run, count + 1))
             empty = functools.partial(self._timed, self._empty_step)
             steps.append(self._busy(busy["step"], empty))
             for number, plan in enumerate(plans):
@@ -183,13 +188,16 @@ class Check:
         spent = {key: statistics.median(values) for key, values in busy.items()}
         return medians, statistics.median(steps), iterations, spent
 
-    def _busy(self, series: list[float], run):
-        """run(); adds its processor seconds, of all ranks: a busy machine does not stretch them."""
+    def _busy(self, series: list[float], run, times: int = 1):
+        """run(), which does a thing so many times; adds the processor seconds of one, of all ranks.
+
+        A busy machine does not stretch them.
+        """
         import torch
 
         start = time.process_time()
         result = run()
-        spent = torch.tensor(time.process_time() - start, dtype=torch.float64)
+        spent = torch.tensor((time.process_time() - start) / times, dtype=torch.float64)
         torch.distributed.all_reduce(spent)
         series.append(float(spent))
         return result
@@ -224,6 +232,11 @@ class Check:
             self._meter.reset_peak()
             self._step(plan, length)
             return largest_over_ranks([self._meter.peak_bytes - self._before_bytes])[0]
+
+
+def _num_runs(once_seconds: float) -> int:
+    """In a turn of an operation: several short ones, as in an iteration, follow each other."""
+    return max(1, min(5, int(TURN_SECONDS / once_seconds)))
 
 
 def _needed(plans: list[Plan]) -> set[tuple[str, str]]:
