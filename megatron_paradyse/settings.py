@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import parse_count
 
 SEQUENCES_CHOICES = ("documents", "fixed")
 LOG_CHOICES = ("megatron", "compact")
@@ -29,6 +30,7 @@ class Settings:
     sequences: str = "documents"
     order: str = "shuffled"
     long_documents: str = "split"
+    head_tile: str | int = "auto"  # tokens, auto or off
 
 
 def load_yaml_settings(path: str) -> dict[str, Any]:
@@ -95,6 +97,8 @@ def _checked(name: str, value: Any, where: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise UserError(f"{where}: {value!r} is not a number from 0 to 1")
         return float(value)
+    if name == "head_tile":
+        return _checked_head_tile(value, where)
     if name == "strategies":
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",")]
@@ -104,3 +108,20 @@ def _checked(name: str, value: Any, where: str) -> Any:
     if not isinstance(value, str):
         raise UserError(f"{where}: {value!r} is not a text")
     return value
+
+
+def _checked_head_tile(value: Any, where: str) -> str | int:
+    if value is False:  # YAML reads `off` so
+        value = "off"
+    if value in ("auto", "off"):
+        return value
+    problem = UserError(f"{where}: {value!r} is not a number of tokens such as 2048, auto or off")
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise problem
+    try:
+        tokens = parse_count(str(value))
+    except UserError:
+        raise problem from None
+    if tokens < 1:
+        raise problem
+    return tokens

@@ -125,13 +125,17 @@ def _enter(config, datasets_provider, forward_step):
     from megatron.training import get_args
 
     from megatron_paradyse.hook import attach_hooks
+    from megatron_paradyse.model_edges import attach_edges
     from megatron_paradyse.policy import make_policy
     from megatron_paradyse.train.log import IterationLog
 
     settings = get_args().paradyse_settings
     policy = make_policy(settings)
     _announce(settings)
-    config.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+    config.model.pre_wrap_hooks += [
+        functools.partial(attach_hooks, policy=policy),
+        functools.partial(attach_edges, head_tile=settings.head_tile),
+    ]
     IterationLog(style=settings.log, trace=settings.trace).install()
     if settings.sequences == "fixed":
         return datasets_provider
