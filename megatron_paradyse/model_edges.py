@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_paradyse.edges.cross_entropy import tiled_cross_entropy
-from megatron_paradyse.edges.embedding import tiled_embedding
+from megatron_paradyse.edges.embedding import tiled_embedding, tiled_positions
 from megatron_paradyse.edges.tiles import automatic_tile
 
 AUTO, OFF = "auto", "off"
@@ -35,7 +39,7 @@ def attach_edges(model_chunks: list, *, head_tile: str | int) -> list:
         if isinstance(module, GPTModel) and head_tile != OFF:
             tile = _tile(module.config, module.vocab_size, head_tile)
             if module.pre_process:
-                _become(module.embedding.word_embeddings, TiledEmbedding, tile)
+                _tile_embedding(module.embedding, tile)
             if module.post_process:
                 _become(module.output_layer, TiledOutputLayer, tile)
                 module.register_forward_pre_hook(_ask_for_losses, with_kwargs=True)
@@ -125,17 +129,54 @@ def _take_weight_gradient(weight, grad: Tensor, *, fused: bool) -> Tensor:
     return torch.empty_like(weight)
 
 
-class TiledEmbedding(VocabParallelEmbedding):
-    """Megatron's word embedding; where it scatters its result anyway, in tiles."""
+def _tile_embedding(embedding, tile: int) -> None:
+    if not (embedding.config.sequence_parallel and embedding.scatter_to_sequence_parallel):
+        return  # every rank needs all of it
+    _become(embedding, TiledLanguageModelEmbedding, tile)
+    _become(embedding.word_embeddings, TiledWords, tile)
+    if embedding.add_position_embedding:
+        _become(embedding.position_embeddings, TiledPositions, tile)
+        embedding.position_embeddings.group = embedding.tp_group
+
+
+class TiledLanguageModelEmbedding(LanguageModelEmbedding):
+    """Megatron's embedding, whose words and positions may come as [s/p, b, h] at once."""
 
     tile: int
 
+    def forward(self, input_ids, position_ids, tokentype_ids=None):
+        """As Megatron's. Microbatches longer than a tile are looked up in tiles."""
+        in_tiles = input_ids.numel() > self.tile and not InferenceMode.is_active()
+        in_tiles = in_tiles and not self.config.deterministic_mode
+        self.word_embeddings.in_tiles = in_tiles
+        whole_positions = self.add_position_embedding and not in_tiles
+        self.reduce_scatter_embeddings = not whole_positions
+        if self.add_position_embedding:
+            self.position_embeddings.in_tiles = in_tiles
+        return super().forward(input_ids, position_ids, tokentype_ids)
+
+
+class TiledWords(VocabParallelEmbedding):
+    tile: int
+    in_tiles = False
+
     def forward(self, input_):
-        """tokens [b, s] -> [s/p, b, h], or as Megatron's where positions are added to [b, s, h]."""
-        in_tiles = self.reduce_scatter_embeddings and input_.numel() > self.tile
-        if not in_tiles or self.deterministic_mode or InferenceMode.is_active():
+        """tokens [b, s] -> [s/p, b, h] in tiles, or as Megatron's."""
+        if not self.in_tiles:
             return super().forward(input_)
         return tiled_embedding(input_, self.weight, self.tp_group, tile=self.tile)
+
+
+class TiledPositions(torch.nn.Embedding):
+    tile: int
+    group: ProcessGroup
+    in_tiles = False
+
+    def forward(self, input):
+        """positions [b, s] -> [s/p, b, h] in tiles, or [b, s, h]."""
+        if not self.in_tiles:
+            return super().forward(input)
+        return tiled_positions(input, self.weight, self.group, tile=self.tile)
 
 
 class OneTableRotaryEmbedding(RotaryEmbedding):

@@ -102,6 +102,7 @@ class _TiledCrossEntropy(Function):
         gradients, ctx.at_once = ctx.at_once, None
         factor = None if gradients is None else _common_factor(grad, token_weights)
         if factor is None:
+            gradients = None  # gone before the new ones come
             gradients = _new_gradients(x, weight, ctx.needs_input_grad)
             _run_tiles(x, weight, labels, ctx.head, None, gradients, grad)
         else:
@@ -120,13 +121,14 @@ def _run_tiles(x, weight, labels, head, losses, gradients, token_weights) -> Non
     for rows, x_tile in _gathered_tiles(x, head):
         logits = F.linear(x_tile, weight)  # [p t, b, v/p]
         targets = _Targets.of(of_tile(labels, rows, p), weight.shape[0], head.group.rank())
-        softmax, factor, loss = _softmax(logits, targets, head.group)
+        exponentials, factor, loss = _exponentials_(logits, targets, head.group)
         if losses is not None:
             put_tile(losses, rows, p, loss)
         if gradients is not None:
-            of_token = of_tile(token_weights, rows, p).to(softmax.dtype)
-            grad = _logits_gradient_(softmax, factor * of_token, of_token, targets, out=logits)
-            del softmax, logits
+            of_token = of_tile(token_weights, rows, p).to(factor.dtype)
+            factor *= of_token
+            grad = _logits_gradient_(exponentials, factor, of_token, targets, out=logits)
+            del exponentials, logits
             if gradients.x is not None:
                 if scattering is not None:
                     gradients.x[written] = scattering.wait()
@@ -135,7 +137,7 @@ def _run_tiles(x, weight, labels, head, losses, gradients, token_weights) -> Non
                 _add_product_(gradients.weight, grad.flatten(0, 1).t(), x_tile.flatten(0, 1))
             del grad
         else:
-            del softmax, logits
+            del exponentials, logits
         del x_tile
     if scattering is not None:
         gradients.x[written] = scattering.wait()
@@ -171,31 +173,29 @@ class _Targets:
         return cls(held, torch.where(held, local, 0)[..., None])
 
 
-def _softmax(logits, targets, group) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax over the rank's v/p in float32, the factor that makes it one over v, and the loss.
+def _exponentials_(logits, targets, group) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits - their largest) of the rank's v/p in float32, their factor, and the loss.
 
-    [p t, b, v/p] -> [p t, b, v/p] and twice [p t, b].
+    [p t, b, v/p] -> [p t, b, v/p] and twice [p t, b]. Exponentials times factor are the softmax
+    over all of v. Float32 logits are overwritten.
     """
-    top, where = logits.max(-1, keepdim=True)
-    softmax = torch.softmax(logits, -1, dtype=_wide(logits.dtype))
-    top_share = softmax.gather(-1, where)  # at least p/v: its logarithm is well conditioned
-    lse = (top.to(softmax.dtype) - top_share.log()).squeeze(-1)
-    of_target = logits.gather(-1, targets.index).squeeze(-1).to(softmax.dtype)
-    of_target = torch.where(targets.held, of_target, 0)
+    wide = logits.to(_wide(logits.dtype))
+    top = wide.amax(-1)
+    of_target = torch.where(targets.held, wide.gather(-1, targets.index).squeeze(-1), 0)
+    exponentials = wide.sub_(top[..., None]).exp_()
+    lse = top + exponentials.sum(-1).log()
     if group.size() == 1:
-        return softmax, torch.ones_like(lse), lse - of_target
+        return exponentials, torch.exp(top - lse), lse - of_target
     by_rank = all_gather(torch.stack((lse, of_target))[None], group)  # [p, 2, p t, b]
-    lse_over_all = torch.logsumexp(by_rank[:, 0], 0)
-    loss = lse_over_all - by_rank[:, 1].sum(0)
-    return softmax, torch.exp(lse - lse_over_all), loss
+    lse = torch.logsumexp(by_rank[:, 0], 0)
+    return exponentials, torch.exp(top - lse), lse - by_rank[:, 1].sum(0)
 
 
-def _logits_gradient_(softmax, factor, of_token, targets, *, out) -> Tensor:
-    """factor softmax - of_token onehot, in the dtype of out; written into softmax or out."""
-    at_target = softmax.gather(-1, targets.index) * factor[..., None]
+def _logits_gradient_(exponentials, factor, of_token, targets, *, out) -> Tensor:
+    """factor exponentials - of_token onehot, rounded once into out."""
+    at_target = exponentials.gather(-1, targets.index) * factor[..., None]
     at_target -= torch.where(targets.held, of_token, 0)[..., None]
-    into = softmax if out.dtype == softmax.dtype else out
-    grad = torch.mul(softmax, factor[..., None], out=into)
+    grad = torch.mul(exponentials, factor[..., None], out=out)
     return grad.scatter_(-1, targets.index, at_target.to(grad.dtype))
 
 

@@ -1,7 +1,8 @@
-"""Vocabulary-parallel embedding in tiles: no [s, b, h] tensor exists, only the rank's share.
+"""Embeddings in tiles of the sequence: no [s, b, h] tensor exists, only the rank's share.
 
-Megatron looks up [b, s, h] on every rank, most rows zero, before it scatters; its backward gathers
-[s, b, h]. Here a tile is looked up and scattered at a time; the same bytes are sent.
+Megatron looks up words in [b, s, h] on every rank, most rows zero, before it scatters, and every
+position on every rank; its backward gathers [s, b, h]. Here a tile is looked up and scattered at a
+time, and only the rank's own positions. The same bytes are sent, forward and backward together.
 """
 
 from __future__ import annotations
@@ -54,6 +55,37 @@ class _TiledEmbedding(Function):
             grad_weight.index_add_(0, index.flatten(), gathered.flatten(0, 1))
             del gathered
         return None, grad_weight.to(ctx.dtype), None, None
+
+
+def tiled_positions(positions: Tensor, weight: Tensor, group: ProcessGroup, *, tile: int) -> Tensor:
+    """positions [b, s], weight [m, h], which every rank holds -> [s/p, b, h], its chunk's rows.
+
+    Backward: the whole gradient of the weight on every rank, summed in the weight's dtype (a row
+    takes part once per sequence of the batch). Sends (p-1) s/p b h values backward.
+    """
+    return _TiledPositions.apply(positions, weight, group, tile)
+
+
+class _TiledPositions(Function):
+    @staticmethod
+    def forward(ctx, positions, weight, group, tile):
+        ctx.save_for_backward(positions)
+        ctx.group, ctx.tile, ctx.shape, ctx.dtype = group, tile, weight.shape, weight.dtype
+        own = positions.chunk(group.size(), dim=1)[group.rank()]
+        return F.embedding(own.t(), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (positions,) = ctx.saved_tensors
+        p = ctx.group.size()
+        grad_weight = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+        for rows in tiles(grad.shape[0], grad.shape[1], p, tile=ctx.tile):
+            index = of_tile(positions, rows, p).flatten()
+            gathered = all_gather(grad[rows], ctx.group).to(ctx.dtype)  # [p t, b, h]
+            grad_weight.index_add_(0, index, gathered.flatten(0, 1))
+            del gathered
+        return None, grad_weight, None, None
 
 
 def _local(tokens: Tensor, shard: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:

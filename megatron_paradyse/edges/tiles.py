@@ -20,13 +20,13 @@ LEAST_TOKENS = 1024
 def automatic_tile(*, h: int, vocab_shard: int, element_bytes: int) -> int:
     """Tokens (rows of logits) of a tile whose buffers take about 256 MiB, at least 1,024.
 
-    A row has logits in the model's dtype and probabilities in float32, v/p of each, and four times
+    A row has v/p logits in the model's dtype and, for a half type, again in float32, and four times
     h: gathered, being gathered, its gradient, the gradient being scattered. Below about a thousand
     rows the tiles' matrix products no longer cover adding each tile's share to the gradient of the
     weight, which costs the same whatever the tile.
     """
-    wide_bytes = max(4, element_bytes)
-    row_bytes = vocab_shard * (element_bytes + wide_bytes) + 4 * h * element_bytes
+    logit_bytes = element_bytes + 4 if element_bytes < 4 else element_bytes
+    row_bytes = vocab_shard * logit_bytes + 4 * h * element_bytes
     return max(LEAST_TOKENS, TILE_BYTES // row_bytes)
 
 

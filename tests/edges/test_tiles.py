@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from megatron_paradyse.edges.cross_entropy import tiled_cross_entropy
-from megatron_paradyse.edges.embedding import tiled_embedding
+from megatron_paradyse.edges.embedding import tiled_embedding, tiled_positions
 from megatron_paradyse.edges.tiles import of_tile, put_tile, tiles
 from megatron_paradyse.strategies.collectives import count_communication
 from tests.strategies.harness import run_ranks
@@ -100,27 +99,6 @@ def _tiled(group, case: Case):
     return losses.detach(), *grads, sent.calls["all_gather"]
 
 
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_losses_and_gradients_equal_the_oracle(p):
-    found = run_ranks(p, _tiled, CASES)
-    for name, case in CASES.items():
-        oracle, tolerance = _oracle(case), TOLERANCES[case.dtype]
-        for rank, (losses, *grads, _) in enumerate(found[name]):
-            assert losses.dtype == _wide(case.dtype)
-            expected = [part.chunk(p)[rank] for part in oracle[1:]][: len(grads)]
-            for mine, true in zip([losses, *grads], [oracle[0], *expected], strict=True):
-                scale = max(float(true.abs().max()), 1e-30)
-                assert float((mine.double() - true).abs().max()) <= tolerance * scale, (name, rank)
-
-
-def test_tiles_run_again_exactly_when_the_gradient_is_no_multiple_of_the_mask():
-    """Seen by the gathers of the backward: none where the forward's gradients were right."""
-    cases = {name: case for name, case in CASES.items() if not case.tied}  # embeddings gather too
-    again = {name: results[0][-1] > 0 for name, results in run_ranks(2, _tiled, cases).items()}
-    for name, case in cases.items():
-        assert again[name] == (case.gradient == "any" or not case.weighted), name
-
-
 def _embedded(group, case: Case):
     p, rank = group.size(), group.rank()
     x, weight, tokens, *_ = _whole(case)
@@ -130,18 +108,12 @@ def _embedded(group, case: Case):
     return out.detach(), grad
 
 
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_embedding_and_its_gradient_equal_the_oracle(p):
-    cases = {name: CASES[name] for name in ("tiles that do not", "float32", "bfloat16", "one tile")}
-    for name, results in run_ranks(p, _embedded, cases).items():
-        x, weight, tokens, *_ = _whole(cases[name])
-        weight = weight.double().requires_grad_()
-        out = F.embedding(tokens, weight).transpose(0, 1)
-        (grad,) = torch.autograd.grad(out, weight, x.double())
-        for rank, (mine, mine_grad) in enumerate(results):
-            assert torch.equal(mine.double(), out.detach().chunk(p)[rank])
-            tolerance = TOLERANCES[cases[name].dtype] * float(grad.abs().max())
-            assert float((mine_grad.double() - grad.chunk(p)[rank]).abs().max()) <= tolerance
+def _positioned(group, case: Case):
+    x, weight, positions, *_ = _whole(case)
+    weight = weight.clone().requires_grad_()
+    out = tiled_positions(positions, weight, group, tile=case.tile)
+    (grad,) = torch.autograd.grad(out, weight, x.chunk(group.size())[group.rank()])
+    return out.detach(), grad
 
 
 def _backward_twice(group, case: Case):
@@ -150,26 +122,85 @@ def _backward_twice(group, case: Case):
     losses = tiled_cross_entropy(x, weight, labels, group, tile=8, token_weights=mask)
     first = torch.autograd.grad(losses, [x, weight], grad, retain_graph=True)
     first = [part.clone() for part in first]
-    second = torch.autograd.grad(losses, [x, weight], grad)
-    return all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(first, second, strict=True))
-
-
-def test_a_second_backward_gives_the_same_gradients():
-    results = run_ranks(2, _backward_twice, {"twice": CASES["one tile"]})
-    assert results["twice"] == [True, True]
+    return first, torch.autograd.grad(losses, [x, weight], grad)
 
 
 def _without_gradients(group, case: Case):
     x, weight, labels, mask, _ = _whole(case)
     x, weight = (t.chunk(group.size())[group.rank()].requires_grad_() for t in (x, weight))
     with torch.no_grad(), count_communication() as sent:
-        tiled_cross_entropy(x, weight, labels, group, tile=case.tile, token_weights=mask)
+        tiled_cross_entropy(x, weight, labels, group, tile=8, token_weights=mask)
     return sent.calls["reduce_scatter"]
 
 
+EMBEDDED = ("tiles that do not", "float32", "bfloat16", "one tile")
+JOBS = {
+    _tiled: tuple(CASES),
+    _embedded: EMBEDDED,
+    _positioned: EMBEDDED,
+    _backward_twice: ("one tile",),
+    _without_gradients: ("one tile",),
+}
+
+
+def _run(group, job_and_case):
+    job, name = job_and_case
+    return job(group, CASES[name])
+
+
+@functools.cache
+def _results(p: int) -> dict[str, list]:
+    """Every job on every case of it, by "job case", in one spawn."""
+    cases = {f"{job.__name__} {name}": (job, name) for job, names in JOBS.items() for name in names}
+    return run_ranks(p, _run, cases)
+
+
+def _largest_error(mine: torch.Tensor, true: torch.Tensor) -> float:
+    """Over the largest true value."""
+    return float((mine.double() - true).abs().max()) / max(float(true.abs().max()), 1e-30)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_losses_and_gradients_equal_the_oracle(p):
+    for name, case in CASES.items():
+        losses, *grads = _oracle(case)
+        for rank, (mine, *my_grads, _) in enumerate(_results(p)[f"_tiled {name}"]):
+            assert mine.dtype == _wide(case.dtype)
+            expected = [losses, *(grad.chunk(p)[rank] for grad in grads[: len(my_grads)])]
+            for found, true in zip([mine, *my_grads], expected, strict=True):
+                assert _largest_error(found, true) <= TOLERANCES[case.dtype], (name, rank)
+
+
+def test_tiles_run_again_exactly_when_the_gradient_is_no_multiple_of_the_mask():
+    """Seen by the gathers of the backward: none where the forward's gradients were right."""
+    for name, case in CASES.items():
+        if not case.tied:  # embeddings gather too
+            again = _results(2)[f"_tiled {name}"][0][-1] > 0
+            assert again == (case.gradient == "any" or not case.weighted), name
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("job", [_embedded, _positioned])
+def test_embedding_and_its_gradient_equal_the_oracle(job, p):
+    for name in EMBEDDED:
+        x, weight, tokens, *_ = _whole(CASES[name])
+        weight = weight.double().requires_grad_()
+        out = F.embedding(tokens, weight).transpose(0, 1)
+        (grad,) = torch.autograd.grad(out, weight, x.double())
+        for rank, (mine, my_grad) in enumerate(_results(p)[f"{job.__name__} {name}"]):
+            assert torch.equal(mine.double(), out.detach().chunk(p)[rank])
+            true = grad.chunk(p)[rank] if job is _embedded else grad
+            assert _largest_error(my_grad, true) <= TOLERANCES[CASES[name].dtype], (name, rank)
+
+
+def test_a_second_backward_gives_the_same_gradients():
+    for first, second in _results(2)["_backward_twice one tile"]:
+        for a, b in zip(first, second, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+
+
 def test_evaluation_computes_no_gradients():
-    case = dataclasses.replace(CASES["one tile"], tile=8)
-    assert run_ranks(2, _without_gradients, {"": case})[""] == [0, 0]
+    assert _results(2)["_without_gradients one tile"] == [0, 0]
 
 
 @pytest.mark.parametrize("p", [1, 2, 5])
