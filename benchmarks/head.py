@@ -1,4 +1,4 @@
-"""The loss head in tiles against Megatron's: bytes it needs, seconds, differences.
+"""The loss head in tiles against Megatron's: bytes, seconds, differences; the embedding's bytes.
 
 Bytes are counted on fake tensors, in bfloat16, as rank p-1 of p (simulated: no GPU). Seconds and
 differences are of CPU ranks in float32, both heads in the same processes, in turns.
@@ -31,13 +31,13 @@ SHAPES = [
     {"s": 2048, "h": 256, "v": 8192, "tile": 512},
     {"s": 4096, "h": 256, "v": 16384},
     {"s": 8192, "h": 256, "v": 16384},
-    {"s": 4096, "h": 1024, "v": 16384},
+    {"s": 4096, "h": 1024, "v": 8192},
 ]
 
 
 def main() -> None:
     arguments = options(__doc__.splitlines()[0]).parse_args()
-    shapes, pairs, ranks = (SHAPES[:1], 5, (2,)) if arguments.quick else (SHAPES, 9, (1, 2))
+    shapes, pairs, ranks = (SHAPES[:1], 5, (2,)) if arguments.quick else (SHAPES, 7, (1, 2))
     bytes_rows = count_bytes(dict(list(MODELS.items())[:1]) if arguments.quick else MODELS)
     rows = []
     for p in ranks:
@@ -64,7 +64,7 @@ def count_bytes(models: dict[str, dict[str, int]]) -> list[dict]:
     from megatron_paradyse import cpu_platform
 
     cpu_platform.install()
-    from benchmarks.head_bytes import head_workspace_bytes
+    from benchmarks.head_bytes import embedding_workspace_bytes, head_workspace_bytes
 
     rows = []
     for name, shape in models.items():
@@ -77,6 +77,8 @@ def count_bytes(models: dict[str, dict[str, int]]) -> list[dict]:
                 "workspace_fraction_of_80gib": workspace / (80 * GIB),
                 "when_tiles_run_again_bytes": head_workspace_bytes("tiles", **shape, again=True),
                 "megatron_bytes": head_workspace_bytes("megatron", **shape),
+                "embedding_bytes": embedding_workspace_bytes("tiles", **shape),
+                "megatron_embedding_bytes": embedding_workspace_bytes("megatron", **shape),
             }
         )
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ What a kernel or a collective allocates for itself is not seen.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -52,3 +53,38 @@ def head_workspace_bytes(way: str, *, s: int, h: int, v: int, p: int, again: boo
         with patch.object(cross_entropy, "_common_factor", lambda *a: factor), meter:
             head.run(way)
         return meter.peak_bytes - x.nbytes
+
+
+def embedding_workspace_bytes(way: str, *, s: int, h: int, v: int, p: int) -> int:
+    """Peak of the word embedding's forward and backward, in bfloat16, without learned positions.
+
+    Beyond its output and the gradient of it [s/p, b, h], the tokens and the weight.
+    """
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+    from megatron_paradyse.edges.tiles import automatic_tile
+    from megatron_paradyse.model_edges import TiledWords
+
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=p,
+        sequence_parallel=True,
+        params_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
+    config.deterministic_mode = False
+    with rank_of(p), FakeTensorMode():
+        words: Any = VocabParallelEmbedding(
+            v, h, init_method=torch.nn.init.zeros_, reduce_scatter_embeddings=True, config=config
+        )
+        if way == "tiles":
+            words.__class__, words.in_tiles = TiledWords, True
+            words.tile = automatic_tile(h=h, vocab_shard=v // p, element_bytes=2)
+        tokens = torch.empty(1, s, dtype=torch.int64)
+        grad = torch.empty(s // p, 1, h, dtype=torch.bfloat16)
+        meter = LiveBytes([tokens, words.weight, grad])
+        with meter:
+            output = words(tokens)
+            output.backward(grad)
+        return meter.peak_bytes - grad.nbytes
