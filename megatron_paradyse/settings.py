@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import parse_count
 
 SEQUENCES_CHOICES = ("documents", "fixed")
 LOG_CHOICES = ("megatron", "compact")
@@ -58,6 +59,7 @@ class Settings:
     sequences: str = "documents"
     order: str = "shuffled"
     long_documents: str = "split"
+    head_tile: str | int = "auto"  # tokens, auto or off
 
 
 def load_yaml_settings(path: str) -> dict[str, Any]:
@@ -130,6 +132,8 @@ def _checked(name: str, value: Any, where: str) -> Any:
         if not isinstance(value, bool):
             raise UserError(f"{where}: {value!r} is not true or false")
         return value
+    if name == "head_tile":
+        return _checked_head_tile(value, where)
     if name == "strategies":
         return _names(value, where)
     if name == "layers":
@@ -166,3 +170,20 @@ def _restrictions(value: Any, where: str) -> dict[int, Restriction]:
                 raise UserError(f"{where}: layer {number} is given twice")
             found[number] = restriction
     return found
+
+
+def _checked_head_tile(value: Any, where: str) -> str | int:
+    if value is False:  # YAML reads `off` so
+        value = "off"
+    if value in ("auto", "off"):
+        return value
+    problem = UserError(f"{where}: {value!r} is not a number of tokens such as 2048, auto or off")
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise problem
+    try:
+        tokens = parse_count(str(value))
+    except UserError:
+        raise problem from None
+    if tokens < 1:
+        raise problem
+    return tokens

@@ -89,6 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=LONG_DOCUMENT_CHOICES,
         help="what happens to documents beyond --seq-length (default split)",
     )
+    add(
+        "--paradyse-head-tile",
+        metavar="TOKENS",
+        help="loss head and embedding in tiles of so many tokens (such as 4K), auto: tiles of "
+        "about 256 MiB (default), or off: Megatron's own",
+    )
     add("--paradyse-debug", action="store_true", help="print tracebacks for errors of the user")
     return parser
 
@@ -163,6 +169,7 @@ def before_validation(args: argparse.Namespace) -> None:
     }
     args.paradyse_settings = make_settings(flags, args.paradyse_config)
     _check_model(args)
+    _check_edges(args)
     _check_strategies(args)
     if args.spec is None:
         args.spec = SPEC
@@ -215,6 +222,28 @@ def _check_model(args: argparse.Namespace) -> None:
         if value != allowed:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
+
+
+def _check_edges(args: argparse.Namespace) -> None:
+    if args.paradyse_settings.head_tile == "off":
+        return
+    gathers = "gathers the weight in Megatron's own linear"
+    refused = {
+        "defer_embedding_wgrad_compute": "keeps the gradients of all logits",
+        "config_logger_dir": "writes all logits",
+        "use_mup": "scales all logits",
+        "use_megatron_fsdp": gathers,
+        "use_torch_fsdp2": gathers,
+    }
+    shards = args.tensor_parallel_num_weight_shards
+    if shards not in (None, args.tensor_model_parallel_size):
+        refused["tensor_parallel_num_weight_shards"] = gathers
+    for name, why in refused.items():
+        if getattr(args, name, False):
+            raise UserError(
+                f"--{name.replace('_', '-')} {why}, which the loss head in tiles never has: "
+                "leave it out, or give --paradyse-head-tile off"
+            )
 
 
 def _check_strategies(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from megatron.training import print_rank_0, training
 
 from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.live_bytes import Meter, make_meter
+from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.choosing import CostPolicies
@@ -36,7 +37,10 @@ class Session:
 
     def enter(self, config) -> None:
         """Put the hooks and the log into place; config is what pretrain gets."""
-        config.model.pre_wrap_hooks.append(self._attach)
+        config.model.pre_wrap_hooks += [
+            self._attach,
+            functools.partial(attach_edges, head_tile=self.settings.head_tile),
+        ]
         IterationLog(
             style=self.settings.log,
             telemetry=self._telemetry,
