@@ -6,16 +6,18 @@ reset_peak(). A GPU's meter sees everything always.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-SETTLE_STEPS, SETTLE_SECONDS, SETTLED_AFTER = 50, 0.001, 4
+# Of torch.ops.c10d, those that gloo does not hand to a thread of its own.
+_IN_THE_CALLER = ("send", "recv_", "recv_any_source_", "barrier", "monitored_barrier_")
 
 
 class LiveBytes(TorchDispatchMode):
@@ -23,6 +25,12 @@ class LiveBytes(TorchDispatchMode):
 
     A storage made outside is counted when an operation inside first returns a view of it; those in
     `known` never are. What a kernel or a collective allocates for itself is not seen.
+
+    gloo's threads let go of a collective's buffers when they come to it, which may be several
+    operations after it has ended; and waiting for a reduce_scatter shows the copy of its input that
+    gloo made. So that the count is the program's alone and the same every time, a collective inside
+    runs at once, on copies that are not counted, and has ended when the program gets its work.
+    Sends and receives have no thread and no copies: they stay as they are.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()):
@@ -33,18 +41,9 @@ class LiveBytes(TorchDispatchMode):
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
 
-    def settled_bytes(self) -> int:
-        """live_bytes, once gloo's threads have let go of the buffers of collectives that ended."""
-        unchanged, last = 0, self.live_bytes
-        for _ in range(SETTLE_STEPS):
-            time.sleep(SETTLE_SECONDS)
-            unchanged = unchanged + 1 if self.live_bytes == last else 0
-            last = self.live_bytes
-            if unchanged == SETTLED_AFTER:
-                break
-        return last
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and func._schema.name[6:] not in _IN_THE_CALLER:
+            return _run_on_copies(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -65,6 +64,33 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= size
 
 
+def _run_on_copies(collective, args: tuple, kwargs: dict[str, Any]):
+    """collective(*args), ended, with copies in the place of its tensors; its work does nothing.
+
+    The first argument of every c10d operation holds what it writes; only that is copied back, so
+    that an output may be a part of the input, and without a new version for autograd.
+    """
+    copies: dict[int, Tensor] = {}
+    given: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone()
+            given[id(copies[id(tensor)])] = tensor
+        return copies[id(tensor)]
+
+    def end(work: torch.ScriptObject) -> torch.ScriptObject:
+        Work.unbox(work).wait()
+        return FakeWork().boxed()
+
+    result = collective(*tree_map_only(Tensor, copy, args), **kwargs)
+    result = tree_map_only(torch.ScriptObject, end, result)
+    for leaf in tree_leaves(args[0]):
+        if isinstance(leaf, Tensor):
+            leaf.data.copy_(copies[id(leaf)])
+    return tree_map_only(Tensor, lambda tensor: given.get(id(tensor), tensor), result)
+
+
 class AllocatedBytes:
     """The CUDA caching allocator's own count of bytes in use on the current device."""
 
@@ -76,10 +102,6 @@ class AllocatedBytes:
     @property
     def live_bytes(self) -> int:
         return torch.cuda.memory_stats().get("allocated_bytes.all.current", 0)
-
-    def settled_bytes(self) -> int:
-        torch.cuda.synchronize()
-        return self.live_bytes
 
     @property
     def peak_bytes(self) -> int:

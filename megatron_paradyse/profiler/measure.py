@@ -33,14 +33,14 @@ def measure_bytes(operation: Operation, meter: Meter) -> tuple[MeasuredBytes, tu
     """
     with meter:
         x = operation.make_input()
-        before = meter.settled_bytes()
+        before = meter.live_bytes
         meter.reset_peak()
         marks = [_mark()]
         output, held = operation.forward(x)
         del x  # from here on it lives only if the operation keeps it
         marks.append(_mark())
         forward_peak = meter.peak_bytes
-        after = meter.settled_bytes()
+        after = meter.live_bytes
         scalar = Sink.apply(output)
         del output
         meter.reset_peak()
