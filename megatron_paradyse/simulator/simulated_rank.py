@@ -22,10 +22,12 @@ from megatron.training import get_args, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.profiler.model import GivenPolicy, ProfiledModel
 from megatron_paradyse.simulator.traffic import Place
+from megatron_paradyse.strategies import aligned_heads
 from megatron_paradyse.train.batch import derive_batch
 
 
@@ -87,14 +89,25 @@ def _parameters_of_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Tensors made inside are fake, and nobody asks for the state of random numbers."""
-    fork = CudaRNGStatesTracker.fork
+    """Tensors made inside are fake, and nobody asks for the state of random numbers.
+
+    What needs values, which rows METP's whole heads have, is computed beside them.
+    """
+    fork, plan = CudaRNGStatesTracker.fork, aligned_heads._plan
+
+    @functools.cache
+    def plan_with_values(*arguments):
+        with _disable_current_modes():
+            return plan.__wrapped__(*arguments)
+
     try:
         CudaRNGStatesTracker.fork = lambda self, *name: contextlib.nullcontext()
+        aligned_heads._plan = plan_with_values
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
         CudaRNGStatesTracker.fork = fork
+        aligned_heads._plan = plan
 
 
 @contextlib.contextmanager
