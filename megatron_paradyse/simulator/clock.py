@@ -25,7 +25,7 @@ class Clock:
         self.host += self.host_seconds_per_kernel
         self.compute = max(self.compute, self.host) + seconds
 
-    def begin(self, seconds: float) -> float:
+    def begin(self, seconds: float, prepare: object = None) -> float:
         """Start a communication of so many seconds; returns when it is done."""
         self.host += self.host_seconds_per_collective
         start = max(self.communication, self.compute, self.host)

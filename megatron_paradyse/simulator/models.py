@@ -15,6 +15,7 @@ from typing import Any
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.flags import megatron_flags, model_file_flags
 
+GROUP_FLAGS = ["--fake-process-group"]  # of p ranks, of which this is one; it moves nothing
 NO_DROPOUT = {"--attention-dropout": 0, "--hidden-dropout": 0}
 
 
@@ -92,6 +93,5 @@ def model_flags(
         flags += ["--seq-length", "2048"]
     if "--max-position-embeddings" not in flags:
         flags += ["--max-position-embeddings", "8192"]
-    # Nothing is initialised and no rank is asked.
-    flags += ["--no-initialization", "--fake-process-group"]
+    flags += ["--no-initialization", *GROUP_FLAGS]
     return megatron_flags(flags, model_path=None, ranks=ranks), mask

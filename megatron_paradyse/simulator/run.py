@@ -133,23 +133,23 @@ def _measurement(options: Options, model, device, operations, strategy: str, ope
     except UserError as error:
         return Measurement(strategy, operation, s, b, status_of(error))
     found = []
-    for rank in _ranks_that_differ(strategy, operation, options):
+    causal = options.mask == "causal"
+    for rank in ranks_that_differ(strategy, operation, p=options.p, causal=causal):
         with attention_as_rank(model, rank):
             found.append(_costs(operations.get(operation, strategy), device))
     most = {name: max(getattr(costs, name) for costs in found) for name in QUANTITIES}
     return Measurement(strategy, operation, s, b, OK, **most)
 
 
-def _ranks_that_differ(strategy: str, operation: str, options: Options) -> tuple[int, ...]:
+def ranks_that_differ(strategy: str, operation: str, *, p: int, causal: bool) -> tuple[int, ...]:
     """In a balanced causal ring the outer ranks meet other blocks of scores than the inner ones.
 
     The last rank stands for all elsewhere: no other has more scores to compute or to hold.
     """
     base = strategy.removesuffix(RECOMPUTE)
-    balanced = operation == ATTENTION and options.mask == "causal"
-    if balanced and base in ("megatron_cz", "metp"):
-        return tuple(sorted({0, options.p // 2}))
-    return (options.p - 1,)
+    if operation == ATTENTION and causal and base in ("megatron_cz", "metp"):
+        return tuple(sorted({0, p // 2}))
+    return (p - 1,)
 
 
 def _costs(operation, device) -> OperationCosts:

@@ -8,6 +8,7 @@ the buffers happened to hold; `fill` puts this rank's own values there, for kern
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from megatron_paradyse.strategies import transport
 class Communications(Protocol):
     """What takes the seconds: clock.py's, or that of real kernels."""
 
-    def begin(self, seconds: float) -> Any: ...
+    def begin(self, seconds: float, prepare: Callable[[], None] | None = None) -> Any: ...
 
     def wait(self, begun: Any) -> None: ...
 
@@ -42,8 +43,13 @@ class Place:
 
 
 class _Work:
-    def __init__(self, clock: Communications, seconds: float):
-        self._clock, self._begun = clock, clock.begin(seconds)
+    def __init__(
+        self,
+        clock: Communications,
+        seconds: float,
+        prepare: Callable[[], None] | None = None,
+    ):
+        self._clock, self._begun = clock, clock.begin(seconds, prepare)
 
     def wait(self, *unused: Any) -> None:
         self._clock.wait(self._begun)
@@ -58,10 +64,8 @@ class Traffic:
         self._network, self._clock, self._fill = network, clock, fill
 
     def _begin(self, name: str, sent_bytes: float, into: Tensor, x: Tensor) -> _Work:
-        work = _Work(self._clock, self._network.seconds(name, sent_bytes))
-        if self._fill is not None:
-            self._fill(into, x)
-        return work
+        prepare = None if self._fill is None else functools.partial(self._fill, into, x)
+        return _Work(self._clock, self._network.seconds(name, sent_bytes), prepare)
 
     # As in strategies/transport.py.
 
