@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from megatron_paradyse.units import format_count, parse_count
 
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 LENGTHS = 12
-LONGEST = 128 * 1024
+MAX_SHOWN = 5
 DTYPES = ("bfloat16", "float16", "float32")
 MASKS = ("causal", "bidirectional")
 
@@ -107,16 +106,17 @@ def simulate(
 
 
 def _in_silence(options, flags: list[str]) -> CostTable:
-    """Without what Megatron prints while it is set up."""
+    """The table; Megatron says nothing, and a terminal shows which length is simulated."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU of this machine has no part in it
 
+    from megatron_paradyse.simulator.run import quiet
     from megatron_paradyse.simulator.run import simulate as run
 
     def report(line: str) -> None:
         if sys.stderr.isatty():
             click.echo(f"\r{line}\x1b[K", err=True, nl=False)
 
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with quiet():
         table = run(options, flags, report)
     if sys.stderr.isatty():
         click.echo("\r\x1b[K", err=True, nl=False)
@@ -126,9 +126,10 @@ def _in_silence(options, flags: list[str]) -> CostTable:
 def summary(table: CostTable) -> dict:
     """Seconds and bytes of a layer under each strategy, by length, for b as given first."""
     first = table.measurements[0].batch_size
+    refused = {m.strategy for m in table.measurements if not m.is_ok} | {"model"}
     layers: dict[str, dict[int, dict[str, float]]] = {}
     for m in table.measurements:
-        if m.is_ok and m.batch_size == first and m.strategy != "model":
+        if m.is_ok and m.batch_size == first and m.strategy not in refused:
             sums = layers.setdefault(m.strategy, {}).setdefault(
                 m.seq_length, {"layer_seconds": 0.0, "layer_kept_bytes": 0.0}
             )
@@ -141,22 +142,19 @@ def _print(table: CostTable) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    d = table.description
     lengths = table.lengths()
-    shown = Table(title=f"simulated: a layer's ms, forward and backward, and MiB kept; {_of(d)}")
-    shown.add_column("strategy")
-    for s in lengths:
-        shown.add_column(format_count(s), justify="right")
+    step = max(1, -(-len(lengths) // MAX_SHOWN))
+    shown = lengths[::-1][::step][::-1]  # the longest, and every so many before it
+    rows = Table(title=f"simulated ms of a layer, forward and backward; {_of(table.description)}")
+    rows.add_column("strategy", no_wrap=True)
+    for s in shown:
+        rows.add_column(format_count(s), justify="right", no_wrap=True)
+    rows.add_column("MiB kept", justify="right")
     for strategy, by_length in summary(table)["layers"].items():
-        cells = (by_length.get(s) for s in lengths)
-        shown.add_row(
-            strategy,
-            *(
-                f"{1e3 * c['layer_seconds']:.4g}; {c['layer_kept_bytes'] / 2**20:.4g}" if c else "-"
-                for c in cells
-            ),
-        )
-    Console().print(shown)
+        cells = [f"{1e3 * by_length[s]['layer_seconds']:.3f}"[:7].rstrip(".") for s in shown]
+        kept = by_length[shown[-1]]["layer_kept_bytes"] / 2**20
+        rows.add_row(strategy, *cells, f"{kept:.0f}")
+    Console().print(rows)
     refused = {m.strategy: m.status for m in table.measurements if not m.is_ok}
     for strategy, status in refused.items():
         click.echo(f"{strategy}: {status}")

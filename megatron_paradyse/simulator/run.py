@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
+import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -179,6 +182,19 @@ def _costs(operation, device) -> OperationCosts:
         forward_bytes=max(0, forward_peak - after),
         backward_bytes=max(0, backward_peak - after),
     )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Megatron prints while it is set up, and what its imports warn of."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _description(options: Options, num_layers: int) -> Description:

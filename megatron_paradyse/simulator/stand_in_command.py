@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ from megatron_paradyse.profiler.lengths import check_lengths, default_lengths
 from megatron_paradyse.profiler.run import Options as ProfileOptions
 from megatron_paradyse.simulator.models import GROUP_FLAGS
 from megatron_paradyse.simulator.network import find_network
+from megatron_paradyse.simulator.run import quiet
 from megatron_paradyse.simulator.stand_in import Options, stand_in_profile
 
 
@@ -50,7 +50,7 @@ def profile_stand_in(
     def report(event: dict) -> None:
         os.write(2, f"{event['text']}\n".encode())
 
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with quiet():
         stand_in_profile(options, megatron, report)
     report({"text": f"wrote {asked.output}: one device as rank {ranks - 1} of {ranks}, stand-in"})
 

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.table import BYTE_QUANTITIES, TIME_QUANTITIES
+from megatron_paradyse.planner.policies import CostSource, OptimalPolicy, StageMemory
 from megatron_paradyse.simulator import short_rings
 from megatron_paradyse.simulator.clock import Clock
 from megatron_paradyse.simulator.network import find_network
@@ -73,6 +74,7 @@ def test_simulated_tables_are_labelled_and_fit_into_cost_models(tmp_path):
             assert m.time_seconds >= shorter * (1 - 1e-9)
         if strategy.endswith("+recompute"):
             assert m.kept_bytes == s // 2 * 64 * 2
+    _plan_with(model, tight=keyed["ulysses_z+recompute", "mlp", 4096])
     for a, b in zip(eager.measurements, fused.measurements, strict=True):
         assert a.kept_bytes == b.kept_bytes
         assert a.forward_bytes >= b.forward_bytes and a.backward_bytes >= b.backward_bytes
@@ -82,3 +84,20 @@ def test_simulated_tables_are_labelled_and_fit_into_cost_models(tmp_path):
         for table in (eager, fused)
     ]
     assert held[0].backward_bytes > held[1].backward_bytes
+
+
+def _plan_with(model, tight) -> None:
+    """With room the planner takes the fastest, without it what keeps least."""
+
+    def costs(operation, strategy, s, b):
+        found = model.operation(strategy, operation, s, b)
+        return found.time_seconds, found.kept_bytes, found.forward_bytes, found.backward_bytes
+
+    names = ("megatron_ts", "ulysses_z+recompute")
+    room = OptimalPolicy(names, CostSource(costs), StageMemory(10**12))
+    fastest = min(names, key=lambda n: model.operation(n, "mlp", 4096).time_seconds)
+    assert room.plan(1, 4096, (1, 2, 3, 4))[2].mlp == fastest
+    least = OptimalPolicy(names, CostSource(costs), StageMemory(int(5 * tight.kept_bytes)))
+    assert {choice.mlp for choice in least.plan(1, 4096, (1, 2, 3, 4)).layers.values()} == {
+        names[1]
+    }
