@@ -32,6 +32,10 @@ COMMANDS = {
         "megatron_paradyse.profiler.commands:profile",
         "Measure what every strategy costs on this machine.",
     ),
+    "simulate": (
+        "megatron_paradyse.simulator.commands:simulate",
+        "Estimate what every strategy costs on a GPU that is not here.",
+    ),
     "fit": ("megatron_paradyse.costs.commands:fit", "Fit cost models to a profile."),
     "accuracy": (
         "megatron_paradyse.costs.commands:accuracy",

@@ -23,6 +23,7 @@ MODULES = {
 }
 # Tables of numbers and choices among names: never tensors, never Megatron.
 WITHOUT_TORCH = ("plan", "plan_file", "policy", "settings", "errors", "units", "strategies")
+WITHOUT_TORCH += ("simulator.hardware", "simulator.network", "simulator.models")
 # Each may import those after it, besides errors and units; nothing below imports what is above.
 LAYERS = (
     ("cli",),

@@ -41,6 +41,12 @@ def _counts(ctx: click.Context, _: click.Parameter, text: str | None) -> tuple[i
 @click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
 @click.option("--budget-seconds", type=click.FloatRange(0), help="Stop after so long.")
 @click.option("--memory", help="Of a rank, such as 76GiB; longer lengths are left out.")
+@click.option(
+    "--stand-in", type=click.IntRange(2, 1024), metavar="P", help="This device alone, as one of P."
+)
+@click.option(
+    "--interconnect", metavar="NAME|FILE", help="Of a stand-in: nvlink4, or a measured file."
+)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[MEGATRON FLAGS]...")
 def profile(
     nproc: int | None,
@@ -53,11 +59,16 @@ def profile(
     strategies: str | None,
     budget_seconds: float | None,
     memory: str | None,
+    stand_in: int | None,
+    interconnect: str | None,
     flags: tuple[str, ...],
 ) -> None:
     """Measure what every strategy costs on this machine, for the model of the Megatron flags.
 
     Give --nproc, or start it under torchrun. An interrupted profile goes on where it stopped.
+
+    `profile network` measures latency and bandwidth of the collectives instead; --stand-in P takes
+    them from such a file, or from a named interconnect, and profiles one device as rank P-1 of P.
     """
     from megatron_paradyse.profiler.flags import megatron_flags
     from megatron_paradyse.profiler.points import strategies_to_profile
@@ -72,11 +83,23 @@ def profile(
         budget_seconds=budget_seconds,
         memory_bytes=None if memory is None else parse_bytes(memory),
     )
-    strategies_to_profile(options.strategies)
+    chosen = strategies_to_profile(options.strategies)
+    if stand_in is not None:
+        from megatron_paradyse.simulator.stand_in_command import profile_stand_in
+
+        if nproc is not None or "RANK" in os.environ:
+            raise UserError(f"--stand-in {stand_in} is one process: leave out --nproc and torchrun")
+        profile_stand_in(
+            options, chosen, flags, ranks=stand_in, interconnect=interconnect, model=model
+        )
+        return
+    if interconnect is not None:
+        raise UserError("--interconnect describes a --stand-in: real ranks are measured")
     ranks = int(os.environ.get("WORLD_SIZE", nproc or 0))
     if not ranks:
         raise UserError("give --nproc P to start P ranks here, or start it under torchrun")
-    megatron = megatron_flags(flags, model_path=model, ranks=ranks)
+    network = flags[:1] == ("network",)
+    megatron = [] if network else megatron_flags(flags, model_path=model, ranks=ranks)
     if "RANK" not in os.environ:
         from megatron_paradyse.profiler.start import start_ranks
 
@@ -84,11 +107,14 @@ def profile(
         start_ranks(argv, ranks=ranks, output=Path(output))
         click.echo(f"wrote {output}")
         return
-    _on_this_rank(options, megatron)
+    _on_this_rank(options, None if network else megatron)
 
 
-def _on_this_rank(options: Options, flags: list[str]) -> None:
-    """The profile of one rank; whatever ends it ends the process at once, for others may wait."""
+def _on_this_rank(options: Options, flags: list[str] | None) -> None:
+    """The profile of one rank, or without flags of its network.
+
+    Whatever ends it ends the process at once, for others may wait.
+    """
     from megatron_paradyse.profiler import run
     from megatron_paradyse.profiler.start import PROGRESS_FD, Display
 
@@ -110,7 +136,12 @@ def _on_this_rank(options: Options, flags: list[str]) -> None:
             open(os.devnull, "w") as nowhere,
             contextlib.redirect_stdout(nowhere if descriptor is None else sys.stdout),
         ):
-            run.profile(options, flags, report)
+            if flags is None:
+                from megatron_paradyse.simulator.measure_network import measure_network
+
+                measure_network(options.output)
+            else:
+                run.profile(options, flags, report)
         code = 0
     except UserError as error:
         if rank == 0:

@@ -61,15 +61,23 @@ class Sink(Function):
 
 
 class Operations:
-    """The operations of a model at one (s, b)."""
+    """The operations of a model at one (s, b); read gives a microbatch of the raw one."""
 
-    def __init__(self, model: ProfiledModel, seq_length: int, batch_size: int):
-        self._model = model
+    def __init__(
+        self,
+        model: ProfiledModel,
+        seq_length: int,
+        batch_size: int,
+        *,
+        read: Callable[[Iterator[dict]], dict] = read_batch,
+    ):
+        self._model, self._read = model, read
+        self.size = (seq_length, batch_size)
         args = get_args()
         args.seq_length, args.micro_batch_size = seq_length, batch_size
         self._anchor = torch.zeros((), requires_grad=True)
         self._raw = raw_batch(seq_length, batch_size)
-        self._batch = read_batch(iter([self._raw]))
+        self._batch = self._read(iter([self._raw]))
         with torch.no_grad():
             self._layer_kwargs = self._until_first_layer(self._batch)
         self._template = self._layer_kwargs.pop("hidden_states").detach().clone()
@@ -98,7 +106,7 @@ class Operations:
 
     def _embed(self, _: Tensor | None) -> tuple[Tensor, Any]:
         """Reads the microbatch too, which stays until its loss is computed."""
-        batch = read_batch(iter([self._raw]))
+        batch = self._read(iter([self._raw]))
         return self._until_first_layer(batch)["hidden_states"], batch
 
     def _until_first_layer(self, batch: dict) -> dict:

@@ -39,10 +39,12 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
     if not edge:
         names = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
         return dict.fromkeys(names)
-    return _derive(payload[:, 1:], lengths, max_position=get_args().max_position_embeddings - 1)
+    return derive_batch(
+        payload[:, 1:], lengths, max_position=get_args().max_position_embeddings - 1
+    )
 
 
-def _derive(tokens: torch.Tensor, lengths: torch.Tensor, *, max_position: int) -> dict:
+def derive_batch(tokens: torch.Tensor, lengths: torch.Tensor, *, max_position: int) -> dict:
     """Inputs, labels, positions and loss mask from b rows of s + 1 tokens."""
     positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     positions = positions.expand(tokens.shape[0], -1)

@@ -17,8 +17,25 @@ from megatron_paradyse.machine import cpu_name
 def describe(num_layers: int) -> Description:
     """Of the arguments that were parsed, for a model of num_layers."""
     args = get_args()
+    return Description(
+        model=model_shape(num_layers),
+        p=args.tensor_model_parallel_size,
+        dtype=str(args.params_dtype).removeprefix("torch."),
+        attention_mask="causal",
+        attention_kernel=f"{args.transformer_impl}, {_name(args.attention_backend)}",
+        hardware=hardware(),
+        interconnect=args.distributed_backend,
+        versions=versions(),
+        source="measured",
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def model_shape(num_layers: int) -> ModelShape:
+    """The shape that the parsed arguments describe, with that many layers."""
+    args = get_args()
     heads = args.num_attention_heads
-    model = ModelShape(
+    return ModelShape(
         num_layers=num_layers,
         hidden_size=args.hidden_size,
         num_heads=heads,
@@ -30,18 +47,6 @@ def describe(num_layers: int) -> Description:
         normalization=args.normalization.lower(),
         biases=bool(args.add_bias_linear),
         position_embedding=args.position_embedding_type.removesuffix("_absolute"),
-    )
-    return Description(
-        model=model,
-        p=args.tensor_model_parallel_size,
-        dtype=str(args.params_dtype).removeprefix("torch."),
-        attention_mask="causal",
-        attention_kernel=f"{args.transformer_impl}, {_name(args.attention_backend)}",
-        hardware=hardware(),
-        interconnect=args.distributed_backend,
-        versions=versions(),
-        source="measured",
-        date=datetime.date.today().isoformat(),
     )
 
 

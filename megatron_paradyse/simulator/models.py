@@ -1,0 +1,97 @@
+"""Models by name, as Megatron flags: those of the ParaDySe paper's evaluation.
+
+Hidden sizes, heads, norms and positions as the paper gives them, or as they follow from heads and
+layers; ffn sizes and vocabularies are those of the published models. Layers are the number that
+the paper trained on one node of 8 GPUs: --num-layers changes that. Learned positions have 8192
+rows, the last of which stands for all beyond it, as Megatron's --max-position-embeddings here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.flags import megatron_flags, model_file_flags
+
+GROUP_FLAGS = ["--fake-process-group"]  # of p ranks, of which this is one; it moves nothing
+NO_DROPOUT = {"--attention-dropout": 0, "--hidden-dropout": 0}
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    flags: dict[str, Any]
+    mask: str
+
+
+MODELS = {
+    "bert": NamedModel(
+        {
+            "--num-layers": 24,
+            "--hidden-size": 1024,
+            "--num-attention-heads": 16,
+            "--vocab-size": 30522,
+            "--max-position-embeddings": 8192,
+        },
+        mask="bidirectional",
+    ),
+    "llama": NamedModel(
+        {
+            "--num-layers": 8,
+            "--hidden-size": 8192,
+            "--num-attention-heads": 64,
+            "--ffn-hidden-size": 22016,
+            "--vocab-size": 32000,
+            "--max-position-embeddings": 8192,
+            "--swiglu": True,
+            "--normalization": "RMSNorm",
+            "--position-embedding-type": "rope",
+            "--disable-bias-linear": True,
+            "--untie-embeddings-and-output-weights": True,
+        },
+        mask="causal",
+    ),
+    "gpt": NamedModel(
+        {
+            "--num-layers": 8,
+            "--hidden-size": 12288,
+            "--num-attention-heads": 96,
+            "--vocab-size": 50257,
+            "--max-position-embeddings": 8192,
+        },
+        mask="causal",
+    ),
+}
+DTYPES = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
+
+
+def model_flags(
+    model: str | None, given: Sequence[str], *, ranks: int, dtype: str
+) -> tuple[list[str], str]:
+    """Megatron's flags of a named model, a YAML file, or neither; and the attention mask.
+
+    The given flags come last and win.
+    """
+    flags: list[str] = []
+    mask = "causal"
+    if model in MODELS:
+        named = MODELS[model]
+        mask = named.mask
+        for name, value in {**named.flags, **NO_DROPOUT}.items():
+            flags += [name] if value is True else [name, str(value)]
+    elif model is not None:
+        if not model.endswith((".yaml", ".yml")):
+            raise UserError(
+                f"no model named {model!r}: use one of {', '.join(MODELS)}, or a YAML file of flags"
+            )
+        flags += model_file_flags(model)
+    if not {"--bf16", "--fp16"} & {*flags, *given}:
+        flags += DTYPES[dtype]
+    flags += given
+    if "--seq-length" not in flags:
+        flags += ["--seq-length", "2048"]
+    if "--max-position-embeddings" not in flags:
+        flags += ["--max-position-embeddings", "8192"]
+    flags += ["--no-initialization", *GROUP_FLAGS]
+    return megatron_flags(flags, model_path=None, ranks=ranks), mask

@@ -1,0 +1,172 @@
+"""What communication costs: for every collective a + bytes / B, from a table or from a measurement.
+
+Bytes are those that strategies count as sent (collectives.py): (p-1)/p of the larger of a
+collective's input and output, the whole message of an exchange. So B is what NCCL's benchmarks call
+bus bandwidth.
+
+A named interconnect's times follow from its link: the ring algorithm's p-1 hops, and the share of
+the link's rate that large messages reach. Beyond the ranks that the link joins, a ring's slowest
+hop decides: "nvlink4+infiniband-ndr" is NVLink in a node and InfiniBand, a port per GPU, between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from megatron_paradyse.costs.strict import (
+    ContentError,
+    check_fields,
+    check_integer,
+    check_keys,
+    check_number,
+    check_text,
+    load_json,
+)
+from megatron_paradyse.errors import UserError
+
+COLLECTIVES = (
+    *("all_gather", "reduce_scatter", "all_to_all", "exchange"),
+    *("broadcast", "reduce", "all_reduce"),
+)
+MAX_FILE_BYTES = 1 << 20
+REMEDY = "make it again with megatron-paradyse profile network"
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """seconds(sent bytes) = latency_seconds + bytes / bytes_per_second, of one collective."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, sent_bytes: float) -> float:
+        return self.latency_seconds + sent_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Network:
+    """The collectives of one group of p ranks; source: a table's entry, or "measured"."""
+
+    name: str
+    p: int
+    source: str
+    collectives: Mapping[str, AlphaBeta]
+
+    def seconds(self, collective: str, sent_bytes: float) -> float:
+        """Of one collective; nothing for a group of one rank."""
+        return self.collectives[collective].seconds(sent_bytes) if self.p > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """One device's way to the others, in one direction.
+
+    efficiency: the share of the rate that large messages reach. hop_seconds: of a step of a ring;
+    start_seconds: of beginning any communication. max_ranks: how many devices it joins.
+    """
+
+    bytes_per_second: float
+    hop_seconds: float
+    efficiency: float
+    max_ranks: int
+    source: str
+    start_seconds: float = 8e-6
+
+
+NODE, ANY = 8, 1 << 20
+# Rates are the makers'; hops and efficiencies are what public NCCL benchmarks commonly show.
+LINKS: dict[str, Link] = {
+    "nvlink3": Link(300e9, 2e-6, 0.75, NODE, "NVIDIA A100 datasheet: 600 GB/s both ways"),
+    "nvlink3-a800": Link(200e9, 2e-6, 0.75, NODE, "NVIDIA A800 datasheet: 400 GB/s both ways"),
+    "nvlink4": Link(450e9, 2e-6, 0.75, NODE, "NVIDIA H100 datasheet: 900 GB/s both ways"),
+    "nvlink4-h800": Link(200e9, 2e-6, 0.75, NODE, "NVIDIA H800 datasheet: 400 GB/s both ways"),
+    "nvlink5": Link(900e9, 2e-6, 0.75, NODE, "NVIDIA HGX B200 datasheet: 1.8 TB/s both ways"),
+    "pcie4": Link(32e9, 4e-6, 0.65, NODE, "PCI Express 4.0: 16 lanes of 16 GT/s"),
+    "pcie5": Link(64e9, 4e-6, 0.65, NODE, "PCI Express 5.0: 16 lanes of 32 GT/s"),
+    "infiniband-hdr": Link(25e9, 5e-6, 0.85, ANY, "NVIDIA ConnectX-6 datasheet: 200 Gb/s"),
+    "infiniband-ndr": Link(50e9, 5e-6, 0.85, ANY, "NVIDIA ConnectX-7 datasheet: 400 Gb/s"),
+    "ethernet-100g": Link(12.5e9, 15e-6, 0.75, ANY, "IEEE 802.3ba: 100 Gb/s"),
+}
+# What joins nodes, where only the link within a node is named.
+BETWEEN_NODES = {
+    "nvlink3": "infiniband-hdr",
+    "nvlink3-a800": "infiniband-hdr",
+    "nvlink4": "infiniband-ndr",
+    "nvlink4-h800": "infiniband-ndr",
+    "nvlink5": "infiniband-ndr",
+    "pcie4": "ethernet-100g",
+    "pcie5": "ethernet-100g",
+}
+
+
+def find_network(text: str, p: int) -> Network:
+    """A named interconnect, two joined by +, or a file of `profile network`, for p ranks."""
+    if text.endswith(".json"):
+        return read_network(text, p)
+    names = text.split("+")
+    for name in names:
+        if name not in LINKS:
+            raise UserError(
+                f"no interconnect named {name!r}: use one of {', '.join(LINKS)}, two joined by + "
+                "(within a node, between nodes), or a file of megatron-paradyse profile network"
+            )
+    within, between = names[0], names[-1]
+    if len(names) == 1:
+        between = BETWEEN_NODES.get(within, within)
+    if len(names) > 2 or p > LINKS[between].max_ranks:
+        raise UserError(f"{text} does not join {p} ranks: name a link between nodes after +")
+    one_node = p <= LINKS[within].max_ranks
+    name = within if one_node or within == between else f"{within}+{between}"
+    return _network_of_link(name, LINKS[within if one_node else between], p)
+
+
+def _network_of_link(name: str, link: Link, p: int) -> Network:
+    rate = link.bytes_per_second * link.efficiency
+    once, around = link.start_seconds + 2 * link.hop_seconds, link.hop_seconds * (p - 1)
+    latencies = {
+        "all_to_all": link.start_seconds + around,
+        "exchange": once,
+        "all_reduce": link.start_seconds + 2 * around,
+    }
+    ring = link.start_seconds + around
+    return Network(
+        name,
+        p,
+        link.source,
+        {c: AlphaBeta(latencies.get(c, ring), rate) for c in COLLECTIVES},
+    )
+
+
+def read_network(path: str, p: int) -> Network:
+    """A file of write_network for p ranks; UserError with what is wrong."""
+    values, _ = load_json(path, max_bytes=MAX_FILE_BYTES, remedy=REMEDY)
+    try:
+        values = check_keys(values, "the file", ("name", "p", "source", "collectives"))
+        found = check_keys(values["collectives"], "collectives", COLLECTIVES)
+        for name, value in found.items():
+            fields = check_fields(AlphaBeta, value, name)
+            check_number(fields["latency_seconds"], f"{name}.latency_seconds", low=0, high=1e3)
+            check_number(fields["bytes_per_second"], f"{name}.bytes_per_second", low=1, high=1e15)
+        network = Network(
+            check_text(values["name"], "name"),
+            check_integer(values["p"], "p", low=2, high=1 << 20),
+            check_text(values["source"], "source"),
+            {name: AlphaBeta(**value) for name, value in found.items()},
+        )
+    except ContentError as error:
+        raise UserError(f"{path}: {error}: {REMEDY}") from error
+    if network.p != p:
+        raise UserError(f"{path} was measured on {network.p} ranks, not {p}: {REMEDY} on {p} ranks")
+    return network
+
+
+def write_network(path: str, network: Network) -> None:
+    """Write it under a temporary name first, so that no reader finds a part."""
+    partial = f"{path}.{os.getpid()}.tmp"
+    with open(partial, "w", encoding="ascii") as stream:
+        json.dump(asdict(network), stream, indent=1)
+        stream.write("\n")
+    os.replace(partial, path)

@@ -1,0 +1,219 @@
+"""The simulation: every strategy's operations at every length, on a device that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from megatron_paradyse.costs.description import Description, Hardware
+from megatron_paradyse.costs.table import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    MODEL,
+    OK,
+    QUANTITIES,
+    Constants,
+    CostTable,
+    Measurement,
+    OperationCosts,
+)
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.simulator.hardware import Device
+from megatron_paradyse.simulator.network import Network
+from megatron_paradyse.strategies import RECOMPUTE
+
+# What an Adam step of mixed precision reads and writes per parameter: the float32 gradient, master
+# weight and both moments once, the last three and the weight again; and the gradient for its norm
+# and to zero it.
+OPTIMIZER_TRAFFIC_BYTES = 4 * 4 + 3 * 4 + 2 + 2 * 4
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is simulated. fused: Megatron's fused functions are one kernel, as on a GPU.
+
+    state_bytes: per parameter with its gradient and optimizer state; None: as Megatron has them
+    without a distributed optimizer, 18 in a half type and 16 in float32.
+    """
+
+    device: Device
+    network: Network
+    lengths: tuple[int, ...]
+    strategies: tuple[str, ...]
+    batch_sizes: tuple[int, ...] = (1,)
+    mask: str = "causal"
+    state_bytes: float | None = None
+    fused: bool = True
+
+    @property
+    def p(self) -> int:
+        return self.network.p
+
+
+def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTable:
+    """The cost table of the model of Megatron's flags. Once in a process."""
+    from megatron_paradyse.train import plugin
+
+    plugin.install()
+    from megatron.training import get_args
+
+    from megatron_paradyse.profiler.model import grow_gather_buffer, tied_gradient_bytes
+    from megatron_paradyse.simulator.short_rings import short_rings
+    from megatron_paradyse.simulator.simulated_device import SimulatedDevice, fused_functions
+    from megatron_paradyse.simulator.simulated_rank import (
+        build_layer,
+        start_megatron,
+        static_numbers,
+        without_values,
+    )
+    from megatron_paradyse.simulator.traffic import replaced
+
+    start_megatron(flags, p=options.p, rank=options.p - 1)
+    args = get_args()
+    num_layers = args.num_layers
+    device = SimulatedDevice(options.device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_values())
+        stack.enter_context(replaced(options.network, device.clock))
+        stack.enter_context(short_rings(device.clock))
+        if options.fused:
+            stack.enter_context(fused_functions(device))
+        with device:
+            model = build_layer(bidirectional=options.mask == "bidirectional")
+            before = device.live_bytes
+            grow_gather_buffer(model, max(options.lengths) * max(options.batch_sizes))
+            buffer_bytes = device.live_bytes - before
+        numbers = static_numbers(model, num_layers=num_layers)
+        state_bytes = options.state_bytes or (18 if args.params_dtype.itemsize == 2 else 16)
+        rate = options.device.bandwidth_bytes_per_second * options.device.bandwidth_efficiency
+        constants = Constants(
+            static_bytes=numbers * state_bytes + buffer_bytes + tied_gradient_bytes(model),
+            optimizer_seconds=numbers * OPTIMIZER_TRAFFIC_BYTES / rate,
+        )
+        measurements = tuple(_measurements(options, model, device, report))
+    return CostTable(_description(options, num_layers), measurements, constants)
+
+
+def _measurements(options: Options, model, device, report: Report) -> Iterator[Measurement]:
+    from megatron_paradyse.profiler.operations import Operations
+    from megatron_paradyse.simulator.simulated_rank import read_anywhere
+
+    for b in options.batch_sizes:
+        for s in options.lengths:
+            report(f"simulating s={s} b={b}")
+            with device:
+                operations = Operations(model, s, b, read=read_anywhere)
+            for operation in (EMBEDDING, HEAD):
+                costs = _costs(operations.get(operation, MODEL), device)
+                yield Measurement(MODEL, operation, s, b, OK, **asdict(costs))
+            for strategy in options.strategies:
+                for operation in (ATTENTION, MLP):
+                    yield _measurement(options, model, device, operations, strategy, operation)
+            del operations
+
+
+def _measurement(options: Options, model, device, operations, strategy: str, operation: str):
+    """Of the rank that needs most, or "unsupported" with the reason."""
+    from megatron_paradyse.profiler.agree import status_of
+    from megatron_paradyse.shapes import attention_shape
+    from megatron_paradyse.simulator.simulated_rank import attention_as_rank
+    from megatron_paradyse.strategies import get_strategy
+
+    s, b = operations.size
+    try:
+        get_strategy(strategy).check(
+            attention_shape(model.layer.self_attention, training=True), options.p
+        )
+    except UserError as error:
+        return Measurement(strategy, operation, s, b, status_of(error))
+    found = []
+    causal = options.mask == "causal"
+    for rank in ranks_that_differ(strategy, operation, p=options.p, causal=causal):
+        with attention_as_rank(model, rank):
+            found.append(_costs(operations.get(operation, strategy), device))
+    most = {name: max(getattr(costs, name) for costs in found) for name in QUANTITIES}
+    return Measurement(strategy, operation, s, b, OK, **most)
+
+
+def ranks_that_differ(strategy: str, operation: str, *, p: int, causal: bool) -> tuple[int, ...]:
+    """In a balanced causal ring the outer ranks meet other blocks of scores than the inner ones.
+
+    The last rank stands for all elsewhere: no other has more scores to compute or to hold.
+    """
+    base = strategy.removesuffix(RECOMPUTE)
+    if operation == ATTENTION and causal and base in ("megatron_cz", "metp"):
+        return tuple(sorted({0, p // 2}))
+    return (p - 1,)
+
+
+def _costs(operation, device) -> OperationCosts:
+    """One forward and backward, as the profiler's measure_bytes and measure_seconds take them."""
+    from megatron_paradyse.profiler.operations import Sink
+
+    clock = device.clock
+    with device:
+        x = operation.make_input()
+        before = device.live_bytes
+        device.reset_peak()
+        clock.restart()
+        output, held = operation.forward(x)
+        del x
+        forward_seconds, forward_peak = clock.reading(), device.peak_bytes
+        after = device.live_bytes
+        scalar = Sink.apply(output)
+        del output
+        device.reset_peak()
+        scalar.backward()
+        backward_seconds, backward_peak = clock.reading() - forward_seconds, device.peak_bytes
+        del scalar, held
+    return OperationCosts(
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        kept_bytes=max(0, after - before),
+        forward_bytes=max(0, forward_peak - after),
+        backward_bytes=max(0, backward_peak - after),
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Megatron prints while it is set up, and what its imports warn of."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _description(options: Options, num_layers: int) -> Description:
+    from megatron.training import get_args
+
+    from megatron_paradyse.profiler.describe import model_shape, versions
+
+    device = options.device
+    return Description(
+        model=model_shape(num_layers),
+        p=options.p,
+        dtype=str(get_args().params_dtype).removeprefix("torch."),
+        attention_mask=options.mask,
+        attention_kernel="simulated: one fused kernel",
+        hardware=Hardware(
+            name=device.name, kind="cuda", memory_bytes=device.memory_bytes, num_devices=options.p
+        ),
+        interconnect=options.network.name,
+        versions=versions(),
+        source="simulated",
+        date=datetime.date.today().isoformat(),
+    )

@@ -1,0 +1,139 @@
+"""One rank of a grid in this process: Megatron's own layers over tensors that have no values.
+
+The layers are built as a profile builds them. Fake tensors have shapes, dtypes and storages of the
+right size, and a group that moves nothing has any size; so bytes are those of the real layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import unwrap_model
+from megatron.training import get_args, training
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_paradyse.hook import attach_hooks
+from megatron_paradyse.profiler.model import GivenPolicy, ProfiledModel
+from megatron_paradyse.simulator.traffic import Place
+from megatron_paradyse.strategies import aligned_heads
+from megatron_paradyse.train.batch import derive_batch
+
+
+def start_megatron(flags: Sequence[str], *, p: int, rank: int) -> None:
+    """Megatron's arguments and groups, as rank `rank` of p; once in a process."""
+    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": p, "LOCAL_WORLD_SIZE": p}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # no one is asked there
+    sys.argv = ["simulate", *flags]
+    parse_and_validate_args()
+    training.initialize_megatron()
+    get_args().check_for_nan_in_loss_and_grad = False  # that check wants a value
+
+
+def build_layer(*, bidirectional: bool) -> ProfiledModel:
+    """A model of one layer in Megatron's wrappers, without an optimizer."""
+    args = get_args()
+    policy = GivenPolicy()
+    args.num_layers = args.encoder_num_layers = 1
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    container.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+    with _parameters_of_dtype(args.params_dtype):
+        builder = container.model.get_builder_cls()(container.model)
+        chunks = builder.build_distributed_models(
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            ddp_config=container.ddp,
+            overlap_param_gather_with_optimizer_step=False,
+            use_megatron_fsdp=False,
+            use_torch_fsdp2=False,
+            wrap_with_ddp=True,
+            data_parallel_random_init=False,
+        )
+    for chunk in chunks:
+        chunk.train()
+    model = ProfiledModel(chunks, None, None, policy)
+    if bidirectional:
+        attention = model.layer.self_attention
+        for module in (attention, attention.core_attention):
+            module.attn_mask_type = AttnMaskType.no_mask
+    return model
+
+
+@contextlib.contextmanager
+def _parameters_of_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters are made in their dtype; fake ones cannot be converted in place afterwards."""
+    conversions = ("bfloat16", "half")
+    before = {name: getattr(torch.nn.Module, name) for name in conversions}
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        for name in conversions:
+            setattr(torch.nn.Module, name, lambda module: module)
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        for name, original in before.items():
+            setattr(torch.nn.Module, name, original)
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Tensors made inside are fake, and nobody asks for the state of random numbers.
+
+    What needs values, which rows METP's whole heads have, is computed beside them.
+    """
+    fork, plan = CudaRNGStatesTracker.fork, aligned_heads._plan
+
+    @functools.cache
+    def plan_with_values(*arguments):
+        with _disable_current_modes():
+            return plan.__wrapped__(*arguments)
+
+    try:
+        CudaRNGStatesTracker.fork = lambda self, *name: contextlib.nullcontext()
+        aligned_heads._plan = plan_with_values
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        CudaRNGStatesTracker.fork = fork
+        aligned_heads._plan = plan
+
+
+@contextlib.contextmanager
+def attention_as_rank(model: ProfiledModel, rank: int) -> Iterator[None]:
+    """Strategies of the layer's attention take themselves for that rank."""
+    attention = model.layer.self_attention
+    groups = attention.pg_collection
+    try:
+        attention.pg_collection = copy.copy(groups)
+        attention.pg_collection.tp = Place(rank, groups.tp.size())
+        yield
+    finally:
+        attention.pg_collection = groups
+
+
+def read_anywhere(raw: Iterator[dict]) -> dict:
+    """The microbatch as a rank has it that got it from the first one."""
+    tokens = next(raw)["tokens"]
+    payload = torch.empty(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.int64)
+    lengths = payload[:, 0]
+    last = get_args().max_position_embeddings - 1
+    return derive_batch(payload[:, 1:], lengths, max_position=last)
+
+
+def static_numbers(model: ProfiledModel, *, num_layers: int) -> int:
+    """Parameters that this rank holds of a model of num_layers."""
+    in_layer = sum(p.numel() for p in model.layer.parameters())
+    everything = sum(p.numel() for p in unwrap_model(model.chunks[0]).parameters())
+    return everything + (num_layers - 1) * in_layer

@@ -1,0 +1,172 @@
+"""Communication that moves nothing: its seconds come from a network's model, into a clock.
+
+Strategies communicate through transport.py; Megatron calls torch.distributed, some of it by names
+bound when its modules were loaded. All of these are replaced for a while. What is received is what
+the buffers happened to hold; `fill` puts this rank's own values there, for kernels that are timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_paradyse.simulator.network import Network
+from megatron_paradyse.strategies import transport
+
+
+class Communications(Protocol):
+    """What takes the seconds: clock.py's, or that of real kernels."""
+
+    def begin(self, seconds: float, prepare: Callable[[], None] | None = None) -> Any: ...
+
+    def wait(self, begun: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a group, as far as strategies ask; its communication must be replaced."""
+
+    of_rank: int
+    of_size: int
+
+    def rank(self) -> int:
+        return self.of_rank
+
+    def size(self) -> int:
+        return self.of_size
+
+
+class _Work:
+    def __init__(
+        self,
+        clock: Communications,
+        seconds: float,
+        prepare: Callable[[], None] | None = None,
+    ):
+        self._clock, self._begun = clock, clock.begin(seconds, prepare)
+
+    def wait(self, *unused: Any) -> None:
+        self._clock.wait(self._begun)
+
+
+class Traffic:
+    """Stands where communication is begun; all groups are taken to be the network's."""
+
+    def __init__(
+        self, network: Network, clock: Communications, fill: Callable[[Tensor, Tensor], None] | None
+    ):
+        self._network, self._clock, self._fill = network, clock, fill
+
+    def _begin(self, name: str, sent_bytes: float, into: Tensor, x: Tensor) -> _Work:
+        prepare = None if self._fill is None else functools.partial(self._fill, into, x)
+        return _Work(self._clock, self._network.seconds(name, sent_bytes), prepare)
+
+    # As in strategies/transport.py.
+
+    def all_gather(self, into: Tensor, x: Tensor, group: Any) -> list:
+        return [self._begin("all_gather", into.nbytes - x.nbytes, into, x)]
+
+    def reduce_scatter(self, into: Tensor, x: Tensor, group: Any) -> list:
+        return [self._begin("reduce_scatter", x.nbytes - into.nbytes, into, x)]
+
+    def all_to_all(
+        self, into: Tensor, x: Tensor, group: Any, *, num_received=None, num_sent=None
+    ) -> list:
+        sent = x.nbytes * (group.size() - 1) // group.size()
+        if num_sent is not None and num_received is not None:
+            row = x[0].nbytes if len(x) else 0
+            kept = num_sent[group.rank()]
+            sent = row * max(sum(num_sent) - kept, sum(num_received) - kept)
+        return [self._begin("all_to_all", sent, into, x)]
+
+    def exchange(self, into: Tensor, x: Tensor, group: Any, *, to: int, source: int) -> list:
+        return [self._begin("exchange", x.nbytes, into, x)]
+
+    def broadcast(self, x: Tensor, group: Any, *, owner: int) -> list:
+        return [self._begin("broadcast", x.nbytes, x, x)]
+
+    def reduce(self, x: Tensor, group: Any, *, owner: int) -> list:
+        return [self._begin("reduce", x.nbytes, x, x)]
+
+    # As in torch.distributed.
+
+    def all_gather_into_tensor(self, output, tensor, group=None, async_op=False, **unused):
+        if _size(group) == 1:
+            return self._alone(output, tensor, async_op)
+        (work,) = self.all_gather(output, tensor, group)
+        return _done(work, async_op)
+
+    def reduce_scatter_tensor(self, output, tensor, op=None, group=None, async_op=False, **unused):
+        if _size(group) == 1:
+            return self._alone(output, tensor, async_op)
+        (work,) = self.reduce_scatter(output, tensor, group)
+        return _done(work, async_op)
+
+    def all_reduce(self, tensor, op=None, group=None, async_op=False):
+        p = _size(group)
+        if p == 1:
+            return self._alone(tensor, tensor, async_op)
+        sent = 2 * (p - 1) * tensor.nbytes / p
+        return _done(self._begin("all_reduce", sent, tensor, tensor), async_op)
+
+    def _alone(self, output: Tensor, tensor: Tensor, async_op: bool):
+        if output is not tensor:
+            output.copy_(tensor)
+        return _Work(self._clock, 0.0) if async_op else None
+
+
+def _size(group: Any) -> int:
+    return torch.distributed.get_world_size(group) if not isinstance(group, Place) else group.size()
+
+
+def _done(work: _Work, async_op: bool) -> _Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def fill_with_own(into: Tensor, x: Tensor) -> None:
+    """Finite values of the right size: this rank's own, again and again."""
+    if into is not x:
+        flat, source = into.reshape(-1), x.reshape(-1)
+        for start in range(0, len(flat), max(1, len(source))):
+            part = flat[start : start + len(source)]
+            part.copy_(source[: len(part)])
+
+
+@contextlib.contextmanager
+def replaced(
+    network: Network,
+    clock: Communications,
+    *,
+    fill: Callable[[Tensor, Tensor], None] | None = None,
+) -> Iterator[None]:
+    """All communication of strategies and of Megatron's layers goes to the clock, until the end."""
+    from megatron.core.tensor_parallel import layers, mappings, utils
+
+    traffic = Traffic(network, clock, fill)
+    names = ("all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "reduce")
+    doors: list[tuple[Any, str, Any]] = [
+        (transport, name, getattr(traffic, name)) for name in names
+    ]
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+        doors.append((torch.distributed, name, getattr(traffic, name)))
+    for module in (layers, mappings, utils):
+        doors.append((module, "dist_all_gather_func", traffic.all_gather_into_tensor))
+    for module in (layers, mappings):
+        doors.append((module, "dist_reduce_scatter_func", traffic.reduce_scatter_tensor))
+    before = [(module, name, getattr(module, name)) for module, name, _ in doors]
+    try:
+        for module, name, door in doors:
+            setattr(module, name, door)
+        yield
+    finally:
+        for module, name, original in before:
+            setattr(module, name, original)

@@ -1,0 +1,79 @@
+"""One flat YAML mapping of a user's, read strictly: errors name the file and the line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The values of a mapping and the lines of their keys."""
+
+    path: str
+    values: dict[str, Any]
+    lines: dict[str, int]
+
+    def error(self, key: str | None, why: str) -> UserError:
+        place = self.path if key is None else f"{self.path}, line {self.lines[key]}"
+        return UserError(f"{place}: {why if key is None else f'{key}: {why}'}")
+
+    def number(self, key: str, *, low: float, high: float, above: bool = False) -> float:
+        """A number from low (or, `above`, beyond it) to high; YAML reads 3e12 as a text."""
+        value = self.values[key]
+        try:
+            number = float(value) if not isinstance(value, bool) else float("nan")
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not low <= number <= high or (above and number == low):
+            bounds = f"above {low:g} and at most {high:g}" if above else f"in [{low:g}, {high:g}]"
+            raise self.error(key, f"expected a number {bounds}, got {value!r:.40}")
+        return number
+
+    def size(self, key: str) -> int:
+        """Bytes, as a number or as 80GiB."""
+        value = self.values[key]
+        if isinstance(value, str) and not value.isdigit():
+            try:
+                return parse_bytes(value)
+            except UserError as error:
+                raise self.error(key, str(error)) from error
+        return int(self.number(key, low=1, high=1e18))
+
+    def text(self, key: str) -> str:
+        value = self.values[key]
+        if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 200:
+            raise self.error(key, f"expected a text, got {value!r:.40}")
+        return value
+
+
+def read_entry(path: str, what: str, keys: Sequence[str]) -> Entry:
+    """A mapping of no other keys than these; UserError with the line of what is wrong."""
+    try:
+        node = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: give an existing YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path}: {what} is described by 'key: value' lines")
+    entry = Entry(path, {}, {})
+    loader = yaml.SafeLoader("")
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key not in keys:
+            raise UserError(
+                f"{path}, line {line}: {what} has no {key!r:.40}: use {', '.join(keys)}"
+            )
+        if key in entry.values:
+            raise UserError(f"{path}, line {line}: {key} is there twice: keep one")
+        entry.values[key] = loader.construct_object(value_node, deep=True)
+        entry.lines[key] = line
+    return entry

@@ -1,0 +1,32 @@
+"""Writes simulated cost files, in a process that has Megatron imported: driver OPTIONS.
+
+OPTIONS is JSON: output, p, lengths, strategies, flags; and what else simulate() takes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from megatron_paradyse.costs.cost_file import write_cost_file
+from megatron_paradyse.simulator import short_rings
+from megatron_paradyse.simulator.hardware import find_device
+from megatron_paradyse.simulator.models import model_flags
+from megatron_paradyse.simulator.network import find_network
+from megatron_paradyse.simulator.run import Options, simulate
+
+
+def main() -> None:
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    if given.pop("whole_rings", False):
+        short_rings.WHOLE = 1 << 20
+    output, p = given.pop("output"), given.pop("p")
+    flags, mask = model_flags(None, given.pop("flags"), ranks=p, dtype=given.pop("dtype"))
+    device = find_device("a100-80g")
+    network = find_network(given.pop("interconnect", device.interconnect), p)
+    for name in ("lengths", "strategies", "batch_sizes"):
+        if name in given:
+            given[name] = tuple(given[name])
+    options = Options(device=device, network=network, **{"mask": mask, **given})
+    write_cost_file(output, simulate(options, flags, lambda line: None))

@@ -1,0 +1,44 @@
+"""A real rank: real_rank OUTPUT LENGTH <Megatron flags>, bytes of every operation as JSON.
+
+Runs each operation once, as a profile does, and times nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    output, length = Path(sys.argv[1]), int(sys.argv[2])
+    from megatron.training import get_args, training
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_paradyse.live_bytes import make_meter
+    from megatron_paradyse.profiler.measure import measure_bytes
+    from megatron_paradyse.profiler.model import build_model, grow_gather_buffer
+    from megatron_paradyse.profiler.operations import Operations
+    from megatron_paradyse.profiler.run import strategies_to_profile
+
+    sys.argv = ["profile", *sys.argv[3:]]
+    parse_and_validate_args()
+    training.initialize_megatron()
+    get_args().check_for_nan_in_loss_and_grad = False
+    meter = make_meter()
+    with meter:
+        model = build_model(1)
+        grow_gather_buffer(model, length)
+        operations = Operations(model, length, 1)
+    names = [("model", "embedding"), ("model", "head")]
+    names += [(s, o) for s in strategies_to_profile(None) for o in ("attention", "mlp")]
+    found = []
+    # METP keeps which rows its whole heads have, once for all layers: made before it is measured.
+    measure_bytes(operations.get("attention", "metp"), meter)
+    for strategy, operation in names:
+        measured, _ = measure_bytes(operations.get(operation, strategy), meter)
+        found.append((strategy, operation, dataclasses.asdict(measured)))
+    if os.environ["RANK"] == "0":
+        output.write_text(json.dumps(found))

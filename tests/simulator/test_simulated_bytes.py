@@ -1,0 +1,68 @@
+"""Simulated bytes are those that a profile of the same layers counts on real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.table import CostTable
+from megatron_paradyse.profiler.flags import megatron_flags
+from megatron_paradyse.profiler.run import strategies_to_profile
+from tests.train.harness import run_forked
+
+LENGTH = 128
+TOLERANCE = 0.01
+GPT = ["--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 8, "--vocab-size", 96]
+LLAMA = [
+    *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 8, "--vocab-size", 96),
+    *("--group-query-attention", "--num-query-groups", 2, "--ffn-hidden-size", 96, "--swiglu"),
+    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+    "--untie-embeddings-and-output-weights",
+]
+COMMON = ["--seq-length", 512, "--max-position-embeddings", 512]
+COMMON += ["--attention-dropout", 0, "--hidden-dropout", 0]
+
+
+def simulated(folder: Path, flags: list, p: int, **more) -> CostTable:
+    """The table of a small model, of eager kernels in float32 unless told."""
+    output = folder / "simulated.json"
+    options = {"output": str(output), "p": p, "lengths": (LENGTH,), "dtype": "float32"}
+    options |= {"strategies": strategies_to_profile(None), "fused": False}
+    options |= {"flags": [str(flag) for flag in [*flags, *COMMON]], **more}
+    code, _, stderr = run_forked(
+        "tests.simulator.driver", [json.dumps(options)], ranks=1, folder=folder, timeout_seconds=100
+    )
+    assert code == 0, stderr[-4000:]
+    return read_cost_file(output).table
+
+
+def _on_real_ranks(folder: Path, flags: list, p: int) -> list:
+    folder.mkdir()
+    output = folder / "real.json"
+    given = [str(flag) for flag in [*flags, *COMMON]]
+    argv = [str(output), str(LENGTH), *megatron_flags(given, model_path=None, ranks=p)]
+    code, _, stderr = run_forked(
+        "tests.simulator.real_rank", argv, ranks=p, folder=folder, timeout_seconds=100
+    )
+    assert code == 0, stderr[-4000:]
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize(("flags", "p"), [(GPT, 2), (LLAMA, 4)], ids=["gpt-2", "llama-4"])
+def test_bytes_are_those_of_real_ranks(flags, p, tmp_path):
+    """Of every strategy, with and without recompute, and of embedding and head."""
+    table = simulated(tmp_path / "fake", flags, p)
+    fake = {(m.strategy, m.operation): m for m in table.measurements}
+    wrong = []
+    for strategy, operation, real in _on_real_ranks(tmp_path / "real", flags, p):
+        m = fake.pop((strategy, operation))
+        assert m.is_ok, m
+        for name, truth in real.items():
+            got = getattr(m, name)
+            if got != pytest.approx(truth, rel=TOLERANCE, abs=64):
+                wrong.append((strategy, operation, name, got, truth, f"{got / truth:.3f}"))
+    assert not wrong, "\n" + "\n".join(map(str, wrong))
+    assert not fake

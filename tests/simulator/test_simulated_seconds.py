@@ -1,0 +1,103 @@
+"""What simulated seconds and bytes must obey, whatever the efficiencies are."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.costs.table import BYTE_QUANTITIES, TIME_QUANTITIES
+from megatron_paradyse.planner.policies import CostSource, OptimalPolicy, StageMemory
+from megatron_paradyse.simulator import short_rings
+from megatron_paradyse.simulator.clock import Clock
+from megatron_paradyse.simulator.network import find_network
+from tests.simulator.test_simulated_bytes import GPT, simulated
+
+RINGS = ("megatron_cz", "colossal_z", "metp")
+WIDE = ["--hidden-size", 96, "--num-attention-heads", 12]
+
+
+def test_what_overlaps_is_counted_once_and_what_is_waited_for_is_not_hidden():
+    clock = Clock(host_seconds_per_kernel=0.0, host_seconds_per_collective=0.0)
+    hidden, long = clock.begin(2.0), clock.begin(10.0)
+    clock.kernel(5.0)
+    clock.wait(hidden)
+    assert clock.reading() == 5.0
+    clock.wait(long)
+    assert clock.reading() == 12.0  # one after the other: they share the links
+    done = clock.begin(1.0)
+    assert done == 13.0  # it reads what the kernels before it wrote
+    clock.restart()
+    slow = Clock(host_seconds_per_kernel=1.0, host_seconds_per_collective=0.0)
+    for _ in range(3):
+        slow.kernel(0.1)
+    assert slow.reading() == pytest.approx(3.1)  # as fast as the host issues them
+
+
+def test_a_ring_takes_its_hops_and_its_bytes():
+    network = find_network("nvlink3", 8)
+    assert network.seconds("all_gather", 225e9) == pytest.approx(1.0, rel=1e-4)
+    assert network.seconds("exchange", 0) < network.seconds("all_gather", 0)
+    far = find_network("nvlink3", 16)
+    assert far.name == "nvlink3+infiniband-hdr"
+    assert far.seconds("all_gather", 1e9) > 5 * network.seconds("all_gather", 1e9)
+    assert find_network("nvlink3", 1).seconds("all_gather", 1e9) == 0.0
+
+
+def test_long_rings_give_what_walking_them_whole_gives(tmp_path):
+    """Bytes exactly; seconds but for what the ends of a ring overlap with."""
+    flags = [*GPT, *WIDE]
+    common = {"p": 12, "lengths": (240,), "strategies": RINGS}
+    short = simulated(tmp_path / "short", flags, **common)
+    whole = simulated(tmp_path / "whole", flags, whole_rings=True, **common)
+    assert short_rings.WHOLE < 12
+    for a, b in zip(short.measurements, whole.measurements, strict=True):
+        for name in BYTE_QUANTITIES:
+            assert getattr(a, name) == getattr(b, name), (a, b)
+        for name in TIME_QUANTITIES:
+            assert getattr(a, name) == pytest.approx(getattr(b, name), rel=0.02), (name, a, b)
+
+
+def test_simulated_tables_are_labelled_and_fit_into_cost_models(tmp_path):
+    """Longer is never cheaper; fused kernels hold less; recompute keeps the input alone."""
+    strategies = ("megatron_ts", "ulysses_z+recompute")
+    more = {"lengths": (64, 512, 4096), "strategies": strategies, "dtype": "bfloat16"}
+    eager = simulated(tmp_path / "eager", GPT, 2, **more)
+    fused = simulated(tmp_path / "fused", GPT, 2, **more, fused=True)
+    assert eager.description.source == "simulated" and eager.description.hardware.kind == "cuda"
+    model = fit_table(fused, "hybrid")
+    keyed = {(m.strategy, m.operation, m.seq_length): m for m in fused.measurements}
+    for (strategy, operation, s), m in keyed.items():
+        predicted = model.operation(strategy, operation, s)
+        assert predicted.kept_bytes == pytest.approx(m.kept_bytes, rel=0.01)
+        if s > 64:
+            shorter = keyed[strategy, operation, s // 8].time_seconds
+            assert m.time_seconds >= shorter * (1 - 1e-9)
+        if strategy.endswith("+recompute"):
+            assert m.kept_bytes == s // 2 * 64 * 2
+    _plan_with(model, tight=keyed["ulysses_z+recompute", "mlp", 4096])
+    for a, b in zip(eager.measurements, fused.measurements, strict=True):
+        assert a.kept_bytes == b.kept_bytes
+        assert a.forward_bytes >= b.forward_bytes and a.backward_bytes >= b.backward_bytes
+    slow = "megatron_ts", "mlp", 4096
+    held = [
+        next(m for m in table.measurements if (m.strategy, m.operation, m.seq_length) == slow)
+        for table in (eager, fused)
+    ]
+    assert held[0].backward_bytes > held[1].backward_bytes
+
+
+def _plan_with(model, tight) -> None:
+    """With room the planner takes the fastest, without it what keeps least."""
+
+    def costs(operation, strategy, s, b):
+        found = model.operation(strategy, operation, s, b)
+        return found.time_seconds, found.kept_bytes, found.forward_bytes, found.backward_bytes
+
+    names = ("megatron_ts", "ulysses_z+recompute")
+    room = OptimalPolicy(names, CostSource(costs), StageMemory(10**12))
+    fastest = min(names, key=lambda n: model.operation(n, "mlp", 4096).time_seconds)
+    assert room.plan(1, 4096, (1, 2, 3, 4))[2].mlp == fastest
+    least = OptimalPolicy(names, CostSource(costs), StageMemory(int(5 * tight.kept_bytes)))
+    assert {choice.mlp for choice in least.plan(1, 4096, (1, 2, 3, 4)).layers.values()} == {
+        names[1]
+    }

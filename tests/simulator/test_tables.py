@@ -1,0 +1,78 @@
+"""Named devices, links and models, and users' own devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_paradyse.cli import cli
+from megatron_paradyse.costs.description import MASKS
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.simulator import commands
+from megatron_paradyse.simulator.hardware import DEVICES, find_device
+from megatron_paradyse.simulator.models import MODELS, model_flags
+from megatron_paradyse.simulator.network import BETWEEN_NODES, LINKS, find_network
+
+MINE = "like: a100-80g\nname: Mine\nmemory_bytes: 24GiB\nhalf_flops: 5e13\n"
+
+
+def test_every_device_has_a_source_and_links_up_to_1024_ranks():
+    assert {"a100-40g", "a800-80g", "h100-80g", "h800-80g", "h200", "b200", "l40s"} < set(DEVICES)
+    for device in DEVICES.values():
+        assert "datasheet" in device.source
+        assert find_network(device.interconnect, 1024).name
+    assert all(link.source for link in LINKS.values())
+    assert set(BETWEEN_NODES.values()) <= set(LINKS)
+
+
+def test_a_users_device_takes_the_rest_from_the_one_it_is_like(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(MINE)
+    device = find_device(str(path))
+    assert (device.name, device.memory_bytes, device.half_flops) == ("Mine", 24 << 30, 5e13)
+    assert device.bandwidth_bytes_per_second == DEVICES["a100-80g"].bandwidth_bytes_per_second
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (MINE + "flops: 3\n", r"line 5: a GPU has no 'flops'"),
+        (MINE + "matmul_efficiency: 1.5\n", r"line 5: matmul_efficiency: expected a number"),
+        (MINE + "name: Again\n", r"line 5: name is there twice"),
+        ("like: a101\n", r"line 1: like: no GPU named 'a101'"),
+        ("name: Mine\n", r"lacks memory_bytes, half_flops"),
+        ("half_flops: fast\nlike: h200\n", r"line 1: half_flops: expected a number above 0"),
+        ("memory_bytes: 24G\nlike: h200\n", r"line 1: memory_bytes: a size is written like"),
+        ("- a\n", "is described by 'key: value' lines"),
+        ("a: [\n", "is not YAML"),
+    ],
+)
+def test_a_wrong_device_is_refused_with_its_line(text, fault, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=fault):
+        find_device(str(path))
+
+
+def test_unknown_names_are_refused_with_those_there_are():
+    with pytest.raises(UserError, match="no GPU named 'a100': use one of a100-40g"):
+        find_device("a100")
+    with pytest.raises(UserError, match="no interconnect named 'nvlink'"):
+        find_network("nvlink", 8)
+    with pytest.raises(UserError, match="does not join 16 ranks"):
+        find_network("pcie4+nvlink3", 16)
+    with pytest.raises(UserError, match="no model named 'gpt5'"):
+        model_flags("gpt5", [], ranks=8, dtype="bfloat16")
+
+
+def test_named_models_are_flags_and_given_flags_come_after():
+    for name in MODELS:
+        flags, mask = model_flags(name, ["--num-layers", "96"], ranks=8, dtype="float16")
+        assert mask == ("bidirectional" if name == "bert" else "causal")
+        assert "--fp16" in flags and "--bf16" not in flags
+        last = len(flags) - 1 - flags[::-1].index("--num-layers")
+        assert flags[last + 1] == "96"
+
+
+def test_the_command_knows_the_masks_and_is_listed():
+    assert commands.MASKS == MASKS
+    assert "simulate" in cli.list_commands(None)
