@@ -47,8 +47,12 @@ class Clock:
     def lines(self) -> tuple[float, float, float]:
         return self.host, self.compute, self.communication
 
-    def repeat(self, since: tuple[float, float, float], times: int) -> None:
-        """What happened since those lines happens so many times more."""
-        self.host += times * (self.host - since[0])
-        self.compute += times * (self.compute - since[1])
-        self.communication += times * (self.communication - since[2])
+    def since(self, lines: tuple[float, float, float]) -> tuple[float, float, float]:
+        """What each line has gained since then."""
+        return self.host - lines[0], self.compute - lines[1], self.communication - lines[2]
+
+    def repeat(self, gains: tuple[float, float, float], times: int = 1) -> None:
+        """So much happens again, so many times."""
+        self.host += times * gains[0]
+        self.compute += times * gains[1]
+        self.communication += times * gains[2]

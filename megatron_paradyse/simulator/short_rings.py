@@ -3,18 +3,24 @@
 A ring of p chunks repeats one step p-1 times, and holds no more in the tenth step than in the
 fourth. So beyond WHOLE ranks a loop runs its first and last steps, and one step between stands for
 all those left out: its seconds are repeated on the clock, its bytes come and go as they would.
+
+METP has a ring for every rank's block of heads, all alike: those between its first and its last
+blocks take the seconds of the one before, and give tensors of the right size.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.simulator.clock import Clock
-from megatron_paradyse.strategies import colossal_z, ring, ring_attention
+from megatron_paradyse.strategies import colossal_z, metp_attention, ring, ring_attention
+from megatron_paradyse.strategies.local_attention import accumulation_dtype
 
 WHOLE = 8
 AT_START, AT_END = 3, 2
@@ -26,6 +32,35 @@ class _ShortGradient(ring.TravellingGradient):
     def __init__(self, group: ProcessGroup):
         super().__init__(group)
         self._hops_left = min(self._hops_left, AT_START + AT_END)
+
+
+def _few_blocks(function: Callable, empty: Callable, clock: Clock) -> Callable:
+    """METP's ring attention, run for the first and last blocks of heads of a large group only."""
+    gains = (0.0, 0.0, 0.0)
+
+    def run(*tensors, task, group, **ring):
+        nonlocal gains
+        p = group.size()
+        owner = task.first_head * p // task.shape.num_heads
+        if p > WHOLE and AT_START <= owner < p - AT_END:
+            clock.repeat(gains)
+            return empty(*tensors)
+        before = clock.lines
+        result = function(*tensors, task=task, group=group, **ring)
+        gains = clock.since(before)
+        return result
+
+    return run
+
+
+def _empty_outputs(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    s, b, n, _ = q.shape
+    lse = q.new_empty((b, n, s), dtype=accumulation_dtype(q.dtype))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+def _empty_gradients(grad_out: Tensor, q: Tensor, kv: Tensor, *rest: Tensor):
+    return torch.empty_like(q), torch.empty_like(kv)
 
 
 @contextlib.contextmanager
@@ -48,7 +83,7 @@ def short_rings(clock: Clock) -> Iterator[None]:
             yield (rank - step) % p, chunk
             del chunk
             if step == AT_START:
-                clock.repeat(since, p - 1 - len(steps))
+                clock.repeat(clock.since(since), p - 1 - len(steps))
         if own_last:
             yield rank, own
 
@@ -59,14 +94,16 @@ def short_rings(clock: Clock) -> Iterator[None]:
     def gradient(group):
         return (_ShortGradient if group.size() > WHOLE else ring.TravellingGradient)(group)
 
-    before = [
-        (module, name, getattr(module, name))
-        for module in (ring_attention, colossal_z)
-        for name in ("ring_chunks", "TravellingGradient")
-    ]
+    doors: list[tuple[Any, str, Any]] = []
+    for module in (ring_attention, colossal_z):
+        doors += [(module, "ring_chunks", chosen), (module, "TravellingGradient", gradient)]
+    forward, backward = metp_attention.ring_forward, metp_attention.ring_backward
+    doors.append((metp_attention, "ring_forward", _few_blocks(forward, _empty_outputs, clock)))
+    doors.append((metp_attention, "ring_backward", _few_blocks(backward, _empty_gradients, clock)))
+    before = [(module, name, getattr(module, name)) for module, name, _ in doors]
     try:
-        for module, name, _ in before:
-            setattr(module, name, chosen if name == "ring_chunks" else gradient)
+        for module, name, door in doors:
+            setattr(module, name, door)
         yield
     finally:
         for module, name, original in before:
