@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_paradyse.hook import attach_hooks
+from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.profiler.model import GivenPolicy, ProfiledModel
 from megatron_paradyse.simulator.traffic import Place
 from megatron_paradyse.strategies import aligned_heads
@@ -48,7 +49,10 @@ def build_layer(*, bidirectional: bool) -> ProfiledModel:
     policy = GivenPolicy()
     args.num_layers = args.encoder_num_layers = 1
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    container.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+    container.model.pre_wrap_hooks += [
+        functools.partial(attach_hooks, policy_of=lambda block: policy),
+        functools.partial(attach_edges, head_tile=args.paradyse_settings.head_tile),
+    ]
     with _parameters_of_dtype(args.params_dtype):
         builder = container.model.get_builder_cls()(container.model)
         chunks = builder.build_distributed_models(
