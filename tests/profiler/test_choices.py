@@ -8,6 +8,7 @@ import pytest
 
 from megatron_paradyse.costs.table import LAYER, MLP, Measurement
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.agree import leave_note, take_note
 from megatron_paradyse.profiler.flags import megatron_flags, model_file_flags
 from megatron_paradyse.profiler.lengths import (
     check_lengths,
@@ -98,6 +99,14 @@ def test_a_model_file_is_a_mapping_of_flags(tmp_path):
             model_file_flags(str(path))
     with pytest.raises(UserError, match="give an existing YAML file"):
         model_file_flags(str(tmp_path / "none"))
+
+
+def test_the_first_rank_that_failed_says_why(tmp_path):
+    output, key = tmp_path / "costs.json", ("metp", "mlp", 64, 1)
+    leave_note(output, key, "oom")
+    leave_note(output, key, "unsupported: connection closed by peer")
+    assert take_note(output) == (key, "oom")
+    assert take_note(output) is None and not list(tmp_path.iterdir())
 
 
 def test_sizes_in_bytes_need_a_unit():
