@@ -21,7 +21,7 @@ from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
 from megatron_paradyse.train import plugin
 
-TURN_SECONDS = 0.2
+TURN_SECONDS = 0.3
 
 
 def main() -> None:

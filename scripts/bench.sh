@@ -3,7 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-for benchmark in overhead strategies parity gpu_ring planner whole_model head edges; do
+for benchmark in overhead strategies parity gpu_ring planner cost_model whole_model head edges \
+    simulator dynamic_workload; do
     echo "== $benchmark" >&2
     .venv/bin/python "benchmarks/$benchmark.py" --json --save "$@"
 done

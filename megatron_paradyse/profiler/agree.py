@@ -74,7 +74,7 @@ def note_path(output: Path) -> Path:
 
 
 def leave_note(output: Path, key: tuple, status: str) -> None:
-    """The first note stays: a rank that speaks later may only have lost the one that failed."""
+    """The first to speak is right: others fail later, because it has closed its sockets."""
     path = note_path(output)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(json.dumps({"point": key, "status": status}))

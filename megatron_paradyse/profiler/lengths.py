@@ -13,7 +13,7 @@ from megatron_paradyse.errors import UserError
 
 SHORTEST = 128
 COUNT = 8
-SPACING = 1.25
+SPACING = 1.4
 MIN_TO_EXTRAPOLATE = 3
 
 
@@ -43,7 +43,7 @@ def lengths_between(lengths: Sequence[int], *, p: int) -> tuple[int, ...]:
 
     A peak bends where activations outgrow weights, and a bend between two lengths cannot be placed
     unless there are two lengths on either side. Bytes take one run each, cheap where it is short:
-    up to a quarter of the longest length, no two are then further apart than 5/4. One stands right
+    up to a quarter of the longest length, no two are then further apart than 7/5. One stands right
     beside the shortest: what bends just above that had a single length below the bend.
     """
     step = 2 * p

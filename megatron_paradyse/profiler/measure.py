@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass
 
@@ -55,7 +54,7 @@ def measure_bytes(operation: Operation, meter: Meter) -> tuple[MeasuredBytes, tu
 
 
 def measure_seconds(operation: Operation, *, bound_seconds: float) -> tuple[float, float]:
-    """Forward and backward seconds: the median over repetitions of the slowest rank's.
+    """Forward and backward seconds, medians over repetitions.
 
     Call it when the operation has run before. Repeats for bound_seconds, at least once and at most
     MAX_REPETITIONS times; all ranks alike. Ranks are not held together between repetitions, as
@@ -68,19 +67,32 @@ def measure_seconds(operation: Operation, *, bound_seconds: float) -> tuple[floa
     if repetitions >= MIN_TO_DISCARD_FIRST:
         seconds.clear()
     seconds += [_timed(operation) for _ in range(repetitions - len(seconds))]
-    return _medians(seconds)
+    return _of_all_ranks(seconds)
 
 
 def seconds_of_runs(operation: Operation, num_runs: int) -> tuple[float, float]:
     """As measure_seconds, of so many runs after one that does not count."""
     _timed(operation)
-    return _medians([_timed(operation) for _ in range(num_runs)])
+    return _of_all_ranks([_timed(operation) for _ in range(num_runs)])
 
 
-def _medians(seconds: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of forward and of backward, over the repetitions, each the slowest rank's."""
-    slowest = largest_over_ranks([value for pair in seconds for value in pair])
-    return statistics.median(slowest[::2]), statistics.median(slowest[1::2])
+def _of_all_ranks(runs: list[tuple[float, float]]) -> tuple[float, float]:
+    """Medians over the runs of forward and backward, each the mean of the ranks.
+
+    In runs that follow each other, collectives keep the ranks in step: who is early waits in the
+    next run, and the mean is the time from one end of the slowest rank to its next. The largest
+    of any rank would count its lateness in the forward, and again, as others' waiting, in the
+    backward. Of a single run it is the largest: there is no next one to wait in.
+    """
+    if len(runs) == 1:
+        forward, backward = largest_over_ranks(runs[0])
+        return forward, backward
+    group = mpu.get_tensor_model_parallel_group()
+    device = torch.cuda.current_device()
+    seconds = torch.tensor(runs, dtype=torch.float64, device=device)  # [runs, 2]
+    torch.distributed.all_reduce(seconds, group=group)
+    forward, backward = (seconds / group.size()).quantile(0.5, dim=0).tolist()
+    return forward, backward
 
 
 def _timed(operation: Operation) -> tuple[float, float]:

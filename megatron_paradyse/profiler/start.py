@@ -123,7 +123,7 @@ class Display:
         if self._bar is not None and self._task is not None:
             name = text or f"s={event['seq_length']} {event['strategy']} {event['operation']}"
             self._bar.update(self._task, description=name, completed=event.get("share"))
-            if text is None and event["status"] != "ok":
+            if text is None and event["status"] not in ("ok", "bytes only"):
                 self._bar.console.print(f"{name}: {event['status']}")
             return
         for line in self._lines(event):
@@ -136,5 +136,5 @@ class Display:
         if event["seq_length"] != self._last:
             self._last = event["seq_length"]
             yield f"{event['share']:4.0%}  s={event['seq_length']} b={event['batch_size']}"
-        if event["status"] != "ok":
+        if event["status"] not in ("ok", "bytes only"):
             yield f"      {event['strategy']} {event['operation']}: {event['status']}"

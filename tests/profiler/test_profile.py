@@ -173,4 +173,5 @@ def test_a_second_profile_gives_the_same_bytes_and_short_lengths_leave_out_long_
             for name in BYTE_QUANTITIES if second.is_ok else ():
                 assert getattr(first, name) == getattr(second, name)
     assert found["megatron_ts", "attention", 64].is_ok
-    assert found["megatron_ts", "attention", 40].status == BYTES_ONLY
+    untimed = [s for (_, operation, s), m in found.items() if m.status == BYTES_ONLY]
+    assert untimed and all(32 < s < 64 for s in untimed)
