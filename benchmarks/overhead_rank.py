@@ -31,7 +31,7 @@ def main() -> None:
     training.initialize_megatron()
     ours = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     policy = make_policy(args.paradyse_settings)
-    ours.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+    ours.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy_of=lambda _: policy))
     stock = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     stock.model.transformer_layer_spec = _stock_spec
     sides = {"ours": _setup(training, ours), "stock": _setup(training, stock)}

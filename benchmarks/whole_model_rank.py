@@ -12,12 +12,16 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_paradyse.costs.peak import peak_bytes, plan_operations, total_seconds
 from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
 from megatron_paradyse.plan import LayerChoice, Plan
+from megatron_paradyse.planner import evaluate
+from megatron_paradyse.planner.from_costs import Stage, cost_source, model_seconds, stage_memory
+from megatron_paradyse.planner.policies import OptimalPolicy
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
 from megatron_paradyse.train import plugin
+
+TURN_SECONDS = 0.2
 
 
 def main() -> None:
@@ -99,7 +103,9 @@ class Check:
             operations = Operations(self._model, length, 1)
         needed = sorted(_needed(plans))
         runs = {key: operations.get(key[1], key[0]) for key in needed}
-        found = {key: measure_bytes(run, self._meter)[0] for key, run in runs.items()}
+        measured = {key: measure_bytes(run, self._meter) for key, run in runs.items()}
+        found = {key: sizes for key, (sizes, _) in measured.items()}
+        self._runs = {key: _num_runs(sum(once)) for key, (_, once) in measured.items()}
         runs.clear()
         del operations
         gc.collect()
@@ -111,13 +117,13 @@ class Check:
         rows = []
         for number, (plan, peak, times) in enumerate(zip(plans, peaks, iterations, strict=True)):
             layers = [(choice.attention, choice.mlp) for choice in plan.layers.values()]
-            walked = plan_operations(layers, lambda name, operation: costs[name, operation])
-            predicted = total_seconds(walked) + optimizer
+            layer_seconds, peak_bytes = self._predicted(plan, length, costs)
+            predicted = layer_seconds + optimizer
             measured = statistics.median(times)
             parts = [(MODEL, EMBEDDING), (MODEL, HEAD), "step"]
             parts += [(a, "attention") for a, _ in layers] + [(m, "mlp") for _, m in layers]
             processor = sum(busy[part] for part in parts)
-            expected_peak = self._static_bytes + max(peak_bytes(walked), self._optimizer_bytes)
+            expected_peak = max(peak_bytes, self._static_bytes + self._optimizer_bytes)
             rows.append(
                 {
                     "s": length,
@@ -134,9 +140,29 @@ class Check:
             )
         return rows
 
+    def _predicted(self, plan: Plan, length: int, costs) -> tuple[float, float]:
+        """Seconds and peak bytes, static ones included, as the planner computes them."""
+
+        def costs_of(name, operation, s, b):
+            return costs[name, operation]
+
+        names = tuple({name for c in plan.layers.values() for name in (c.attention, c.mlp)})
+        stage = Stage(budget_bytes=1 << 62, static_bytes=int(self._static_bytes))
+        memory = stage_memory(costs_of, stage)
+        policy = OptimalPolicy(
+            names,
+            cost_source(costs_of),
+            memory,
+            allowed=lambda number, operation: (getattr(plan[number], operation),),
+        )
+        outcome = evaluate(policy.problem(tuple(plan.layers), 1, length, False), plan)
+        assert outcome is not None
+        seconds = outcome.seconds + model_seconds(costs_of, stage, length, 1)
+        return seconds, outcome.peak_bytes
+
     def _seconds(self, needed, plans, length, rounds):
         """Medians of the operations, of the step around them; all times of the iterations."""
-        from megatron_paradyse.profiler.measure import timed_over_ranks
+        from megatron_paradyse.profiler.measure import seconds_of_runs
         from megatron_paradyse.profiler.operations import Operations
 
         times: dict = {key: [] for key in needed}
@@ -146,8 +172,9 @@ class Check:
         operations = Operations(self._model, length, 1)
         for _ in range(rounds):
             for key in needed:
-                run = functools.partial(timed_over_ranks, operations.get(key[1], key[0]))
-                times[key].append(self._busy(busy[key], run))
+                operation, count = operations.get(key[1], key[0]), self._runs[key]
+                run = functools.partial(seconds_of_runs, operation, count)
+                times[key].append(self._busy(busy[key], run, count + 1))
             empty = functools.partial(self._timed, self._empty_step)
             steps.append(self._busy(busy["step"], empty))
             for number, plan in enumerate(plans):
@@ -161,13 +188,16 @@ class Check:
         spent = {key: statistics.median(values) for key, values in busy.items()}
         return medians, statistics.median(steps), iterations, spent
 
-    def _busy(self, series: list[float], run):
-        """run(); adds its processor seconds, of all ranks: a busy machine does not stretch them."""
+    def _busy(self, series: list[float], run, times: int = 1):
+        """run(), which does a thing so many times; adds the processor seconds of one, of all ranks.
+
+        A busy machine does not stretch them.
+        """
         import torch
 
         start = time.process_time()
         result = run()
-        spent = torch.tensor(time.process_time() - start, dtype=torch.float64)
+        spent = torch.tensor((time.process_time() - start) / times, dtype=torch.float64)
         torch.distributed.all_reduce(spent)
         series.append(float(spent))
         return result
@@ -189,27 +219,10 @@ class Check:
 
     def _step(self, plan: Plan, length: int) -> None:
         """One iteration of training: one microbatch of s tokens under the plan."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.rerun_state_machine import RerunDataIterator
-        from megatron.training import get_args, training
+        from benchmarks.iterations import train_one
 
-        from megatron_paradyse.profiler.operations import raw_batch
-        from megatron_paradyse.train.batch import meter as lengths
-        from megatron_paradyse.train.gpt import forward_step
-
-        get_args().seq_length = length
         self._model.policy.chosen = plan
-        training.train_step(
-            forward_step,
-            RerunDataIterator(iter([raw_batch(length, 1)])),
-            self._model.chunks,
-            self._model.optimizer,
-            self._model.scheduler,
-            self._model.config,
-            get_forward_backward_func(),
-            iteration=0,
-        )
-        lengths.take()
+        train_one(self._model, length)
 
     def _peak(self, plan: Plan, length: int) -> float:
         from megatron_paradyse.profiler.model import largest_over_ranks
@@ -219,6 +232,11 @@ class Check:
             self._meter.reset_peak()
             self._step(plan, length)
             return largest_over_ranks([self._meter.peak_bytes - self._before_bytes])[0]
+
+
+def _num_runs(once_seconds: float) -> int:
+    """In a turn of an operation: several short ones, as in an iteration, follow each other."""
+    return max(1, min(5, int(TURN_SECONDS / once_seconds)))
 
 
 def _needed(plans: list[Plan]) -> set[tuple[str, str]]:

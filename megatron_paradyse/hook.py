@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_state import get_data_parallel_rank
+from megatron.core.parallel_state import get_data_parallel_rank, get_global_memory_buffer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import get_args
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import Plan
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_paradyse.policy import Policy
 
 
@@ -44,11 +50,48 @@ class PlannedMicrobatch(PackedSeqParams):
         return self.seed * 4096 + layer_number
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What the hook decided for a microbatch, and what the policy predicts if it can.
+
+    seconds and peak_bytes: of the layers of this stage, forward and backward.
+    """
+
+    iteration: int
+    microbatch: int
+    batch_size: int
+    seq_length: int
+    plan: Plan
+    planner_seconds: float
+    seconds: float | None = None
+    peak_bytes: int | None = None
+
+
+class Observer(Protocol):
+    """Sees the microbatches of training at one transformer block."""
+
+    def begins(self, planned: Planned, hidden: Tensor) -> None:
+        """Before the block's forward on hidden [s/p, b, h]."""
+        ...
+
+    def forward_ends(self, output: Tensor) -> None:
+        """After it, with its output [s/p, b, h]."""
+        ...
+
+
 class MicrobatchHook:
     """Forward pre-hook of one TransformerBlock."""
 
-    def __init__(self, block: TransformerBlock, policy: Policy):
-        self._policy = policy
+    def __init__(
+        self,
+        block: TransformerBlock,
+        policy: Policy,
+        *,
+        observer: Observer | None = None,
+        verify: bool = False,
+    ):
+        self._policy, self._observer, self._verify = policy, observer, verify
+        self._outcome = getattr(policy, "outcome", None)  # of a policy that chooses by cost
         self._layer_numbers = tuple(layer.layer_number for layer in block.layers)
         self._shards = block.tp_group.size() if block.config.sequence_parallel else 1
         self._iteration, self._microbatch = -1, -1
@@ -56,13 +99,39 @@ class MicrobatchHook:
     def __call__(self, block: TransformerBlock, args, kwargs):
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
         rows, batch_size = hidden.shape[0], hidden.shape[1]  # [s/p, b, h]
-        plan = self._policy.plan(batch_size, rows * self._shards, self._layer_numbers)
+        seed = self._next_seed()
+        planned = self._decide(batch_size, rows * self._shards)
+        if self._verify:
+            _verify(planned, block.tp_group, hidden.device)
+        if self._outcome is not None:
+            _drop_other_buffers(rows * self._shards * hidden[0].numel())
         original = kwargs.get("packed_seq_params")
         fields = {} if original is None else _fields(original)
         kwargs["packed_seq_params"] = PlannedMicrobatch(
-            **fields, plan=plan, original=original, seed=self._next_seed()
+            **fields, plan=planned.plan, original=original, seed=seed
         )
+        if self._observer is not None and torch.is_grad_enabled():
+            self._observer.begins(planned, hidden)
         return args, kwargs
+
+    def after(self, block: TransformerBlock, args, output) -> None:
+        """Forward hook of the same block."""
+        if self._observer is not None and torch.is_grad_enabled():
+            self._observer.forward_ends(output)
+
+    def _decide(self, batch_size: int, seq_length: int) -> Planned:
+        shape = (batch_size, seq_length, self._layer_numbers)
+        forward_only = not torch.is_grad_enabled()
+        start = time.perf_counter()
+        seconds, peak_bytes = None, None
+        if self._outcome is not None:
+            outcome = self._outcome(*shape, forward_only=forward_only)
+            plan, seconds, peak_bytes = outcome.plan, outcome.seconds, outcome.peak_bytes
+        else:
+            plan = self._policy.plan(*shape, forward_only=forward_only)
+        spent = time.perf_counter() - start
+        counters = (self._iteration, self._microbatch)
+        return Planned(*counters, batch_size, seq_length, plan, spent, seconds, peak_bytes)
 
     def _next_seed(self) -> int:
         """A hash of the run's seed, the iteration, the microbatch and the replica.
@@ -82,11 +151,47 @@ def _fields(params: PackedSeqParams) -> dict:
     return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
 
 
-def attach_hooks(model_chunks: list, *, policy: Policy) -> list:
+def _drop_other_buffers(num_elements: int) -> None:
+    """Let go of the buffers that Megatron grew to gather microbatches of other lengths.
+
+    They hold nothing between operations, and would otherwise stay as large as the longest
+    microbatch of the whole training: a plan is made for what this one needs.
+    """
+    buffers = get_global_memory_buffer().buffer
+    for key in [key for key, tensor in buffers.items() if tensor.numel() != num_elements]:
+        del buffers[key]
+
+
+def _verify(planned: Planned, group, device) -> None:
+    """UserError on every rank unless all ranks of the group have the same plan."""
+    digest = hashlib.sha256(planned.plan.runs().encode()).digest()[:7]
+    mine = torch.tensor([int.from_bytes(digest)], device=device)
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(gathered, mine, group=group)
+    others = [rank for rank, other in enumerate(gathered) if int(other) != int(mine)]
+    if others:
+        raise UserError(
+            f"plans differ at iteration {planned.iteration}, s={planned.seq_length}: rank "
+            f"{group.rank()} of the tensor-parallel group runs {planned.plan.runs()}, ranks "
+            f"{others} another plan: give all ranks the same flags, cost file and code"
+        )
+
+
+PolicyOf = Callable[[TransformerBlock], "Policy"]
+
+
+def attach_hooks(
+    model_chunks: list,
+    *,
+    policy_of: PolicyOf,
+    observer: Observer | None = None,
+    verify: bool = False,
+) -> list:
     """Register the hook on every transformer block of every model chunk; returns the chunks."""
     for chunk in model_chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerBlock):
-                hook = MicrobatchHook(module, policy)
+                hook = MicrobatchHook(module, policy_of(module), observer=observer, verify=verify)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
+                module.register_forward_hook(hook.after)
     return model_chunks

@@ -31,11 +31,15 @@ class LiveBytes(TorchDispatchMode):
     gloo made. So that the count is the program's alone and the same every time, a collective inside
     runs at once, on copies that are not counted, and has ended when the program gets its work.
     Sends and receives have no thread and no copies: they stay as they are.
+
+    limit_bytes: an emulated memory; an operation whose result does not fit raises
+    torch.OutOfMemoryError.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()):
+    def __init__(self, known: Iterable[Tensor] = (), *, limit_bytes: int | None = None):
         super().__init__()
         self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+        self._limit_bytes = limit_bytes
         self.live_bytes = self.peak_bytes = 0
 
     def reset_peak(self) -> None:
@@ -58,6 +62,14 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._forget, key, size).atexit = False
+        if self._limit_bytes is not None and self.live_bytes > self._limit_bytes:
+            self._refuse(size, self._limit_bytes)
+
+    def _refuse(self, size: int, limit_bytes: int) -> None:
+        raise torch.OutOfMemoryError(
+            f"the emulated memory of {limit_bytes:,} bytes is full: {self.live_bytes:,} bytes are "
+            f"alive, {size:,} of them just asked for"
+        )
 
     def _forget(self, key: int, size: int) -> None:
         self._seen.discard(key)
@@ -114,6 +126,8 @@ class AllocatedBytes:
 Meter = LiveBytes | AllocatedBytes
 
 
-def make_meter() -> Meter:
-    """The meter of this machine's device."""
-    return AllocatedBytes() if torch.cuda.is_available() else LiveBytes()
+def make_meter(*, limit_bytes: int | None = None) -> Meter:
+    """The meter of this machine's device; limit_bytes is enforced on a CPU only."""
+    if torch.cuda.is_available():
+        return AllocatedBytes()
+    return LiveBytes(limit_bytes=limit_bytes)

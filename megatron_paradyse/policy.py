@@ -12,7 +12,7 @@ from megatron_paradyse.plan_file import PlanFile, load_plan_file
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import parse_strategy_name, strategy_names
 
-POLICIES = "fixed:STRATEGY, plan:FILE or random:SEED"
+POLICIES = "fixed:STRATEGY, plan:FILE, random:SEED, optimal or heuristic"
 
 
 class Policy(Protocol):
@@ -23,8 +23,18 @@ class Policy(Protocol):
         """Every strategy that a plan of this policy may name."""
         ...
 
-    def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
-        """The plan of the layers that this pipeline stage holds, for s = seq_length tokens."""
+    def plan(
+        self,
+        batch_size: int,
+        seq_length: int,
+        layer_numbers: Sequence[int],
+        *,
+        forward_only: bool = False,
+    ) -> Plan:
+        """The plan of the layers that this pipeline stage holds, for s = seq_length tokens.
+
+        forward_only: the microbatch has no backward, as in an evaluation.
+        """
         ...
 
 
@@ -35,7 +45,9 @@ class FixedPolicy:
         self.strategies = (strategy,)
         self._plans: dict[tuple[int, ...], Plan] = {}
 
-    def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
+    def plan(
+        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: bool
+    ) -> Plan:
         key = tuple(layer_numbers)
         if key not in self._plans:
             self._plans[key] = uniform_plan(key, self.strategies[0])
@@ -59,7 +71,9 @@ class PlanFilePolicy:
                 f"--num-layers {num_layers}: drop it"
             )
 
-    def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
+    def plan(
+        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: bool
+    ) -> Plan:
         return self._file.plan(layer_numbers)
 
 
@@ -71,7 +85,9 @@ class RandomPolicy:
         self._seed = seed
         self._drawn = 0
 
-    def plan(self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]) -> Plan:
+    def plan(
+        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: bool
+    ) -> Plan:
         self._drawn += 1
         return Plan(
             {
@@ -86,8 +102,17 @@ class RandomPolicy:
         return self.strategies[number % len(self.strategies)]
 
 
+def cost_policy_kind(settings: Settings) -> str | None:
+    """ "optimal" or "heuristic" where the policy chooses by cost, else None."""
+    kind = settings.policy.partition(":")[0]
+    return kind if kind in ("optimal", "heuristic") else None
+
+
 def make_policy(settings: Settings) -> Policy:
-    """The policy that the settings name; UserError for one that does not exist."""
+    """The policy that the settings name, unless it chooses by cost (train/choosing.py does those).
+
+    UserError for one that does not exist.
+    """
     kind, _, argument = settings.policy.partition(":")
     for name in settings.strategies or ():
         parse_strategy_name(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,30 @@ from typing import Any
 import yaml
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import parse_count
 
 SEQUENCES_CHOICES = ("documents", "fixed")
 LOG_CHOICES = ("megatron", "compact")
+OVER_BUDGET_CHOICES = ("warn", "refuse")
+GRANULARITY_CHOICES = ("operation", "layer", "sequence")
+BY_COST = (
+    "layers",
+    "granularity",
+    "cost_model",
+    "accept_costs",
+    "memory_margin",
+    "over_budget",
+    "smoothing",
+    "balance",
+)  # settings of policies that choose by cost; others refuse them
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """The strategies that one layer may run."""
+
+    attention: tuple[str, ...]
+    mlp: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -21,14 +44,22 @@ class Settings:
 
     policy: str = "fixed:megatron_ts"
     strategies: tuple[str, ...] | None = None
+    layers: Mapping[int, Restriction] | None = None
+    granularity: str = "operation"
     cost_model: str | None = None
+    accept_costs: bool = False
     memory_budget: str | None = None
-    smoothing: float = 0.05
+    memory_margin: float = 0.03
+    over_budget: str = "warn"
+    smoothing: float | None = None
+    verify_plans: bool = False
+    balance: bool = False
     trace: str | None = None
     log: str = "megatron"
     sequences: str = "documents"
     order: str = "shuffled"
     long_documents: str = "split"
+    head_tile: str | int = "auto"  # tokens, auto or off
 
 
 def load_yaml_settings(path: str) -> dict[str, Any]:
@@ -86,21 +117,73 @@ def _checked(name: str, value: Any, where: str) -> Any:
         "sequences": SEQUENCES_CHOICES,
         "order": ORDER_CHOICES,
         "long_documents": LONG_DOCUMENT_CHOICES,
+        "over_budget": OVER_BUDGET_CHOICES,
+        "granularity": GRANULARITY_CHOICES,
     }.get(name)
     if choices is not None:
         if value not in choices:
             raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}")
         return value
-    if name == "smoothing":
+    if name in ("smoothing", "memory_margin"):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise UserError(f"{where}: {value!r} is not a number from 0 to 1")
         return float(value)
+    if name in ("accept_costs", "verify_plans", "balance"):
+        if not isinstance(value, bool):
+            raise UserError(f"{where}: {value!r} is not true or false")
+        return value
+    if name == "head_tile":
+        return _checked_head_tile(value, where)
     if name == "strategies":
-        if isinstance(value, str):
-            value = [part.strip() for part in value.split(",")]
-        if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-            raise UserError(f"{where}: {value!r} is not a list of strategy names")
-        return tuple(value)
+        return _names(value, where)
+    if name == "layers":
+        return _restrictions(value, where)
     if not isinstance(value, str):
         raise UserError(f"{where}: {value!r} is not a text")
     return value
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
+        raise UserError(f"{where}: {value!r} is not a list of strategy names")
+    return tuple(value)
+
+
+def _restrictions(value: Any, where: str) -> dict[int, Restriction]:
+    """{"1-2": [megatron_ts], 5: {attention: [metp], mlp: [metp]}} by layer number."""
+    if not isinstance(value, dict) or not value:
+        raise UserError(f"{where}: give layers and their strategies, such as 1-2: [megatron_ts]")
+    found: dict[int, Restriction] = {}
+    for span, names in value.items():
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(span))
+        first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if not 1 <= first <= last:
+            raise UserError(f"{where}: {span!r} is not a layer or a range such as 1-4")
+        halves = names if isinstance(names, dict) else {"attention": names, "mlp": names}
+        if set(halves) != {"attention", "mlp"}:
+            raise UserError(f"{where}: layers {span}: give both attention and mlp, or one list")
+        restriction = Restriction(**{half: _names(v, where) for half, v in halves.items()})
+        for number in range(first, last + 1):
+            if number in found:
+                raise UserError(f"{where}: layer {number} is given twice")
+            found[number] = restriction
+    return found
+
+
+def _checked_head_tile(value: Any, where: str) -> str | int:
+    if value is False:  # YAML reads `off` so
+        value = "off"
+    if value in ("auto", "off"):
+        return value
+    problem = UserError(f"{where}: {value!r} is not a number of tokens such as 2048, auto or off")
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise problem
+    try:
+        tokens = parse_count(str(value))
+    except UserError:
+        raise problem from None
+    if tokens < 1:
+        raise problem
+    return tokens

@@ -53,7 +53,8 @@ train
 $PYTHON - "$OUT/trace.jsonl" <<'PY'
 import json, sys
 
-rows = [json.loads(line) for line in open(sys.argv[1])]
+lines = [json.loads(line) for line in open(sys.argv[1])]
+rows = [line for line in lines if line["kind"] == "iteration"]
 first, last = rows[:5], rows[-5:]
 loss = lambda part: sum(r["lm loss"] for r in part) / len(part)
 tokens, seconds = sum(r["tokens"] for r in rows), sum(r["seconds"] for r in rows)

@@ -31,10 +31,10 @@ LAYERS = (
     ("train",),
     ("layer_specs",),
     ("submodules",),
-    ("hook",),
+    ("hook", "model_edges"),
     ("policy",),
     ("settings", "plan_file"),
-    ("plan", "data"),
+    ("plan", "data", "edges"),
     ("strategies",),
 )
 
@@ -71,12 +71,16 @@ def _unit(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if _is_in(m, f"{PACKAGE}.strategies")])
-def test_strategies_know_neither_megatron_nor_plans(module):
+TENSORS_AND_GROUPS = [m for m in MODULES if _unit(m) in ("strategies", "edges")]
+
+
+@pytest.mark.parametrize("module", TENSORS_AND_GROUPS)
+def test_strategies_and_edges_know_neither_megatron_nor_plans(module):
+    known = ("strategies", "errors", "live_bytes", _unit(module))
     for name, _ in _imports(module):
         assert not _is_in(name, "megatron")
         if _is_in(name, PACKAGE):
-            assert _unit(name) in ("strategies", "errors", "live_bytes"), f"{module} imports {name}"
+            assert _unit(name) in known, f"{module} imports {name}"
 
 
 def test_a_strategy_imports_no_other_strategy():

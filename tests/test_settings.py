@@ -26,6 +26,15 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
     assert settings.policy == Settings().policy
 
 
+@pytest.mark.parametrize(
+    "text, value", [("auto", "auto"), ("off", "off"), ("2048", 2048), ("4K", 4096)]
+)
+def test_head_tile_is_the_same_from_yaml_and_from_the_flag(text, value, tmp_path):
+    path = write(tmp_path, f"head_tile: {text}\n")  # YAML reads `off` as false
+    assert make_settings({}, path).head_tile == make_settings({"head_tile": text}, None).head_tile
+    assert make_settings({}, path).head_tile == value
+
+
 def test_strategies_flag_is_a_comma_separated_list():
     assert make_settings({"strategies": "metp, ulysses_z"}, None).strategies == (
         "metp",
@@ -41,6 +50,9 @@ def test_strategies_flag_is_a_comma_separated_list():
         ("order: random\n", r"yaml:1: 'random' is not one of shuffled, short-to-long, bucketed"),
         ("smoothing: 2\n", r"yaml:1: 2 is not a number from 0 to 1"),
         ("smoothing: true\n", r"yaml:1: True is not a number"),
+        ("head_tile: 0\n", r"yaml:1: 0 is not a number of tokens such as 2048, auto or off"),
+        ("head_tile: true\n", r"yaml:1: True is not a number of tokens"),
+        ("head_tile: wide\n", r"yaml:1: 'wide' is not a number of tokens"),
         ("trace: 7\n", r"yaml:1: 7 is not a text"),
         ("strategies: [1]\n", r"yaml:1: \[1\] is not a list of strategy names"),
         ("- a\n", r"yaml:1: expected 'key: value' lines"),

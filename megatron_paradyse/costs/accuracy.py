@@ -7,7 +7,7 @@ With a held-out table: one fit of the whole table, asked for the lengths of the 
 
 An error is |predicted - measured| over the measured value, or, where that is below a thousandth of
 the largest value of the quantity, over that thousandth. Time is forward and backward together; the
-two are rows of their own too.
+two are rows of their own too; lengths of which only bytes were measured say nothing of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_paradyse.costs.fitting import MIN_LENGTHS, fit_operation
+from megatron_paradyse.costs.fitting import MIN_LENGTHS, fit_operation, num_timed_lengths
 from megatron_paradyse.costs.laws import SMALLEST
 from megatron_paradyse.costs.model import MODELS, CostModel
 from megatron_paradyse.costs.table import (
@@ -89,12 +89,14 @@ def measure_accuracy(
             questions = [*_held_out(points, other.get((strategy, operation), ()))]
         largest = {name: max((getattr(m, name) for m in points), default=0.0) for name in REPORTED}
         for question in questions:
+            if num_timed_lengths(question.fitted) < MIN_LENGTHS:
+                continue
             for model in models:
                 fit = fit_operation(strategy, operation, question.fitted, model)
                 fitted = CostModel(model, [fit], _NO_CONSTANTS)
                 for m in question.asked:
                     answer = fitted.operation(strategy, operation, m.seq_length, m.batch_size)
-                    for name in REPORTED:
+                    for name in REPORTED if m.is_timed else BYTE_QUANTITIES:
                         key = (model, strategy, operation, name, question.scope)
                         error = _error(getattr(answer, name), getattr(m, name), largest[name])
                         found.setdefault(key, []).append(error)

@@ -38,11 +38,10 @@ from megatron_paradyse.costs.table import (
     MAX_BATCH_SIZE,
     MAX_QUANTITY,
     MAX_SEQ_LENGTH,
-    OK,
-    QUANTITIES,
     Constants,
     CostTable,
     Measurement,
+    measured_quantities,
 )
 from megatron_paradyse.errors import UserError
 
@@ -137,7 +136,7 @@ def _to_json(table: CostTable, model: CostModel | None) -> str:
 
     points = []
     for m in table.measurements:
-        names = (*POINT_KEYS, *(QUANTITIES if m.is_ok else ()))
+        names = (*POINT_KEYS, *measured_quantities(m.status))
         points.append({name: _short(getattr(m, name)) for name in names})
     model_text = "null"
     if model is not None:
@@ -201,13 +200,13 @@ def _read_description(value: Any) -> Description:
 
 
 def _read_measurement(value: Any, where: str) -> Measurement:
-    is_ok = isinstance(value, dict) and value.get("status") == OK
-    check_keys(value, where, POINT_KEYS + QUANTITIES if is_ok else POINT_KEYS)
+    status = value.get("status") if isinstance(value, dict) else None
+    quantities = measured_quantities(status) if isinstance(status, str) else ()
+    check_keys(value, where, POINT_KEYS + quantities)
     for key in ("strategy", "operation", "status"):
         check_text(value[key], f"{where}.{key}")
     check_integer(value["seq_length"], f"{where}.seq_length", low=1, high=MAX_SEQ_LENGTH)
     check_integer(value["batch_size"], f"{where}.batch_size", low=1, high=MAX_BATCH_SIZE)
-    if is_ok:
-        for key in QUANTITIES:
-            check_number(value[key], f"{where}.{key}", low=0, high=MAX_QUANTITY)
+    for key in quantities:
+        check_number(value[key], f"{where}.{key}", low=0, high=MAX_QUANTITY)
     return Measurement(**value)

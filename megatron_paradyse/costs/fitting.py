@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
+from megatron_paradyse.costs.laws import Array
 from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
 from megatron_paradyse.costs.paper import PaperFit, fit_paper
 from megatron_paradyse.costs.table import (
@@ -22,7 +23,7 @@ MIN_LENGTHS = 3
 
 
 def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
-    """Fit every operation that was measured at three lengths or more.
+    """Fit every operation that was timed at three lengths or more.
 
     Raises UserError when there is none. unfitted() says what was left out.
     """
@@ -31,7 +32,7 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
     fits = [
         fit_operation(strategy, operation, points, kind)
         for strategy, operation, points in table.groups()
-        if _num_lengths(points) >= MIN_LENGTHS
+        if num_timed_lengths(points) >= MIN_LENGTHS
     ]
     if not fits:
         raise UserError(
@@ -43,34 +44,38 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
 def fit_operation(
     strategy: str, operation: str, points: Sequence[Measurement], kind: str
 ) -> OperationFit:
-    """Fit the five quantities of one operation to its measurements."""
-    s = np.array([m.seq_length for m in points], dtype=float)
-    b = np.array([m.batch_size for m in points], dtype=float)
-    columns = {name: np.array([getattr(m, name) for m in points], float) for name in QUANTITIES}
+    """Fit the five quantities of one operation to its measurements, seconds to the timed ones."""
+
+    def values(name: str, of: str) -> Array:
+        is_time = of in TIME_QUANTITIES
+        return np.array([getattr(m, name) for m in points if m.is_timed or not is_time], float)
+
+    def where(of: str) -> tuple[Array, Array]:
+        return values("seq_length", of), values("batch_size", of)
+
     fits: tuple[HybridFit, ...] | tuple[PaperFit, ...]
     if kind == HYBRID:
-        kept = columns["kept_bytes"]
         fits = tuple(
             fit_hybrid(
-                s,
-                b,
-                columns[name],
+                *where(name),
+                values(name, name),
                 operation=operation,
                 is_time=name in TIME_QUANTITIES,
-                kept=kept if name in BYTE_QUANTITIES[1:] else None,
+                kept=values("kept_bytes", name) if name in BYTE_QUANTITIES[1:] else None,
             )
             for name in QUANTITIES
         )
     else:
-        fits = tuple(fit_paper(s, b, columns[name]) for name in QUANTITIES)
-    return OperationFit(strategy, operation, int(s.min()), int(s.max()), fits)
+        fits = tuple(fit_paper(*where(name), values(name, name)) for name in QUANTITIES)
+    lengths = [m.seq_length for m in points]
+    return OperationFit(strategy, operation, min(lengths), max(lengths), fits)
 
 
 def unfitted(table: CostTable) -> list[str]:
     """One line for each operation that has too few measurements to fit, and why."""
     lines = []
     for strategy, operation, points in table.groups():
-        if _num_lengths(points) >= MIN_LENGTHS:
+        if num_timed_lengths(points) >= MIN_LENGTHS:
             continue
         reasons = {
             m.status
@@ -78,9 +83,9 @@ def unfitted(table: CostTable) -> list[str]:
             if (m.strategy, m.operation) == (strategy, operation) and not m.is_ok
         }
         why = f" ({'; '.join(sorted(reasons))})" if reasons else ""
-        lines.append(f"{strategy} {operation}: {_num_lengths(points)} lengths{why}")
+        lines.append(f"{strategy} {operation}: {num_timed_lengths(points)} lengths{why}")
     return lines
 
 
-def _num_lengths(points: Sequence[Measurement]) -> int:
-    return len({m.seq_length for m in points})
+def num_timed_lengths(points: Sequence[Measurement]) -> int:
+    return len({m.seq_length for m in points if m.is_timed})

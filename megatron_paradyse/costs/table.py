@@ -36,7 +36,7 @@ TIME_QUANTITIES = ("forward_seconds", "backward_seconds")
 BYTE_QUANTITIES = ("kept_bytes", "forward_bytes", "backward_bytes")
 QUANTITIES = TIME_QUANTITIES + BYTE_QUANTITIES
 
-OK, OOM, UNSUPPORTED = "ok", "oom", "unsupported: "
+OK, BYTES_ONLY, OOM, UNSUPPORTED = "ok", "bytes only", "oom", "unsupported: "
 
 MAX_NAME = 100  # characters of a strategy
 MAX_STATUS = 500
@@ -62,9 +62,9 @@ class OperationCosts:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One operation of one strategy at one (s, b); quantities are zero unless status is "ok".
+    """One operation of one strategy at one (s, b); what was not measured is zero.
 
-    status: "ok", "oom", or "unsupported: " and the reason.
+    status: "ok"; "bytes only", where seconds were not measured; "oom"; "unsupported: " and why.
     """
 
     strategy: str  # as plans write it: "ulysses_z", "metp+recompute"; or "model"
@@ -96,21 +96,29 @@ class Measurement:
             return f"seq_length must lie in [1, {MAX_SEQ_LENGTH}]"
         if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
             return f"batch_size must lie in [1, {MAX_BATCH_SIZE}]"
-        known = self.status in (OK, OOM) or self.status.startswith(UNSUPPORTED)
+        known = self.status in (OK, BYTES_ONLY, OOM) or self.status.startswith(UNSUPPORTED)
         if not known or len(self.status) > MAX_STATUS:
-            return f'status must be "ok", "oom" or "unsupported: REASON", got {self.status!r:.60}'
+            return (
+                f'status must be "{OK}", "{BYTES_ONLY}", "{OOM}" or "{UNSUPPORTED}REASON", '
+                f"got {self.status!r:.60}"
+            )
         for name in QUANTITIES:
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 <= value <= MAX_QUANTITY):
                 return f"{name} must lie in [0, {MAX_QUANTITY:g}], got {value!r:.40}"
-            if value and self.status != OK:
-                return f'{name} must be 0 where status is not "ok", got {value!r:.40}'
+            if value and name not in measured_quantities(self.status):
+                return f'{name} must be 0 where status is "{self.status:.60}", got {value!r:.40}'
         if self.status == OK and not self.forward_seconds > 0:
             return "forward_seconds must be above 0"
         return None
 
     @property
     def is_ok(self) -> bool:
+        """Whether its bytes were measured."""
+        return self.status in (OK, BYTES_ONLY)
+
+    @property
+    def is_timed(self) -> bool:
         return self.status == OK
 
     @property
@@ -120,6 +128,11 @@ class Measurement:
     @property
     def costs(self) -> OperationCosts:
         return OperationCosts(*(getattr(self, name) for name in QUANTITIES))
+
+
+def measured_quantities(status: str) -> tuple[str, ...]:
+    """The quantities of a measurement with this status."""
+    return {OK: QUANTITIES, BYTES_ONLY: BYTE_QUANTITIES}.get(status, ())
 
 
 @dataclass(frozen=True)
@@ -168,7 +181,7 @@ class CostTable:
             seen.add(key)
 
     def groups(self) -> Iterator[tuple[str, str, tuple[Measurement, ...]]]:
-        """(strategy, operation, measurements with status ok) in the table's order."""
+        """(strategy, operation, what was measured of it) in the table's order."""
         groups: dict[tuple[str, str], list[Measurement]] = {}
         for m in self.measurements:
             ok = groups.setdefault((m.strategy, m.operation), [])

@@ -181,6 +181,11 @@ class SampleStream:
         dataset = int(np.searchsorted(self._first, index, side="right")) - 1
         return dataset, index - int(self._first[dataset])
 
+    def length(self, position: int) -> int:
+        """Inputs that count in the sample at a position."""
+        dataset, index = self._locate(position)
+        return int(self._datasets[dataset].lengths[index])
+
     def tokens(self, position: int) -> np.ndarray:
         dataset, index = self._locate(position)
         return self._datasets[dataset][index]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_paradyse.data.balance import Seconds, deal
 from megatron_paradyse.data.documents import SampleStream
 
 
@@ -53,18 +54,43 @@ class Sharding:
         return self.micro_batch_size * self.num_replicas
 
 
+@dataclass(frozen=True)
+class Balance:
+    """Deals each global batch so that the replicas' predicted times are even (data/balance.py)."""
+
+    global_batch_size: int
+    seconds: Seconds
+
+
 class _PositionSampler(torch.utils.data.Sampler):
     """Batches of stream positions, from `consumed` on, without end."""
 
-    def __init__(self, sharding: Sharding, consumed: int):
-        self._sharding = sharding
-        self._consumed = consumed
+    def __init__(
+        self, stream: SampleStream, sharding: Sharding, consumed: int, balance: Balance | None
+    ):
+        self._stream, self._sharding = stream, sharding
+        self._consumed, self._balance = consumed, balance
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self._consumed
+        while self._balance is not None:
+            yield from self._dealt(first, self._balance)
+            first += self._balance.global_batch_size
         while True:
             yield list(self._sharding.positions(first))
             first += self._sharding.round_size
+
+    def _dealt(self, first: int, balance: Balance) -> Iterator[list[int]]:
+        """This replica's microbatches of the global batch that starts at a position."""
+        lengths = [self._stream.length(first + i) for i in range(balance.global_batch_size)]
+        dealt = deal(
+            lengths,
+            micro_batch_size=self._sharding.micro_batch_size,
+            num_replicas=self._sharding.num_replicas,
+            seconds=balance.seconds,
+        )
+        for microbatch in dealt[self._sharding.replica]:
+            yield [first + i for i in microbatch]
 
 
 class _StreamDataset(torch.utils.data.Dataset):
@@ -82,11 +108,12 @@ def microbatches(
     consumed: int,
     alignment: int,
     num_workers: int,
+    balance: Balance | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """This replica's microbatches from global sample `consumed` on; see collate for their form."""
     loader = torch.utils.data.DataLoader(
         _StreamDataset(stream),
-        batch_sampler=_PositionSampler(sharding, consumed),
+        batch_sampler=_PositionSampler(stream, sharding, consumed, balance),
         collate_fn=functools.partial(collate, alignment=alignment),
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),

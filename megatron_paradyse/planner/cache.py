@@ -9,6 +9,7 @@ from megatron_paradyse.planner.peak import evaluate
 from megatron_paradyse.planner.problem import Outcome, Planner, Problem
 
 Key = tuple[int, int, bool]  # b, s rounded up to the alignment, forward_only
+CAPACITY = 4096  # shapes
 MakeProblem = Callable[[int, int, bool], Problem]  # of b, s, forward_only
 
 
@@ -20,11 +21,17 @@ class CachedPlanner:
     """
 
     def __init__(
-        self, planner: Planner, problem: MakeProblem, *, alignment: int = 1, capacity: int = 4096
+        self,
+        planner: Planner,
+        problem: MakeProblem,
+        *,
+        alignment: int = 1,
+        capacity: int = CAPACITY,
     ):
-        if alignment < 1 or capacity < 1:
+        """capacity 0 remembers nothing."""
+        if alignment < 1 or capacity < 0:
             raise ValueError(
-                f"alignment and capacity are at least 1, got {alignment} and {capacity}"
+                f"alignment is at least 1 and capacity 0, got {alignment} and {capacity}"
             )
         self._planner, self._problem = planner, problem
         self._alignment, self._capacity = alignment, capacity
@@ -41,6 +48,8 @@ class CachedPlanner:
         outcome = self._outcomes.pop(key, None)
         if outcome is None:
             outcome = self._planner.plan(self._problem(*key))
+            if not self._capacity:
+                return outcome
             if len(self._outcomes) >= self._capacity:
                 del self._outcomes[next(iter(self._outcomes))]
         self._outcomes[key] = outcome  # the last of the dict is the last used
@@ -59,7 +68,7 @@ class SmoothedPlanner:
     a restart goes on alike if `previous` is saved and put back. Training and evaluation are apart.
     """
 
-    def __init__(self, cached: CachedPlanner, *, gamma: float = 0.05, capacity: int = 4096):
+    def __init__(self, cached: CachedPlanner, *, gamma: float = 0.05, capacity: int = CAPACITY):
         if not 0 <= gamma <= 1:
             raise ValueError(f"gamma is a fraction from 0 to 1, got {gamma}")
         self._cached, self._gamma, self._capacity = cached, gamma, capacity

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.plan import Plan
-from megatron_paradyse.planner.cache import CachedPlanner, SmoothedPlanner
+from megatron_paradyse.plan import Plan, uniform_plan
+from megatron_paradyse.planner.cache import CAPACITY, CachedPlanner, SmoothedPlanner
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.optimal import OptimalPlanner
-from megatron_paradyse.planner.peak import with_margin
+from megatron_paradyse.planner.peak import evaluate, with_margin
 from megatron_paradyse.planner.pipeline import shares
 from megatron_paradyse.planner.problem import Choice, LayerOptions, Outcome, Planner, Problem
 
@@ -36,7 +36,8 @@ def _nothing(seq_length: int, batch_size: int) -> int:
 class StageMemory:
     """The memory of one pipeline stage, besides its layers.
 
-    embedding and head give (s, b) -> bytes: what the embedding keeps, its peak, the head's peak.
+    embedding and head give (s, b) -> bytes: what the embedding and buffers of this size keep, the
+    embedding's peak, the head's peak.
     """
 
     budget_bytes: int
@@ -76,7 +77,9 @@ class CostPolicy:
     alignment: int = 1
     gamma: float | None = None
     refuse: bool = False
+    capacity: int = CAPACITY
     _planners: dict[tuple[int, ...], CachedPlanner | SmoothedPlanner] = field(default_factory=dict)
+    _warned: set[tuple[int, int]] = field(default_factory=set)
 
     def plan(
         self,
@@ -108,6 +111,19 @@ class CostPolicy:
         if outcome.exceeds_bytes:
             self._exceeds(outcome, batch_size, seq_length)
         return outcome
+
+    def uniform(
+        self, strategy: str, batch_size: int, seq_length: int, layer_numbers: Sequence[int]
+    ) -> Outcome | None:
+        """What one strategy on every layer would cost; None where it may not run."""
+        problem = self.problem(tuple(layer_numbers), batch_size, seq_length, False)
+        return evaluate(problem, uniform_plan(tuple(layer_numbers), strategy))
+
+    def forget(self) -> None:
+        """Drop the previous plans that smoothing would keep: as after a restart."""
+        for planner in self._planners.values():
+            if isinstance(planner, SmoothedPlanner):
+                planner.previous.clear()
 
     def problem(
         self, numbers: tuple[int, ...], batch_size: int, seq_length: int, forward_only: bool
@@ -144,6 +160,7 @@ class CostPolicy:
             self.planner,
             lambda b, s, forward_only: self.problem(numbers, b, s, forward_only),
             alignment=self.alignment,
+            capacity=self.capacity,
         )
         return cached if self.gamma is None else SmoothedPlanner(cached, gamma=self.gamma)
 
@@ -189,7 +206,9 @@ class CostPolicy:
         )
         if self.refuse:
             raise UserError(f"{message}: shorten documents, add ranks, or raise the budget")
-        logger.warning("%s: it may run out of memory", message)
+        if (batch_size, seq_length) not in self._warned:
+            self._warned.add((batch_size, seq_length))
+            logger.warning("%s: it may run out of memory", message)
 
 
 class OptimalPolicy(CostPolicy):
@@ -203,8 +222,9 @@ class HeuristicPolicy(CostPolicy):
     """Algorithm 1 of the paper, with its smoothing."""
 
     def __init__(self, strategies, costs: CostSource, memory: StageMemory, **settings):
+        planner = settings.pop("planner", None) or HeuristicPlanner()
         settings.setdefault("gamma", 0.05)
-        super().__init__(HeuristicPlanner(), tuple(strategies), costs, memory, **settings)
+        super().__init__(planner, tuple(strategies), costs, memory, **settings)
 
 
 def _make_choice(name: str, numbers: Numbers) -> Choice:

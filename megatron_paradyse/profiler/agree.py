@@ -9,6 +9,7 @@ point's status, and the profile goes on behind it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -73,11 +74,13 @@ def note_path(output: Path) -> Path:
 
 
 def leave_note(output: Path, key: tuple, status: str) -> None:
-    """One rank speaks; a second one that failed writes the same."""
+    """The first note stays: a rank that speaks later may only have lost the one that failed."""
     path = note_path(output)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(json.dumps({"point": key, "status": status}))
-    os.replace(partial, path)
+    with contextlib.suppress(FileExistsError):
+        os.link(partial, path)
+    partial.unlink()
 
 
 def take_note(output: Path) -> tuple[tuple, str] | None:

@@ -11,14 +11,16 @@ from pathlib import Path
 import click
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.profiler.run import Options
+from megatron_paradyse.profiler.points import Options
 from megatron_paradyse.units import parse_bytes, parse_count
 
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
 def _counts(ctx: click.Context, _: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    return None if text is None else tuple(parse_count(part) for part in text.split(","))
+    if text is None:
+        return None
+    return tuple(parse_count(part) for part in text.split(",") if part)
 
 
 @click.command(
@@ -31,6 +33,9 @@ def _counts(ctx: click.Context, _: click.Parameter, text: str | None) -> tuple[i
 @click.option("--output", type=click.Path(dir_okay=False), required=True, help="JSON to write.")
 @click.option("--model", type=click.Path(), help="YAML mapping of Megatron flags to values.")
 @click.option("--lengths", callback=_counts, help="Such as 1K,4K,16K; default: 8, log-spaced.")
+@click.option(
+    "--bytes-lengths", callback=_counts, help="Measure bytes only; default: some between those."
+)
 @click.option("--max-length", help="The longest default length; default: --seq-length.")
 @click.option("--batch-sizes", callback=_counts, default="1", help="Such as 1,2; default 1.")
 @click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
@@ -48,6 +53,7 @@ def profile(
     output: str,
     model: str | None,
     lengths: tuple[int, ...] | None,
+    bytes_lengths: tuple[int, ...] | None,
     max_length: str | None,
     batch_sizes: tuple[int, ...],
     strategies: str | None,
@@ -65,11 +71,12 @@ def profile(
     them from such a file, or from a named interconnect, and profiles one device as rank P-1 of P.
     """
     from megatron_paradyse.profiler.flags import megatron_flags
-    from megatron_paradyse.profiler.run import strategies_to_profile
+    from megatron_paradyse.profiler.points import strategies_to_profile
 
     options = Options(
         output=output,
         lengths=lengths,
+        bytes_lengths=bytes_lengths,
         max_length=None if max_length is None else parse_count(max_length),
         batch_sizes=batch_sizes,
         strategies=None if strategies is None else tuple(strategies.split(",")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +13,7 @@ from megatron_paradyse.errors import UserError
 
 SHORTEST = 128
 COUNT = 8
+SPACING = 1.25
 MIN_TO_EXTRAPOLATE = 3
 
 
@@ -33,6 +36,24 @@ def default_lengths(longest: int, *, p: int, count: int = COUNT) -> tuple[int, .
             | {longest // step * step}
         )
     )
+
+
+def lengths_between(lengths: Sequence[int], *, p: int) -> tuple[int, ...]:
+    """Lengths at which bytes are measured besides these, which are timed and ascend.
+
+    A peak bends where activations outgrow weights, and a bend between two lengths cannot be placed
+    unless there are two lengths on either side. Bytes take one run each, cheap where it is short:
+    up to a quarter of the longest length, no two are then further apart than 5/4. One stands right
+    beside the shortest: what bends just above that had a single length below the bend.
+    """
+    step = 2 * p
+    found = {lengths[0] + step} if lengths[0] < lengths[-1] / 4 else set()
+    for shorter, longer in itertools.pairwise(lengths):
+        if shorter < lengths[-1] / 4:
+            parts = math.ceil(math.log(longer / shorter) / math.log(SPACING))
+            spaced = np.geomspace(shorter, longer, parts + 1)[1:-1]
+            found |= {round(length / step) * step for length in spaced}
+    return tuple(sorted(found - set(lengths)))
 
 
 def check_lengths(lengths: Sequence[int], *, p: int) -> tuple[int, ...]:

@@ -68,15 +68,19 @@ def measure_seconds(operation: Operation, *, bound_seconds: float) -> tuple[floa
     if repetitions >= MIN_TO_DISCARD_FIRST:
         seconds.clear()
     seconds += [_timed(operation) for _ in range(repetitions - len(seconds))]
+    return _medians(seconds)
+
+
+def seconds_of_runs(operation: Operation, num_runs: int) -> tuple[float, float]:
+    """As measure_seconds, of so many runs after one that does not count."""
+    _timed(operation)
+    return _medians([_timed(operation) for _ in range(num_runs)])
+
+
+def _medians(seconds: list[tuple[float, float]]) -> tuple[float, float]:
+    """Of forward and of backward, over the repetitions, each the slowest rank's."""
     slowest = largest_over_ranks([value for pair in seconds for value in pair])
     return statistics.median(slowest[::2]), statistics.median(slowest[1::2])
-
-
-def timed_over_ranks(operation: Operation) -> tuple[float, float]:
-    """Forward and backward seconds of one run, the slowest rank's, without a warm-up."""
-    torch.distributed.barrier(group=mpu.get_tensor_model_parallel_group())
-    forward, backward = largest_over_ranks(_timed(operation))
-    return forward, backward
 
 
 def _timed(operation: Operation) -> tuple[float, float]:

@@ -28,6 +28,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron_paradyse.costs.table import Constants
 from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.live_bytes import Meter
+from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.plan import Plan, uniform_plan
 
 OPTIMIZER_STEPS = 7
@@ -40,7 +41,7 @@ class GivenPolicy:
         self.chosen: Plan | None = None
         self.strategies: tuple[str, ...] = ()
 
-    def plan(self, batch_size: int, seq_length: int, layer_numbers) -> Plan:
+    def plan(self, batch_size: int, seq_length: int, layer_numbers, **_: bool) -> Plan:
         return self.chosen or uniform_plan(tuple(layer_numbers), "megatron_ts")
 
 
@@ -72,7 +73,10 @@ def build_model(num_layers: int) -> ProfiledModel:
     args.num_layers = args.encoder_num_layers = num_layers
     policy = GivenPolicy()
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    container.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+    container.model.pre_wrap_hooks += [
+        functools.partial(attach_hooks, policy_of=lambda _: policy),
+        functools.partial(attach_edges, head_tile=args.paradyse_settings.head_tile),
+    ]
     chunks, optimizer, scheduler = training.setup_model_and_optimizer(
         ModelType.encoder_or_decoder,
         cfg_container=container,

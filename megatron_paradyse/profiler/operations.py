@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER
+from megatron_paradyse.model_edges import losses_in_tiles
 from megatron_paradyse.plan import uniform_plan
 from megatron_paradyse.profiler.model import ProfiledModel
 from megatron_paradyse.train.gpt import loss_function, read_batch
@@ -145,6 +146,7 @@ class Operations:
             rotary_pos_cos=None,
             rotary_pos_sin=None,
             loss_mask=batch["loss_mask"],
+            output_processor=losses_in_tiles(gpt, batch["labels"]),
         )
         return loss_function(batch["loss_mask"], losses)[0], None
 

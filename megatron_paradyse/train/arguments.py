@@ -5,15 +5,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from megatron_paradyse.data.documents import LONG_DOCUMENT_CHOICES
 from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.data.order import ORDER_CHOICES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
-from megatron_paradyse.policy import PlanFilePolicy, make_policy
-from megatron_paradyse.settings import LOG_CHOICES, SEQUENCES_CHOICES, Settings, make_settings
+from megatron_paradyse.policy import PlanFilePolicy, cost_policy_kind, make_policy
+from megatron_paradyse.settings import (
+    BY_COST,
+    GRANULARITY_CHOICES,
+    LOG_CHOICES,
+    OVER_BUDGET_CHOICES,
+    SEQUENCES_CHOICES,
+    Settings,
+    make_settings,
+)
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name
 from megatron_paradyse.strategies.contract import AttentionShape
+from megatron_paradyse.train.choosing import read_costs
+from megatron_paradyse.units import parse_bytes
 
 SPEC = ["megatron_paradyse.layer_specs", "gpt_layer_spec"]
 
@@ -31,32 +43,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--paradyse-policy",
         metavar="POLICY",
-        help="fixed:STRATEGY runs one strategy everywhere (default fixed:megatron_ts); "
-        "plan:FILE runs a hand-written plan; random:SEED draws one for every microbatch",
+        help="optimal: the fastest plan within the memory budget, by the cost model; heuristic: "
+        "the paper's Algorithm 1; fixed:STRATEGY: one strategy everywhere (default "
+        "fixed:megatron_ts); plan:FILE: a hand-written plan; random:SEED: one drawn for every "
+        "microbatch",
     )
     add(
         "--paradyse-strategies",
         metavar="NAMES",
         help="comma-separated strategies that plans may use (default: all)",
     )
-    add(
-        "--paradyse-cost-model",
-        metavar="FILE",
-        help="costs for a policy that chooses by cost; fixed, plan and random refuse it",
-    )
+    _add_cost_arguments(group)
     add(
         "--paradyse-memory-budget",
         metavar="SIZE",
-        help="memory per rank for a policy that chooses by cost, such as 76GiB",
+        help="memory per rank, such as 76GiB (default on a GPU: what is free at the start, less "
+        "a reserve); on a CPU it is enforced, by the bytes of tensors alive",
     )
+    add("--paradyse-trace", metavar="FILE", help="write JSON lines per microbatch and iteration")
     add(
-        "--paradyse-smoothing",
-        type=float,
-        metavar="SHARE",
-        help="for a policy that chooses by cost: keep the previous plan when it is slower by at "
-        "most this share (default 0.05)",
+        "--paradyse-verify-plans",
+        action="store_const",
+        const=True,
+        help="compare the ranks' plans before every microbatch, by a collective",
     )
-    add("--paradyse-trace", metavar="FILE", help="write one JSON line per iteration to FILE")
     add(
         "--paradyse-log",
         choices=LOG_CHOICES,
@@ -79,8 +89,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=LONG_DOCUMENT_CHOICES,
         help="what happens to documents beyond --seq-length (default split)",
     )
+    add(
+        "--paradyse-head-tile",
+        metavar="TOKENS",
+        help="loss head and embedding in tiles of so many tokens (such as 4K), auto: tiles of "
+        "about 256 MiB (default), or off: Megatron's own",
+    )
     add("--paradyse-debug", action="store_true", help="print tracebacks for errors of the user")
     return parser
+
+
+def _add_cost_arguments(group) -> None:
+    """Flags of the policies that choose by cost; the others refuse them."""
+    add = group.add_argument
+    add(
+        "--paradyse-cost-model",
+        metavar="FILE",
+        help="the cost file that megatron-paradyse profile and fit wrote",
+    )
+    add(
+        "--paradyse-accept-costs",
+        action="store_const",
+        const=True,
+        help="use a cost file of another configuration or of simulated costs; differences are "
+        "warned of",
+    )
+    add(
+        "--paradyse-granularity",
+        choices=GRANULARITY_CHOICES,
+        help="operation: attention and MLP apart (default); layer: one strategy per layer; "
+        "sequence: one per microbatch",
+    )
+    add(
+        "--paradyse-memory-margin",
+        type=float,
+        metavar="SHARE",
+        help="how far a real peak may be above its estimate (default 0.03)",
+    )
+    add(
+        "--paradyse-over-budget",
+        choices=OVER_BUDGET_CHOICES,
+        help="where no plan fits: warn and run the one of least peak (default), or refuse",
+    )
+    add(
+        "--paradyse-smoothing",
+        type=float,
+        metavar="SHARE",
+        help="keep the previous plan when it is slower by at most this share (default: 0.05 for "
+        "heuristic, off for optimal)",
+    )
+    add(
+        "--paradyse-balance",
+        action="store_const",
+        const=True,
+        help="deal the documents of a global batch to the data-parallel replicas so that their "
+        "predicted times are even",
+    )
 
 
 def before_validation(args: argparse.Namespace) -> None:
@@ -105,6 +169,7 @@ def before_validation(args: argparse.Namespace) -> None:
     }
     args.paradyse_settings = make_settings(flags, args.paradyse_config)
     _check_model(args)
+    _check_edges(args)
     _check_strategies(args)
     if args.spec is None:
         args.spec = SPEC
@@ -159,6 +224,28 @@ def _check_model(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
 
 
+def _check_edges(args: argparse.Namespace) -> None:
+    if args.paradyse_settings.head_tile == "off":
+        return
+    gathers = "gathers the weight in Megatron's own linear"
+    refused = {
+        "defer_embedding_wgrad_compute": "keeps the gradients of all logits",
+        "config_logger_dir": "writes all logits",
+        "use_mup": "scales all logits",
+        "use_megatron_fsdp": gathers,
+        "use_torch_fsdp2": gathers,
+    }
+    shards = args.tensor_parallel_num_weight_shards
+    if shards not in (None, args.tensor_model_parallel_size):
+        refused["tensor_parallel_num_weight_shards"] = gathers
+    for name, why in refused.items():
+        if getattr(args, name, False):
+            raise UserError(
+                f"--{name.replace('_', '-')} {why}, which the loss head in tiles never has: "
+                "leave it out, or give --paradyse-head-tile off"
+            )
+
+
 def _check_strategies(args: argparse.Namespace) -> None:
     """Every strategy that the policy may choose must be able to run this model on p ranks."""
     heads = args.num_attention_heads
@@ -171,18 +258,11 @@ def _check_strategies(args: argparse.Namespace) -> None:
         causal=True,
         softmax_scale=1.0,
     )
-    policy = make_policy(args.paradyse_settings)
-    for name in ("cost_model", "memory_budget", "smoothing"):
-        if getattr(args, f"paradyse_{name}") is not None:
-            raise UserError(
-                f"--paradyse-{name.replace('_', '-')} has no effect with --paradyse-policy "
-                f"{args.paradyse_settings.policy}, which does not choose by cost: leave it out"
-            )
-    if isinstance(policy, PlanFilePolicy) and args.num_layers:
-        policy.check_layers(args.num_layers)
-    for name in policy.strategies:
+    settings = args.paradyse_settings
+    names = _strategies_of_policy(args, settings)
+    for name in names:
         get_strategy(name).check(shape, args.tensor_model_parallel_size)
-    others = [name for name in policy.strategies if parse_strategy_name(name)[0] != MEGATRON_TS]
+    others = [name for name in names if parse_strategy_name(name)[0] != MEGATRON_TS]
     if not others:
         return
     for name, allowed in {"position_embedding_type": ("learned_absolute", "rope", "none")}.items():
@@ -200,6 +280,26 @@ def _check_strategies(args: argparse.Namespace) -> None:
         )
 
 
+def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple[str, ...]:
+    """Every strategy that a plan may name; settings that the policy does not read are refused."""
+    if settings.memory_budget is not None:
+        parse_bytes(settings.memory_budget)
+    if cost_policy_kind(settings):
+        return read_costs(settings).strategies
+    policy = make_policy(settings)
+    ineffective = [name for name in BY_COST if getattr(settings, name) != getattr(Settings, name)]
+    if settings.memory_budget is not None and torch.cuda.is_available():
+        ineffective.append("memory_budget")
+    if ineffective:
+        raise UserError(
+            f"--paradyse-{ineffective[0].replace('_', '-')} has no effect with --paradyse-policy "
+            f"{settings.policy}, which does not choose by cost: leave it out"
+        )
+    if isinstance(policy, PlanFilePolicy) and args.num_layers:
+        policy.check_layers(args.num_layers)
+    return policy.strategies
+
+
 def _prepare_documents(args: argparse.Namespace) -> None:
     if args.mock_data:
         raise UserError(
@@ -214,6 +314,10 @@ def _prepare_documents(args: argparse.Namespace) -> None:
     if args.seq_length is None:
         raise UserError("--seq-length is missing: give the longest sequence to train on")
     args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens
+    if args.paradyse_settings.balance and args.rampup_batch_size is not None:
+        raise UserError(
+            "--paradyse-balance with --rampup-batch-size: global batches of one size only: drop one"
+        )
     _take_tokenizer_from_data(args)
     for entry in args.data_path or []:
         if not _is_number(entry) and not Path(f"{entry}.idx").is_file():

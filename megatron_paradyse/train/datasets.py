@@ -12,8 +12,9 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.training import get_args, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_paradyse.data.balance import Seconds
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream
-from megatron_paradyse.data.loader import Sharding, microbatches
+from megatron_paradyse.data.loader import Balance, Sharding, microbatches
 from megatron_paradyse.data.order import make_order
 from megatron_paradyse.errors import UserError
 
@@ -25,18 +26,23 @@ def alignment(tensor_parallel_size: int) -> int:
     return 2 * tensor_parallel_size if tensor_parallel_size > 1 else 1
 
 
-def provide_document_iterators(num_samples, vp_stage: int | None = None) -> tuple:
+def provide_document_iterators(
+    num_samples, vp_stage: int | None = None, *, seconds: Seconds | None = None
+) -> tuple:
     """Train, valid and test iterators for Megatron's "external" data loader.
 
-    num_samples: Megatron's target sizes of the three. Raises UserError when a split that is
-    needed has no sample.
+    num_samples: Megatron's target sizes of the three. seconds: predicted for a microbatch (b, s),
+    alike on every rank; the replicas of the training then get even shares. Raises UserError when a
+    split that is needed has no sample.
     """
     args = get_args()
     sources = _sources(args)
     consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
     needed = (not args.skip_train, bool(args.eval_iters), bool(args.eval_iters))
     return tuple(
-        _iterator(args, split, sources[i], num_samples[i], consumed[i]) if needed[i] else None
+        _iterator(args, split, sources[i], num_samples[i], consumed[i], seconds)
+        if needed[i]
+        else None
         for i, split in enumerate(SPLITS)
     )
 
@@ -56,7 +62,9 @@ def _sources(args) -> list[tuple[list[str], list[float] | None, tuple[float, flo
     return [(*blend, share) for share in matrix]
 
 
-def _iterator(args, split: str, source, num_samples: int, consumed: int) -> Iterator | None:
+def _iterator(
+    args, split: str, source, num_samples: int, consumed: int, seconds: Seconds | None
+) -> Iterator | None:
     prefixes, weights, share = source
     settings = args.paradyse_settings
     is_train = split == "train"
@@ -94,6 +102,7 @@ def _iterator(args, split: str, source, num_samples: int, consumed: int) -> Iter
         consumed=consumed,
         alignment=alignment(args.tensor_model_parallel_size),
         num_workers=args.num_workers,
+        balance=Balance(args.global_batch_size, seconds) if seconds and is_train else None,
     )
 
 

@@ -1,27 +1,45 @@
-"""Adds lengths and tokens per second to Megatron's line per iteration, and writes the trace."""
+"""Adds lengths, plans and tokens per second to Megatron's line per iteration."""
 
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import time
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.batch import meter
+from megatron_paradyse.train.summary import Summary
+from megatron_paradyse.train.telemetry import Microbatch, Telemetry
+from megatron_paradyse.train.trace import Trace
+
+MOST_PLANS = 2  # on a line
 
 
 class IterationLog:
     """Times train_step and extends, or replaces, the line that training_log prints."""
 
-    def __init__(self, *, style: str, trace: str | None):
-        """style: "megatron" appends to Megatron's line; "compact" prints a short one instead."""
-        self._style = style
-        self._trace = Path(trace) if trace else None
+    def __init__(
+        self,
+        *,
+        style: str,
+        telemetry: Telemetry,
+        trace: Trace | None,
+        summary: Summary,
+        margin: float,
+    ):
+        """style: "megatron" appends to Megatron's line; "compact" prints a short one instead.
+
+        margin: the safety margin of the plans, for the trace.
+        """
+        self._style, self._margin = style, margin
+        self._telemetry, self._trace, self._summary = telemetry, trace, summary
         self._step_seconds = 0.0
         self._interval = _Interval()
 
@@ -34,7 +52,10 @@ class IterationLog:
         @functools.wraps(train_step)
         def timed(*args, **kwargs):
             start = time.perf_counter()
-            result = train_step(*args, **kwargs)
+            try:
+                result = train_step(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory(error) from error
             self._step_seconds = time.perf_counter() - start
             return result
 
@@ -43,16 +64,22 @@ class IterationLog:
     def _extended(self, training_log):
         @functools.wraps(training_log)
         def extended(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs):
+            microbatches = self._telemetry.take()
+            self._summary.add(microbatches)
+            self._interval.add_plans(microbatches)
+            values: dict[str, Any] = {"seconds": round(self._step_seconds, 6)}
+            values |= {name: float(value) for name, value in loss_dict.items()}
             tokens = kwargs.get("total_real_tokens_in_batch")
-            if tokens is None:  # fixed lengths: Megatron's own line says it all
-                return training_log(
-                    loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs
-                )
-            lengths = _range_over_replicas(meter.take())
-            self._interval.add(int(tokens), lengths, self._step_seconds, loss_dict)
-            self._record(iteration, loss_dict, int(tokens), lengths)
+            if tokens is not None:  # documents; fixed lengths: Megatron's own line says it all
+                lengths = _range_over_replicas(meter.take())
+                self._interval.add(int(tokens), lengths, self._step_seconds, loss_dict)
+                values |= _length_values(int(tokens), lengths)
+            if self._trace is not None:
+                self._trace.iteration(iteration, microbatches, values)
+            self._write_scalars(iteration, values, microbatches)
             print_line = training.print_rank_last
-            training.print_rank_last = lambda line: _print_on_last_rank(self._line(line, iteration))
+            if tokens is not None:
+                training.print_rank_last = self._print_line(iteration)
             try:
                 return training_log(
                     loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs
@@ -62,38 +89,66 @@ class IterationLog:
 
         return extended
 
+    def _print_line(self, iteration: int) -> Callable[[str], None]:
+        return lambda line: _print_on_last_rank(self._line(line, iteration))
+
     def _line(self, megatron_line: str, iteration: int) -> str:
         interval, self._interval = self._interval, _Interval()
         if self._style == "compact":
             return f"iteration {iteration}/{get_args().train_iters} | {interval.compact()}"
         return megatron_line + interval.extension()
 
-    def _record(
-        self, iteration: int, loss_dict: dict, tokens: int, lengths: tuple[int, int]
-    ) -> None:
-        """Scalars for TensorBoard and W&B, and a line of the trace, on the last rank."""
-        scalars = {
-            "paradyse/tokens": tokens,
-            "paradyse/longest-sequence": lengths[1],
-            "paradyse/tokens-per-second": tokens / self._step_seconds,
-        }
+    def _write_scalars(self, iteration: int, values: dict, microbatches: list[Microbatch]) -> None:
+        """For TensorBoard and W&B, on the rank that has the writers."""
         writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
+        if not writer and not wandb_writer:
+            return
+        scalars: dict[str, float] = {"paradyse/switches": sum(m.switched for m in microbatches)}
+        planned = [m.planned for m in microbatches]
+        scalars["paradyse/planner-microseconds"] = sum(p.planner_seconds for p in planned) * 1e6
+        if "tokens" in values:
+            scalars["paradyse/tokens"] = values["tokens"]
+            scalars["paradyse/longest-sequence"] = values["longest_sequence_tokens"]
+            scalars["paradyse/tokens-per-second"] = values["tokens"] / self._step_seconds
+        predicted = [p.seconds for p in planned if p.seconds is not None]
+        if predicted and len(predicted) == len(planned):
+            scalars["paradyse/predicted-layer-seconds"] = sum(predicted)
+            scalars["paradyse/layer-seconds"] = sum(m.seconds or 0 for m in microbatches)
         if writer and iteration % get_args().tensorboard_log_interval == 0:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, iteration)
         if wandb_writer:
             wandb_writer.log(scalars, iteration)
-        if self._trace and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-            record = {
-                "iteration": iteration,
-                "tokens": tokens,
-                "shortest_sequence_tokens": lengths[0],
-                "longest_sequence_tokens": lengths[1],
-                "seconds": round(self._step_seconds, 6),
-                **{name: float(value) for name, value in loss_dict.items()},
-            }
-            with self._trace.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> UserError:
+        """What did not fit, for the user and for the trace."""
+        microbatch = self._telemetry.current
+        reason = " ".join(str(error).split())[:300]
+        if microbatch is None or microbatch.seconds is not None:
+            return UserError(f"out of memory between microbatches: {reason}: use more ranks")
+        planned, predicted = microbatch.planned, ""
+        if planned.peak_bytes is not None:
+            predicted = f", predicted peak {planned.peak_bytes / 2**30:.3f} GiB"
+        if self._trace is not None:
+            alive = self._telemetry.live_peak_bytes()
+            self._trace.out_of_memory(microbatch, margin=self._margin, alive=alive)
+        remedy = "use --paradyse-policy optimal, a strategy that needs less, or more ranks"
+        if predicted and self._trace is not None:
+            remedy = "start again with this --paradyse-trace, which lowers the budget"
+        elif predicted:
+            remedy = "raise --paradyse-memory-margin, or lower --paradyse-memory-budget"
+        return UserError(
+            f"out of memory at iteration {planned.iteration + 1}, s={planned.seq_length}, "
+            f"b={planned.batch_size}, plan {planned.plan.runs()}{predicted}: {reason}: {remedy}"
+        )
+
+
+def _length_values(tokens: int, lengths: tuple[int, int]) -> dict[str, int]:
+    return {
+        "tokens": tokens,
+        "shortest_sequence_tokens": lengths[0],
+        "longest_sequence_tokens": lengths[1],
+    }
 
 
 def _print_on_last_rank(line: str) -> None:
@@ -111,6 +166,10 @@ class _Interval:
         self.shortest, self.longest = sys.maxsize, 0
         self.seconds = 0.0
         self.losses: list[float] = []
+        self.plans: Counter[str] = Counter()
+
+    def add_plans(self, microbatches: list[Microbatch]) -> None:
+        self.plans.update(microbatch.planned.plan.runs() for microbatch in microbatches)
 
     def add(self, tokens: int, lengths: tuple[int, int], seconds: float, loss_dict: dict) -> None:
         self.iterations += 1
@@ -123,7 +182,7 @@ class _Interval:
     def extension(self) -> str:
         return (
             f" sequence lengths: {self.shortest} to {self.longest} | tokens: {self.tokens} |"
-            f" tokens/s: {self.tokens / self.seconds:.1f} |"
+            f" tokens/s: {self.tokens / self.seconds:.1f} |{self._plans()[3:]}"
         )
 
     def compact(self) -> str:
@@ -131,8 +190,17 @@ class _Interval:
         return (
             f"lengths {self.shortest:,} to {self.longest:,}, {self.tokens:,} tokens | "
             f"loss {loss:.4f} | {self.seconds / self.iterations:.2f} s | "
-            f"{self.tokens / self.seconds:,.0f} tokens/s"
+            f"{self.tokens / self.seconds:,.0f} tokens/s{self._plans()}"
         )
+
+    def _plans(self) -> str:
+        """The plans of this rank's microbatches, the most frequent first."""
+        if not self.plans:
+            return ""
+        shown = self.plans.most_common(MOST_PLANS)
+        texts = [text if len(self.plans) == 1 else f"{n} x {text}" for text, n in shown]
+        more = len(self.plans) - len(shown)
+        return f" | {'; '.join(texts)}" + (f"; {more} more plans" if more else "")
 
 
 def _range_over_replicas(lengths: list[int]) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from typing import NoReturn
 from megatron_paradyse.errors import UserError
 
 SECONDS_TO_BE_ENDED = 20
+SECONDS_FOR_RANK_0 = 5
 
 _installed = False
 
@@ -113,27 +114,24 @@ def _wrap_pretrain(pretrain):
     ):
         from megatron.training import get_args
 
-        if getattr(get_args(), "paradyse", False):
-            datasets_provider = _enter(config, datasets_provider, forward_step)
-        return pretrain(config, datasets_provider, model_type, forward_step, *args, **kwargs)
+        if not getattr(get_args(), "paradyse", False):
+            return pretrain(config, datasets_provider, model_type, forward_step, *args, **kwargs)
+        from megatron_paradyse.train.session import Session
+
+        session = Session(get_args().paradyse_settings)
+        session.enter(config)
+        _announce(session.settings)
+        provider = _documents(datasets_provider, forward_step, session)
+        result = pretrain(config, provider, model_type, forward_step, *args, **kwargs)
+        session.leave()
+        return result
 
     return pretrain_with_paradyse
 
 
-def _enter(config, datasets_provider, forward_step):
-    """Put hook, log and documents into place; returns the provider of the datasets to use."""
-    from megatron.training import get_args
-
-    from megatron_paradyse.hook import attach_hooks
-    from megatron_paradyse.policy import make_policy
-    from megatron_paradyse.train.log import IterationLog
-
-    settings = get_args().paradyse_settings
-    policy = make_policy(settings)
-    _announce(settings)
-    config.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
-    IterationLog(style=settings.log, trace=settings.trace).install()
-    if settings.sequences == "fixed":
+def _documents(datasets_provider, forward_step, session):
+    """The provider of the datasets to use; documents also replace the script's get_batch."""
+    if session.settings.sequences == "fixed":
         return datasets_provider
     from megatron_paradyse.train.batch import document_batch
     from megatron_paradyse.train.datasets import provide_document_iterators
@@ -152,7 +150,7 @@ def _enter(config, datasets_provider, forward_step):
             "this pretrain script has no BATCH_KEYS: documents need pretrain_gpt.py of "
             "Megatron-LM core_v0.19, or --paradyse-sequences fixed"
         )
-    return provide_document_iterators
+    return functools.partial(provide_document_iterators, seconds=session.microbatch_seconds)
 
 
 def _announce(settings) -> None:
@@ -186,9 +184,9 @@ def show_user_errors_in_one_line() -> None:
     def hook(kind, error, traceback):
         if "--paradyse-debug" in sys.argv:
             show_traceback(kind, error, traceback)
-        elif isinstance(error, UserError):
+        elif isinstance(error, UserError) or _is_out_of_memory(error):
             sys.stdout.flush()
-            _report(str(error))
+            _report(" ".join(str(error).split())[:2000])
             os._exit(2)  # other ranks may wait in a collective: leave without waiting for them
         else:
             if _lost_peer(error):
@@ -196,6 +194,12 @@ def show_user_errors_in_one_line() -> None:
             show_traceback(kind, error, traceback)
 
     sys.excepthook = hook
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Outside a microbatch, where train/log.py would say of which: building, loading, saving."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _lost_peer(error: BaseException) -> bool:
@@ -206,13 +210,14 @@ def _lost_peer(error: BaseException) -> bool:
 def _report(message: str) -> None:
     """One line on stderr, once: before ranks differ, rank 0 speaks for all.
 
-    The others then wait to be ended by torchrun, and speak for themselves if that does not happen:
-    what is wrong may be wrong on their machine alone.
+    The others wait to be ended by torchrun, and speak for themselves if that does not happen: what
+    is wrong may be wrong on their machine alone, or in their share of a microbatch.
     """
     import torch
 
     rank = os.environ.get("RANK", "0")
-    if rank != "0" and not torch.distributed.is_initialized():
-        time.sleep(SECONDS_TO_BE_ENDED)
+    if rank != "0":
+        together = not torch.distributed.is_initialized()
+        time.sleep(SECONDS_TO_BE_ENDED if together else SECONDS_FOR_RANK_0)
     name = "" if rank == "0" else f" (rank {rank})"
     os.write(2, f"error{name}: {message}\n".encode())  # torch.distributed redirects sys.stderr

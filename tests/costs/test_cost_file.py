@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -14,7 +15,7 @@ from megatron_paradyse.costs.cost_file import (
 )
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.model import MODELS
-from megatron_paradyse.costs.table import CostTable, Measurement
+from megatron_paradyse.costs.table import BYTES_ONLY, CostTable, Measurement
 from megatron_paradyse.errors import UserError
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION, make_table
 
@@ -30,7 +31,14 @@ UNUSABLE = (
     Measurement("ulysses_z", "attention", 128, 1, "unsupported: n % p"),
     Measurement("metp", "mlp", 1 << 20, 1, "oom"),
 )
-TABLE = CostTable(DESCRIPTION, (*SMALL.measurements, *UNUSABLE), CONSTANTS)
+# At lengths of which only bytes are known; the others are there in the file beside it.
+UNTIMED = tuple(
+    replace(
+        m, seq_length=m.seq_length + 64, status=BYTES_ONLY, forward_seconds=0, backward_seconds=0
+    )
+    for m in make_table((192, 1536), ("metp",), ("attention",)).measurements
+)
+TABLE = CostTable(DESCRIPTION, (*SMALL.measurements, *UNTIMED, *UNUSABLE), CONSTANTS)
 
 
 @pytest.fixture(scope="module", params=MODELS)

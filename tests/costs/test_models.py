@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from megatron_paradyse.costs.forest import FOREST, forest_steps
 from megatron_paradyse.costs.hybrid import fit_hybrid
 from megatron_paradyse.costs.laws import Law, fit_law
 from megatron_paradyse.costs.model import MODELS
-from megatron_paradyse.costs.table import QUANTITIES, CostTable, Measurement
+from megatron_paradyse.costs.table import BYTES_ONLY, QUANTITIES, CostTable, Measurement
 from megatron_paradyse.errors import UserError
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION, LENGTHS, STRATEGIES, make_table, measure
 
@@ -46,6 +47,23 @@ def test_hybrid_recovers_the_law_of_exact_costs_inside_and_beyond(batch_size):
                 for name in QUANTITIES:
                     # 0.1%: the error under which the fits of bytes count as equal, times a few.
                     assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=5e-3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_lengths_without_seconds_change_the_fits_of_bytes_only(kind):
+    timed = make_table(LENGTHS[::2], STRATEGIES[:2], noise=0.03)
+    between = tuple(
+        replace(m, status=BYTES_ONLY, forward_seconds=0.0, backward_seconds=0.0)
+        for m in make_table(LENGTHS[1::2], STRATEGIES[:2]).measurements
+    )
+    plain = fit_table(timed, kind)
+    more = fit_table(CostTable(DESCRIPTION, (*timed.measurements, *between), CONSTANTS), kind)
+    for old, new in zip(plain.fits, more.fits, strict=True):
+        assert new.fits[:2] == old.fits[:2]
+    whole = fit_table(make_table(LENGTHS, STRATEGIES[:2]), kind)
+    for new, exact in zip(more.fits, whole.fits, strict=True):
+        if kind == "hybrid":
+            assert new.fits[2:] == exact.fits[2:]
 
 
 def test_hybrid_finds_a_second_batch_size_from_two_others():

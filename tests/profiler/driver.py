@@ -12,7 +12,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    from megatron_paradyse.profiler.run import Options, profile
+    from megatron_paradyse.profiler.points import Options
+    from megatron_paradyse.profiler.run import profile
 
     values = json.loads(sys.argv[1])
     for name in ("lengths", "strategies"):

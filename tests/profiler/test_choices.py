@@ -8,9 +8,15 @@ import pytest
 
 from megatron_paradyse.costs.table import LAYER, MLP, Measurement
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.agree import leave_note, take_note
 from megatron_paradyse.profiler.flags import megatron_flags, model_file_flags
-from megatron_paradyse.profiler.lengths import check_lengths, default_lengths, expected_bytes
-from megatron_paradyse.profiler.run import points, strategies_to_profile
+from megatron_paradyse.profiler.lengths import (
+    check_lengths,
+    default_lengths,
+    expected_bytes,
+    lengths_between,
+)
+from megatron_paradyse.profiler.points import Options, choose_lengths, points, strategies_to_profile
 from megatron_paradyse.units import parse_bytes
 
 
@@ -43,11 +49,25 @@ def test_expected_bytes_extrapolate_a_quadratic_and_never_shrink():
     assert expected_bytes(measured, 128) == pytest.approx(100 + 3 * 128 + 2 * 128**2)
 
 
+def test_bytes_are_measured_at_more_lengths_up_to_a_quarter_of_the_longest():
+    timed = default_lengths(8192, p=4)
+    others = lengths_between(timed, p=4)
+    assert all(length % 8 == 0 and length not in timed for length in others)
+    together = sorted({*timed, *others})
+    for shorter, longer in itertools.pairwise(together):
+        assert shorter >= 8192 / 4 or longer <= 1.25 * shorter + 8, (shorter, longer)
+    assert max(others) < 2496  # the first timed length above a quarter
+    chosen = choose_lengths(Options("x", bytes_lengths=()), 8192, p=4)
+    assert chosen == dict.fromkeys(timed, True)
+    chosen = choose_lengths(Options("x", lengths=(64, 256), bytes_lengths=(128, 256)), 512, p=4)
+    assert chosen == {64: True, 128: False, 256: True}
+
+
 def test_layers_are_checked_at_every_other_length():
     strategies = strategies_to_profile(("metp", "metp+recompute"))
     found = {
         (p.strategy, p.seq_length)
-        for p in points((8, 16, 32), (1,), strategies)
+        for p in points({8: True, 12: False, 16: True, 32: True}, (1,), strategies)
         if p.operation == LAYER
     }
     assert {s for name, s in found if name == "metp"} == {8, 32}
@@ -87,3 +107,13 @@ def test_sizes_in_bytes_need_a_unit():
     for text in ("76G", "-1GiB", "4iB", "GiB"):
         with pytest.raises(UserError):
             parse_bytes(text)
+
+
+def test_the_first_note_of_a_failure_stays(tmp_path):
+    """The rank that failed speaks first; the others, that lost it, may speak after it."""
+    output = tmp_path / "costs.json"
+    leave_note(output, ("metp", "mlp", 64, 1), "oom")
+    leave_note(output, ("metp", "mlp", 64, 1), "unsupported: Connection closed by peer")
+    assert take_note(output) == (("metp", "mlp", 64, 1), "oom")
+    assert take_note(output) is None
+    assert list(tmp_path.iterdir()) == []

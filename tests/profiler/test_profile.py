@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
-from megatron_paradyse.costs.peak import recomputed_layer
-from megatron_paradyse.costs.table import Measurement
+from megatron_paradyse.costs.recomputed import recomputed_layer
+from megatron_paradyse.costs.table import BYTE_QUANTITIES, BYTES_ONLY, Measurement
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
 from megatron_paradyse.profiler.flags import megatron_flags
+from megatron_paradyse.strategies.accounting import operation_costs
+from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.train.harness import run_forked
 
 RANKS, HIDDEN, FFN = 2, 64, 256
@@ -65,6 +67,27 @@ def test_kept_bytes_are_those_counted_by_hand(profiled):
         }
         for strategy, kept in expected.items():
             assert profiled[1][strategy, "mlp", s].kept_bytes == kept, strategy
+
+
+def test_bytes_are_those_of_the_formulas_and_what_megatrons_half_adds(profiled):
+    """Kept: the norm's input and statistics; its output is the formulas' x.
+
+    The residual's sum replaces the output, so that where the forward's peak holds that output, the
+    workspace above what stays is one activation less.
+    """
+    for s in LENGTHS:
+        rows = s // RANKS
+        x, statistics = rows * HIDDEN * 4, 2 * rows * 4
+        sizes = LayerSizes(
+            s=s, b=1, h=HIDDEN, n=4, g=4, d=16, f=FFN, p=RANKS, element_bytes=4, bias=True
+        )
+        for strategy, operation, less in (("metp", "attention", 0), ("ulysses_z", "mlp", x)):
+            formula = operation_costs(strategy, operation, sizes)
+            measured = profiled[1][strategy, operation, s]
+            assert measured.kept_bytes == formula.kept_bytes + x + statistics
+            assert measured.forward_bytes == formula.forward_bytes - less
+            scalars = 8  # the measured graph ends in one, which has a gradient
+            assert measured.backward_bytes == formula.backward_bytes + scalars
 
 
 def test_static_bytes_are_parameters_gradients_and_adam(profiled):
@@ -129,7 +152,9 @@ def test_a_failure_of_one_rank_is_noted_and_skipped_by_the_next_start(tmp_path):
     assert not note_path(output).exists()
 
 
-def test_lengths_that_would_not_fit_are_left_out_without_running(tmp_path):
+def test_a_second_profile_gives_the_same_bytes_and_short_lengths_leave_out_long_ones(
+    tmp_path, profiled
+):
     found, _, _ = run_profile(
         tmp_path / "costs.json",
         lengths=(32, 64, 128, 256),
@@ -139,3 +164,13 @@ def test_lengths_that_would_not_fit_are_left_out_without_running(tmp_path):
     by_length = [found["megatron_ts", "mlp", s].status for s in (32, 64, 128, 256)]
     assert by_length[0] == "ok" and by_length[-1] == "oom"
     assert isinstance(found["megatron_ts", "mlp", 256], Measurement)
+    for operation in ("attention", "mlp"):
+        for s in LENGTHS:
+            first, second = (
+                profiled[1]["megatron_ts", operation, s],
+                found["megatron_ts", operation, s],
+            )
+            for name in BYTE_QUANTITIES if second.is_ok else ():
+                assert getattr(first, name) == getattr(second, name)
+    assert found["megatron_ts", "attention", 64].is_ok
+    assert found["megatron_ts", "attention", 40].status == BYTES_ONLY

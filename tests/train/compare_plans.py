@@ -28,7 +28,7 @@ class ChosenPolicy:
         self.plans = []
         self._turn = itertools.count()
 
-    def plan(self, batch_size, seq_length, layer_numbers):
+    def plan(self, batch_size, seq_length, layer_numbers, **_):
         return self.plans[next(self._turn) % len(self.plans)]
 
     def choose(self, plans):
@@ -104,7 +104,9 @@ def main() -> None:
 
     def build(spec):
         container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        container.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
+        container.model.pre_wrap_hooks.append(
+            functools.partial(attach_hooks, policy_of=lambda _: policy)
+        )
         if spec is not None:
             container.model.transformer_layer_spec = spec
             container.model.pre_wrap_hooks.clear()

@@ -43,6 +43,11 @@ CASES = {
         [*TP2, "--paradyse-memory-budget", "76GiB"],
         "--paradyse-memory-budget has no effect with --paradyse-policy fixed:megatron_ts",
     ),
+    "all logits wanted": (
+        [*TP2, "--config-logger-dir", "/tmp/logits"],
+        "--config-logger-dir writes all logits, which the loss head in tiles never has: leave it "
+        "out, or give --paradyse-head-tile off",
+    ),
     "megatron's own check": ([*TP2, "--lr", "1e-3", "--min-lr", "1"], "Megatron refuses"),
 }
 

@@ -1,0 +1,97 @@
+"""Documents of very different lengths under a memory budget: each fixed strategy, and ParaDySe.
+
+Trains one model on 4 CPU ranks, an iteration per document, every policy on every document in turns.
+Lengths are drawn from GitHubCode's published distribution, times 1/32, in the order drawn. The
+budget is the measured peak of the fastest strategy at 0.425 of the longest document. What does not
+fit by measured bytes does not run. Costs come from a profile of the same model made just before, at
+lengths that know nothing of the documents. A tail follows: documents longer than the fastest
+strategy can run.
+
+    .venv/bin/python benchmarks/dynamic_workload.py --json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import finish, options, spawn
+from megatron_paradyse.data.distributions import draw_lengths
+
+MODEL = {
+    "--num-layers": 4,
+    "--hidden-size": 256,
+    "--num-attention-heads": 8,
+    "--seq-length": 16384,
+    "--max-position-embeddings": 16384,
+    "--vocab-size": 257,
+    "--attention-dropout": 0,
+    "--hidden-dropout": 0,
+}
+RANKS = 4
+SCALE = 1 / 32
+PROFILED = "128,256,512,1K,2K,4K,6K,8K"
+TAIL = (1.2, 1.6, 2.1, 2.8, 3.7)  # of what the fastest strategy can run
+
+
+def main() -> None:
+    parser = options(__doc__.splitlines()[0])
+    parser.add_argument("--documents", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3, help="times each policy runs a document")
+    parser.add_argument("--costs", help="a fitted cost file of this model, instead of a profile")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    lengths = draw_lengths("githubcode", arguments.documents, SCALE, arguments.seed).tolist()
+    task = {
+        "lengths": sorted(lengths)[-14:-4:3] if quick else lengths,
+        "rounds": 1 if quick else arguments.rounds,
+        "tail": TAIL[1:2] if quick else TAIL,
+        "share": 0.425,
+    }
+    flags = [str(text) for pair in MODEL.items() for text in pair]
+    with tempfile.TemporaryDirectory() as folder:
+        costs = arguments.costs or _profile(
+            Path(folder), flags, "128,512" if quick else PROFILED, quick
+        )
+        output = Path(folder) / "result.json"
+        os.environ["DYNAMIC_WORKLOAD"] = json.dumps({**task, "costs": costs, "output": str(output)})
+        spawn("benchmarks.dynamic_workload_rank", flags, ranks=RANKS, timeout_seconds=3600)
+        result = json.loads(output.read_text())
+    configuration = {
+        "ranks": RANKS,
+        "distribution": "githubcode",
+        "scale": SCALE,
+        "documents": arguments.documents,
+        "seed": arguments.seed,
+        "profiled": "given" if arguments.costs else PROFILED,
+        **task,
+        **MODEL,
+    }
+    finish("dynamic_workload", result, configuration, arguments)
+
+
+def _profile(folder: Path, flags: list[str], lengths: str, quick: bool) -> str:
+    """A fitted cost file of the model on this machine, by the commands that users run."""
+    raw, fitted = str(folder / "raw.json"), str(folder / "costs.json")
+    command = [sys.executable, "-m", "megatron_paradyse"]
+    profile = [*command, "profile", "--nproc", str(RANKS), "--output", raw, "--lengths", lengths]
+    if quick:
+        profile += ["--strategies", "megatron_ts,ulysses_z,metp,metp+recompute"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*profile, *flags], check=True, timeout=1800, env=environment, stdout=sys.stderr)
+    subprocess.run([*command, "fit", raw, "-o", fitted], check=True, timeout=300, stdout=sys.stderr)
+    return fitted
+
+
+if __name__ == "__main__":
+    start = time.monotonic()
+    main()
+    print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)

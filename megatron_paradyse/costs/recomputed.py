@@ -1,0 +1,38 @@
+"""Costs of a layer whose halves both recompute: they are not the sum of the two halves'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_paradyse.costs.table import ATTENTION, MLP, OperationCosts
+from megatron_paradyse.strategies import RECOMPUTE
+
+CostsOf = Callable[[str, str], OperationCosts]  # (strategy, operation) -> costs at one (s, b)
+
+
+def recomputed_layer(attention: str, mlp: str, costs_of: CostsOf) -> OperationCosts:
+    """Both halves under one checkpoint, which keeps the layer's input only.
+
+    x: the bytes of an activation [s/p, b, h]; a, m: the halves; a', m': with +recompute.
+
+        forward   max(a'.forward, x + m'.forward): attention's output waits for the MLP
+        backward  runs both halves again, keeping a.kept + m.kept, then back through the MLP;
+                  then, still holding the layer's output, through the attention
+    """
+    first, second = costs_of(attention, ATTENTION), costs_of(mlp, MLP)
+    a = costs_of(attention.removesuffix(RECOMPUTE), ATTENTION)
+    m = costs_of(mlp.removesuffix(RECOMPUTE), MLP)
+    x = second.kept_bytes
+    both = a.kept_bytes + m.kept_bytes
+    return OperationCosts(
+        forward_seconds=first.forward_seconds + second.forward_seconds,
+        backward_seconds=first.backward_seconds + second.backward_seconds,
+        kept_bytes=x,
+        forward_bytes=max(first.forward_bytes, x + second.forward_bytes),
+        backward_bytes=max(
+            a.kept_bytes + a.forward_bytes,
+            both + m.forward_bytes,
+            both + m.backward_bytes,
+            x + a.kept_bytes + a.backward_bytes,
+        ),
+    )

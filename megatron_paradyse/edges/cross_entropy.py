@@ -1,0 +1,235 @@
+"""Vocabulary-parallel output layer and cross-entropy in tiles: no [s, b, v/p] tensor exists.
+
+Per tile the rank gathers the rows of every rank, multiplies by its shard of the weight and takes
+the softmax of what it has; ranks exchange its log-sum-exp and the label's logit, 2 numbers a token.
+
+When are the gradients computed? Those of a tile need its logits, and computing logits again adds a
+third to the head's FLOPs. But the gradient g [b, s] of the losses is known only in the backward:
+
+    grad_x[i]   = g[i] (softmax[i] - onehot[i]) W              g[i] may come later
+    grad_weight = sum_i g[i] (softmax[i] - onehot[i])' x[i]    here it may not
+
+In training g = c m: the loss mask m is known beforehand, and one number c (the reciprocal of the
+number of tokens, the loss scale) later. Given m as token_weights, the forward computes both
+gradients for g = m and drops the logits, and the backward multiplies by c: the arithmetic of an
+untiled head, with one gather of x instead of two. The backward looks at g first. If it is no
+multiple of m, the forward's gradients are thrown away and all tiles run again with g itself,
+exactly; so too without token_weights, and in float16, whose small probabilities need the loss scale
+before they are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from megatron_paradyse.edges.tiles import of_tile, put_tile, tiles
+from megatron_paradyse.strategies.collectives import (
+    Pending,
+    all_gather,
+    all_gather_async,
+    reduce_scatter_async,
+)
+
+ROUNDINGS = 4  # of g = c m: how far it may be from a multiple of m, in roundings of its dtype
+
+
+def tiled_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup,
+    *,
+    tile: int,
+    token_weights: Tensor | None = None,
+    take_weight_gradient: Callable[[Tensor], Tensor | None] | None = None,
+) -> Tensor:
+    """x [s/p, b, h], weight [v/p, h], labels [b, s] -> losses [b, s], in float32 at least.
+
+    tile: at most so many tokens' logits exist at a time. token_weights [b, s]: what the gradient
+    of the losses will be a multiple of. take_weight_gradient: gets the weight's gradient in float32
+    at least and returns the one for autograd (default: in the weight's dtype).
+
+    Backward: grad_x [s/p, b, h] and the whole gradient of the rank's shard. Sends (p-1) s/p b h
+    values for x, as many for its gradient, and 2 (p-1) s b for the softmax; when tiles run again, x
+    and the softmax once more. Holds, besides x and its gradient, the tile's buffers and, from
+    forward to backward, the gradient of the weight in float32.
+    """
+    head = _Head(group, tile, take_weight_gradient or (lambda grad: grad.to(weight.dtype)))
+    wanted = torch.is_grad_enabled() and token_weights is not None and x.dtype != torch.float16
+    return _TiledCrossEntropy.apply(x, weight, labels, token_weights if wanted else None, head)
+
+
+@dataclass(frozen=True)
+class _Head:
+    group: ProcessGroup
+    tile: int
+    take_weight_gradient: Callable[[Tensor], Tensor | None]
+
+
+@dataclass
+class _Gradients:
+    """Of the input and of the weight, for losses weighted by token_weights; None if not needed."""
+
+    x: Tensor | None
+    weight: Tensor | None
+
+
+class _TiledCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx, x, weight, labels, token_weights, head):
+        losses = labels.new_empty(labels.shape, dtype=_wide(x.dtype))
+        ctx.head, ctx.at_once = head, None
+        ctx.save_for_backward(x, weight, labels, token_weights)
+        gradients = None
+        if token_weights is not None and any(ctx.needs_input_grad[:2]):
+            gradients = _new_gradients(x, weight, ctx.needs_input_grad)
+        _run_tiles(x, weight, labels, head, losses, gradients, token_weights)
+        ctx.at_once = gradients
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, labels, token_weights = ctx.saved_tensors
+        gradients, ctx.at_once = ctx.at_once, None
+        factor = None if gradients is None else _common_factor(grad, token_weights)
+        if factor is None:
+            gradients = None  # gone before the new ones come
+            gradients = _new_gradients(x, weight, ctx.needs_input_grad)
+            _run_tiles(x, weight, labels, ctx.head, None, gradients, grad)
+        else:
+            for tensor in (gradients.x, gradients.weight):
+                if tensor is not None:
+                    tensor.mul_(factor)
+        grad_weight, gradients.weight = gradients.weight, None
+        if grad_weight is not None:
+            grad_weight = ctx.head.take_weight_gradient(grad_weight)
+        return gradients.x, grad_weight, None, None, None
+
+
+def _run_tiles(x, weight, labels, head, losses, gradients, token_weights) -> None:
+    """Fill losses [b, s] if given, and gradients for losses weighted by token_weights if given."""
+    p, scattering, written = head.group.size(), None, None
+    for rows, x_tile in _gathered_tiles(x, head):
+        logits = F.linear(x_tile, weight)  # [p t, b, v/p]
+        targets = _Targets.of(of_tile(labels, rows, p), weight.shape[0], head.group.rank())
+        exponentials, factor, loss = _exponentials_(logits, targets, head.group)
+        if losses is not None:
+            put_tile(losses, rows, p, loss)
+        if gradients is not None:
+            of_token = of_tile(token_weights, rows, p).to(factor.dtype)
+            factor *= of_token
+            grad = _logits_gradient_(exponentials, factor, of_token, targets, out=logits)
+            del exponentials, logits
+            if gradients.x is not None:
+                if scattering is not None:
+                    gradients.x[written] = scattering.wait()
+                scattering, written = reduce_scatter_async(grad @ weight, head.group), rows
+            if gradients.weight is not None:
+                _add_product_(gradients.weight, grad.flatten(0, 1).t(), x_tile.flatten(0, 1))
+            del grad
+        else:
+            del exponentials, logits
+        del x_tile
+    if scattering is not None:
+        gradients.x[written] = scattering.wait()
+
+
+def _gathered_tiles(x: Tensor, head: _Head) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, x of these rows of every rank [p t, b, h]), while the next are under way."""
+    remaining = tiles(x.shape[0], x.shape[1], head.group.size(), tile=head.tile)
+    following = next(remaining, None)
+    pending: Pending | None = None
+    while following is not None:
+        rows = following
+        pending = pending or all_gather_async(x[rows], head.group)
+        gathered, pending = pending.wait(), None
+        following = next(remaining, None)
+        if following is not None:
+            pending = all_gather_async(x[following], head.group)
+        yield rows, gathered
+        del gathered
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """Labels of a tile as the rank sees them: held, whether its shard has them, and where."""
+
+    held: Tensor  # [p t, b]
+    index: Tensor  # [p t, b, 1], 0 where not held
+
+    @classmethod
+    def of(cls, labels: Tensor, shard: int, rank: int) -> _Targets:
+        local = labels - rank * shard
+        held = (local >= 0) & (local < shard)
+        return cls(held, torch.where(held, local, 0)[..., None])
+
+
+def _exponentials_(logits, targets, group) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits - their largest) of the rank's v/p in float32, their factor, and the loss.
+
+    [p t, b, v/p] -> [p t, b, v/p] and twice [p t, b]. Exponentials times factor are the softmax
+    over all of v. Float32 logits are overwritten.
+    """
+    wide = logits.to(_wide(logits.dtype))
+    top = wide.amax(-1)
+    of_target = torch.where(targets.held, wide.gather(-1, targets.index).squeeze(-1), 0)
+    exponentials = wide.sub_(top[..., None]).exp_()
+    lse = top + exponentials.sum(-1).log()
+    if group.size() == 1:
+        return exponentials, torch.exp(top - lse), lse - of_target
+    by_rank = all_gather(torch.stack((lse, of_target))[None], group)  # [p, 2, p t, b]
+    lse = torch.logsumexp(by_rank[:, 0], 0)
+    return exponentials, torch.exp(top - lse), lse - by_rank[:, 1].sum(0)
+
+
+def _logits_gradient_(exponentials, factor, of_token, targets, *, out) -> Tensor:
+    """factor exponentials - of_token onehot, rounded once into out."""
+    at_target = exponentials.gather(-1, targets.index) * factor[..., None]
+    at_target -= torch.where(targets.held, of_token, 0)[..., None]
+    grad = torch.mul(exponentials, factor[..., None], out=out)
+    return grad.scatter_(-1, targets.index, at_target.to(grad.dtype))
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b; a half-typed product is rounded once per tile, and summed in float32."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _new_gradients(x: Tensor, weight: Tensor, needs_input_grad) -> _Gradients:
+    wide = _wide(weight.dtype)
+    return _Gradients(
+        x=torch.empty_like(x) if needs_input_grad[0] else None,
+        weight=torch.zeros_like(weight, dtype=wide) if needs_input_grad[1] else None,
+    )
+
+
+def _common_factor(grad: Tensor, token_weights: Tensor) -> Tensor | None:
+    """c where grad = c token_weights up to rounding, or None where there is no such c.
+
+    Waits for the device. grad and token_weights are the same numbers on every rank of the group,
+    and so is the answer.
+    """
+    weights = token_weights.to(grad.dtype)
+    index = weights.abs().argmax()
+    largest = weights.take(index)
+    factor = torch.where(largest == 0, 0, grad.take(index) / largest)
+    expected = factor * weights
+    tolerance = ROUNDINGS * torch.finfo(grad.dtype).eps
+    agrees = (grad - expected).abs() <= tolerance * expected.abs()
+    return factor if bool(agrees.all()) else None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

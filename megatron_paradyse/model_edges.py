@@ -1,0 +1,198 @@
+"""Megatron's output layer, embedding and RoPE table, each able to hold only what a rank needs.
+
+The modules, their parameters, names and shards stay Megatron's; attach_edges gives them a class
+whose forward goes in tiles (edges/) when the microbatch is longer than one, else is Megatron's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_paradyse.edges.cross_entropy import tiled_cross_entropy
+from megatron_paradyse.edges.embedding import tiled_embedding, tiled_positions
+from megatron_paradyse.edges.tiles import automatic_tile
+
+AUTO, OFF = "auto", "off"
+
+
+def attach_edges(model_chunks: list, *, head_tile: str | int) -> list:
+    """Let the chunks' edges go in tiles of head_tile tokens, "auto" or "off"; returns the chunks.
+
+    The RoPE table is one for all lengths in any case.
+    """
+    for module in (m for chunk in model_chunks for m in chunk.modules()):
+        if type(module) is RotaryEmbedding:
+            module.__class__ = OneTableRotaryEmbedding
+        if isinstance(module, GPTModel) and head_tile != OFF:
+            tile = _tile(module.config, module.vocab_size, head_tile)
+            if module.pre_process:
+                _tile_embedding(module.embedding, tile)
+            if module.post_process:
+                _become(module.output_layer, TiledOutputLayer, tile)
+                module.register_forward_pre_hook(_ask_for_losses, with_kwargs=True)
+    return model_chunks
+
+
+def _tile(config, vocab_size: int, head_tile: str | int) -> int:
+    if head_tile != AUTO:
+        return int(head_tile)
+    return automatic_tile(
+        h=config.hidden_size,
+        vocab_shard=vocab_size // config.tensor_model_parallel_size,
+        element_bytes=config.params_dtype.itemsize,
+    )
+
+
+def _become(module: Any, kind: type, tile: int) -> None:
+    module.tile = tile
+    assert type(module) is kind.__base__, f"{type(module)} has another forward"
+    module.__class__ = kind
+
+
+class TiledOutputLayer(ColumnParallelLinear):
+    """Megatron's output layer, which can also give the losses without ever holding all logits."""
+
+    tile: int
+
+    def forward(
+        self, input_, weight=None, runtime_gather_output=None, *, labels=None, loss_mask=None
+    ):
+        """Without labels as Megatron's. With labels [b, s]: losses [b, s] of input_ [s/p, b, h]."""
+        if labels is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        weight = self.weight if weight is None else weight
+        return tiled_cross_entropy(
+            input_,
+            weight,
+            labels,
+            self.tp_group,
+            tile=self.tile,
+            token_weights=loss_mask,
+            take_weight_gradient=functools.partial(
+                _take_weight_gradient, weight, fused=self.gradient_accumulation_fusion
+            ),
+        )
+
+
+def losses_in_tiles(model: GPTModel, labels: Tensor | None):
+    """Megatron's output_processor for a microbatch, or None where its own head should run.
+
+    That is where logits are wanted (no labels, inference), and where all fit into one tile.
+    """
+    layer = model.output_layer
+    if labels is None or InferenceMode.is_active() or not isinstance(layer, TiledOutputLayer):
+        return None
+    return _losses if labels.numel() > layer.tile else None
+
+
+def _losses(*, hidden_states, output_layer, output_weight, labels, loss_mask, **unused) -> Tensor:
+    return output_layer(hidden_states, output_weight, labels=labels, loss_mask=loss_mask)
+
+
+_FORWARD = inspect.signature(GPTModel.forward)
+
+
+def _ask_for_losses(model: GPTModel, args, kwargs):
+    """Forward pre-hook."""
+    given = _FORWARD.bind(model, *args, **kwargs).arguments
+    processor = losses_in_tiles(model, given.get("labels"))
+    if processor is not None and given.get("output_processor") is None:
+        kwargs["output_processor"] = processor
+    return args, kwargs
+
+
+def _take_weight_gradient(weight, grad: Tensor, *, fused: bool) -> Tensor:
+    """The gradient for autograd, or with gradient accumulation fusion a dummy.
+
+    Then grad, float32, goes into main_grad unrounded, and the mark tells Megatron's DDP so, as its
+    own linears do. The dummy is zero where an embedding's gradient is added to it (tied weights).
+    """
+    if not (fused and hasattr(weight, "main_grad")):
+        return grad.to(weight.dtype)
+    weight.main_grad.add_(grad)
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
+
+
+def _tile_embedding(embedding, tile: int) -> None:
+    if not (embedding.config.sequence_parallel and embedding.scatter_to_sequence_parallel):
+        return  # every rank needs all of it
+    _become(embedding, TiledLanguageModelEmbedding, tile)
+    _become(embedding.word_embeddings, TiledWords, tile)
+    if embedding.add_position_embedding:
+        _become(embedding.position_embeddings, TiledPositions, tile)
+        embedding.position_embeddings.group = embedding.tp_group
+
+
+class TiledLanguageModelEmbedding(LanguageModelEmbedding):
+    """Megatron's embedding, whose words and positions may come as [s/p, b, h] at once."""
+
+    tile: int
+
+    def forward(self, input_ids, position_ids, tokentype_ids=None):
+        """As Megatron's. Microbatches longer than a tile are looked up in tiles."""
+        in_tiles = input_ids.numel() > self.tile and not InferenceMode.is_active()
+        in_tiles = in_tiles and not self.config.deterministic_mode
+        self.word_embeddings.in_tiles = in_tiles
+        whole_positions = self.add_position_embedding and not in_tiles
+        self.reduce_scatter_embeddings = not whole_positions
+        if self.add_position_embedding:
+            self.position_embeddings.in_tiles = in_tiles
+        return super().forward(input_ids, position_ids, tokentype_ids)
+
+
+class TiledWords(VocabParallelEmbedding):
+    tile: int
+    in_tiles = False
+
+    def forward(self, input_):
+        """tokens [b, s] -> [s/p, b, h] in tiles, or as Megatron's."""
+        if not self.in_tiles:
+            return super().forward(input_)
+        return tiled_embedding(input_, self.weight, self.tp_group, tile=self.tile)
+
+
+class TiledPositions(torch.nn.Embedding):
+    tile: int
+    group: ProcessGroup
+    in_tiles = False
+
+    def forward(self, input):
+        """positions [b, s] -> [s/p, b, h] in tiles, or [b, s, h]."""
+        if not self.in_tiles:
+            return super().forward(input)
+        return tiled_positions(input, self.weight, self.group, tile=self.tile)
+
+
+class OneTableRotaryEmbedding(RotaryEmbedding):
+    """Angles [s, 1, 1, d] of every length as the beginning of those of the longest yet.
+
+    Megatron keeps the tables of the last 32 lengths, 4 d bytes a token each: of documents all of
+    different lengths, gigabytes.
+    """
+
+    _table: Tensor | None = None
+
+    def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
+        cp_group = cp_group or self.cp_group
+        if offset or (cp_group is not None and cp_group.size() > 1):
+            return super().forward(max_seq_len, offset, packed_seq, cp_group)
+        if self._table is None or self._table.shape[0] < max_seq_len:
+            self._table = None  # before the longer one is made
+            self._table = self.get_emb(max_seq_len)
+        return self._table[:max_seq_len]

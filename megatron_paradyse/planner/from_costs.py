@@ -1,0 +1,104 @@
+"""What a planner needs of a pipeline stage, from costs per strategy and operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_paradyse.costs.recomputed import recomputed_layer
+from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.policies import CostSource, Numbers, StageMemory
+from megatron_paradyse.strategies import RECOMPUTE
+
+# of strategy, operation, s, b: a CostModel's method `operation`, or a table of measurements
+CostsOf = Callable[[str, str, int, int], OperationCosts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The part of the model that a rank's transformer block belongs to.
+
+    static_bytes: what stays through the training; buffer_bytes_per_token: of a buffer that grows
+    with the microbatch, per token of it (s b); num_in_flight: forwards that wait for their
+    backward at once; margin: how far a real peak may be above its estimate, as a share of it.
+    """
+
+    budget_bytes: int
+    static_bytes: int
+    has_embedding: bool = True
+    has_head: bool = True
+    buffer_bytes_per_token: int = 0
+    num_in_flight: int = 1
+    margin: float = 0.0
+
+
+def cost_source(costs_of: CostsOf) -> CostSource:
+    """Costs of training and of evaluation.
+
+    A forward without gradient costs what the forward of +recompute does: it keeps its input while
+    it runs, and its output after it. Where that has no costs, those of the strategy are a bound.
+    """
+
+    def training(operation: str, strategy: str, s: int, b: int) -> Numbers:
+        return _numbers(costs_of(strategy, operation, s, b))
+
+    def pairs(attention: str, mlp: str, s: int, b: int) -> Numbers | None:
+        if not (attention.endswith(RECOMPUTE) and mlp.endswith(RECOMPUTE)):
+            return None
+        return _numbers(
+            recomputed_layer(attention, mlp, lambda name, half: costs_of(name, half, s, b))
+        )
+
+    def evaluation(operation: str, strategy: str, s: int, b: int) -> Numbers:
+        base = strategy.removesuffix(RECOMPUTE)
+        try:
+            costs = costs_of(base + RECOMPUTE, operation, s, b)
+        except UserError:
+            costs = costs_of(base, operation, s, b)
+        return costs.forward_seconds, 0, costs.kept_bytes + costs.forward_bytes, 0
+
+    return CostSource(training, pairs, evaluation)
+
+
+def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
+    """The memory besides the layers, as functions of (s, b)."""
+
+    def of_model(operation: str, s: int, b: int) -> OperationCosts:
+        return costs_of(MODEL, operation, s, b)
+
+    def kept(s: int, b: int) -> int:
+        embedding = of_model(EMBEDDING, s, b).kept_bytes if stage.has_embedding else 0
+        return int(embedding) + stage.buffer_bytes_per_token * s * b
+
+    def embedding_peak(s: int, b: int) -> int:
+        if not stage.has_embedding:
+            return 0
+        costs = of_model(EMBEDDING, s, b)
+        return int(max(costs.forward_bytes, costs.backward_bytes))
+
+    def head_peak(s: int, b: int) -> int:
+        if not stage.has_head:
+            return 0
+        costs = of_model(HEAD, s, b)
+        return int(costs.kept_bytes + max(costs.forward_bytes, costs.backward_bytes))
+
+    return StageMemory(
+        budget_bytes=stage.budget_bytes,
+        static_bytes=stage.static_bytes,
+        embedding_kept=kept,
+        embedding_peak=embedding_peak,
+        head_peak=head_peak,
+        num_in_flight=stage.num_in_flight,
+        margin=stage.margin,
+    )
+
+
+def model_seconds(costs_of: CostsOf, stage: Stage, s: int, b: int) -> float:
+    """Embedding and head, where the stage has them: forward and backward."""
+    parts = [(EMBEDDING, stage.has_embedding), (HEAD, stage.has_head)]
+    return sum(costs_of(MODEL, part, s, b).time_seconds for part, present in parts if present)
+
+
+def _numbers(costs: OperationCosts) -> Numbers:
+    return costs.time_seconds, costs.kept_bytes, costs.forward_bytes, costs.backward_bytes

@@ -1,0 +1,90 @@
+"""What is measured, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER, LAYER_OPERATIONS, MODEL
+from megatron_paradyse.profiler.lengths import check_lengths, default_lengths, lengths_between
+from megatron_paradyse.strategies import RECOMPUTE, parse_strategy_name, strategy_names
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; None means the default that profiling finds.
+
+    lengths are timed; at bytes_lengths only bytes are measured.
+    """
+
+    output: str
+    lengths: tuple[int, ...] | None = None
+    bytes_lengths: tuple[int, ...] | None = None
+    max_length: int | None = None
+    batch_sizes: tuple[int, ...] = (1,)
+    strategies: tuple[str, ...] | None = None
+    budget_seconds: float | None = None
+    memory_bytes: int | None = None
+    seconds_per_point: float = 0.2
+    agree_seconds: float = 120.0
+
+
+@dataclass(frozen=True)
+class Point:
+    strategy: str
+    operation: str
+    seq_length: int
+    batch_size: int
+    is_timed: bool = True
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        return self.strategy, self.operation, self.seq_length, self.batch_size
+
+    @property
+    def weight(self) -> float:
+        """Roughly in proportion to its seconds, for the time left."""
+        fixed = 1024 if self.is_timed else 256
+        return self.batch_size * self.seq_length * (1 + self.seq_length / 8192) + fixed
+
+
+def choose_lengths(options: Options, seq_length: int, *, p: int) -> dict[int, bool]:
+    """The lengths to profile, ascending, and whether each is timed."""
+    if options.lengths:
+        timed = check_lengths(options.lengths, p=p)
+    else:
+        timed = default_lengths(options.max_length or seq_length, p=p)
+    if options.bytes_lengths is None:
+        others = lengths_between(timed, p=p)
+    else:
+        others = check_lengths(options.bytes_lengths, p=p)
+    return {s: s in timed for s in sorted({*timed, *others})}
+
+
+def points(
+    lengths: Mapping[int, bool], batch_sizes: Sequence[int], strategies: Sequence[str]
+) -> Iterator[Point]:
+    """Short ones first, so that longer ones can be foreseen; lengths and whether each is timed.
+
+    The layer as a whole is a check, at every other timed length of the shorter half: it follows
+    from its halves, under +recompute too (costs/recomputed.py).
+    """
+    timed = [s for s in lengths if lengths[s]]
+    checked = timed[: (len(timed) + 1) // 2 + 1 : 2]
+    for b in batch_sizes:
+        for s, is_timed in lengths.items():
+            yield Point(MODEL, EMBEDDING, s, b, is_timed)
+            yield Point(MODEL, HEAD, s, b, is_timed)
+            for strategy in strategies:
+                for operation in LAYER_OPERATIONS:
+                    if operation != LAYER or s in checked:
+                        yield Point(strategy, operation, s, b, is_timed)
+
+
+def strategies_to_profile(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The named strategies; without names all, each with and without +recompute."""
+    if names is None:
+        return tuple(name for base in strategy_names() for name in (base, base + RECOMPUTE))
+    for name in names:
+        parse_strategy_name(name)
+    return tuple(dict.fromkeys(names))

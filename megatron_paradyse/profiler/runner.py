@@ -1,0 +1,128 @@
+"""Measures points, one after another, and says what became of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_paradyse.costs.table import BYTES_ONLY, MODEL, OK, OOM, Measurement
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.live_bytes import Meter
+from megatron_paradyse.profiler.agree import (
+    RESTART_CODE,
+    Agreement,
+    OneRankFailedError,
+    leave_note,
+    status_of,
+)
+from megatron_paradyse.profiler.journal import Journal
+from megatron_paradyse.profiler.lengths import expected_bytes
+from megatron_paradyse.profiler.measure import measure_bytes, measure_seconds
+from megatron_paradyse.profiler.model import ProfiledModel
+from megatron_paradyse.profiler.operations import Operations, tensor_parallel_size
+from megatron_paradyse.profiler.points import Options, Point
+from megatron_paradyse.shapes import attention_shape
+from megatron_paradyse.strategies import get_strategy
+
+# The meter's own time, below 0.1 ms per kernel, and its copies for collectives then hardly count.
+LONG_ENOUGH_SECONDS = 4.0
+
+
+class Runner:
+    """Measures points, one after another, and says what became of each."""
+
+    def __init__(
+        self,
+        model: ProfiledModel,
+        meter: Meter,
+        journal: Journal,
+        agreement: Agreement,
+        options: Options,
+    ):
+        self._model, self._meter = model, meter
+        self._journal, self._agreement, self._options = journal, agreement, options
+        self._operations: Operations | None = None
+        self._at: tuple[int, int] | None = None
+        hardware = journal.description.hardware
+        self._budget_bytes = options.memory_bytes or hardware.memory_bytes
+
+    def run(self, point: Point) -> Measurement:
+        """The point's measurement, alike on every rank."""
+        empty = Measurement(*point.key, status=OOM)
+        measured = empty
+        try:
+            status = self._agreement.status(self._foreseen(point))
+            if status == OK:
+                try:
+                    measured = self._measured(point)
+                    status = OK if measured.is_ok else measured.status
+                except Exception as error:
+                    status = status_of(error)
+                    error.__traceback__ = None  # its frames hold tensors
+                    self._forget()
+                status = self._agreement.status(status)
+        except OneRankFailedError as error:
+            leave_note(Path(self._options.output), point.key, str(error))
+            sys.stderr.write(f"one rank failed alone at {point.key}: {error}\n")
+            sys.stderr.flush()
+            os._exit(RESTART_CODE)
+        if status == OK:
+            return measured
+        return dataclasses.replace(empty, status=status)
+
+    def _foreseen(self, point: Point) -> str:
+        """What can be known before it runs: a shape that cannot, a length that would not fit."""
+        if point.strategy != MODEL:
+            shape = attention_shape(self._model.layer.self_attention, training=True)
+            try:
+                get_strategy(point.strategy).check(shape, tensor_parallel_size())
+            except UserError as error:
+                return status_of(error)
+        others = self._journal.of(point.strategy, point.operation, point.batch_size)
+        if any(m.status == OOM and m.seq_length < point.seq_length for m in others):
+            return OOM
+        expected = expected_bytes(others, point.seq_length)
+        if expected is not None and self._meter.live_bytes + expected > self._budget_bytes:
+            return OOM
+        return OK
+
+    def _measured(self, point: Point) -> Measurement:
+        at = (point.seq_length, point.batch_size)
+        if self._operations is None or self._at != at:
+            self._forget()
+            with self._meter:
+                self._operations = Operations(self._model, *at)
+            self._at = at
+        operation = self._operations.get(point.operation, point.strategy)
+        found, found_seconds = measure_bytes(operation, self._meter)
+        peak = found.kept_bytes + max(found.forward_bytes, found.backward_bytes)
+        if self._meter.live_bytes + peak > self._budget_bytes:  # a CPU only emulates its budget
+            return Measurement(*point.key, status=OOM)
+        if not point.is_timed:
+            return Measurement(*point.key, status=BYTES_ONLY, **dataclasses.asdict(found))
+        forward, backward = found_seconds
+        if forward + backward < LONG_ENOUGH_SECONDS:
+            forward, backward = measure_seconds(
+                operation, bound_seconds=self._options.seconds_per_point
+            )
+        return Measurement(
+            *point.key,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            **dataclasses.asdict(found),
+        )
+
+    def _forget(self) -> None:
+        """Drop the tensors of a length, and what a failure may have left in gradients."""
+        self._operations = self._at = None
+        for chunk in self._model.chunks:
+            for parameter in chunk.parameters():
+                parameter.grad = None
+            chunk.zero_grad_buffer()
+        gc.collect()
+        torch.cuda.empty_cache()

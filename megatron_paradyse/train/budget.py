@@ -1,0 +1,63 @@
+"""How much memory a rank may use, and what happens when it is not enough."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from megatron.training import print_rank_0
+
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.units import parse_bytes
+
+RESERVE_SHARE = 0.05  # of a GPU: communicators, libraries, fragmentation
+UNLIMITED = 1 << 62  # a CPU without --paradyse-memory-budget
+TAUGHT_MARGIN = 0.02  # what a plan that ran out of memory is believed to have lacked
+
+
+def budget_bytes(settings: Settings, *, trace: Path | None) -> int:
+    """The budget of this run, the least of any rank: replicas then deal and plan alike.
+
+    A GPU without --paradyse-memory-budget: what is free before the model is built, less a
+    reserve. trace: this grid's; plans that ran out of memory in it lower the budget. All ranks must
+    call it.
+    """
+    if settings.memory_budget is not None:
+        budget = parse_bytes(settings.memory_budget)
+    elif torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        budget = free + torch.cuda.memory_reserved() - int(RESERVE_SHARE * total)
+    else:
+        budget = UNLIMITED
+    budget = min([budget, *_taught(trace)])
+    least = torch.tensor([budget], device=torch.cuda.current_device())
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+    return int(least)
+
+
+def _taught(trace: Path | None) -> list[int]:
+    """Budgets at which a plan of an earlier run would not have been chosen that ran out of memory.
+
+    Such a plan had predicted_peak_bytes by the cost model, with the margin on top: below that less
+    TAUGHT_MARGIN it is not chosen again.
+    """
+    if trace is None or not trace.is_file():
+        return []
+    found = []
+    with trace.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if '"out_of_memory"' not in line:
+                continue
+            try:
+                record = json.loads(line)
+                limit = int(record["predicted_peak_bytes"] * (1 + record["memory_margin"]))
+            except (ValueError, TypeError, KeyError, OverflowError):
+                continue
+            found.append(int(limit * (1 - TAUGHT_MARGIN)))
+    if found:
+        print_rank_0(
+            f"> paradyse: {trace} tells of {len(found)} plans that ran out of memory: the budget "
+            f"is at most {min(found) / 2**30:.2f} GiB"
+        )
+    return found

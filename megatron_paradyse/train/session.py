@@ -1,0 +1,110 @@
+"""One training: its policy, budget, telemetry and log, put into place around Megatron's loop."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from megatron.core import mpu
+from megatron.training import print_rank_0, training
+
+from megatron_paradyse.hook import attach_hooks
+from megatron_paradyse.live_bytes import Meter, make_meter
+from megatron_paradyse.model_edges import attach_edges
+from megatron_paradyse.policy import cost_policy_kind, make_policy
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.train.choosing import CostPolicies
+from megatron_paradyse.train.log import IterationLog
+from megatron_paradyse.train.summary import Summary
+from megatron_paradyse.train.telemetry import Telemetry
+from megatron_paradyse.train.trace import Trace
+from megatron_paradyse.units import parse_bytes
+
+
+class Session:
+    """enter() before Megatron's pretrain, leave() after it."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self._trace = Trace(settings.trace) if settings.trace else None
+        self._meter = _meter(settings)
+        self._telemetry = Telemetry()
+        self._made: list = []
+        self._summary = Summary(self._made)
+        self._policies: CostPolicies | None = None
+
+    def enter(self, config) -> None:
+        """Put the hooks and the log into place; config is what pretrain gets."""
+        config.model.pre_wrap_hooks += [
+            self._attach,
+            functools.partial(attach_edges, head_tile=self.settings.head_tile),
+        ]
+        IterationLog(
+            style=self.settings.log,
+            telemetry=self._telemetry,
+            trace=self._trace,
+            summary=self._summary,
+            margin=self.settings.memory_margin,
+        ).install()
+        if self._meter is not None:
+            self._meter.__enter__()
+
+    def leave(self) -> None:
+        """Print the summary on the first rank."""
+        for line in self._summary.lines():
+            print_rank_0(line)
+
+    @property
+    def microbatch_seconds(self) -> Callable[[int, int], float] | None:
+        """Predicted (b, s) -> seconds, by which replicas are balanced if they are to be."""
+        return self._predicted_seconds if self.settings.balance else None
+
+    def _predicted_seconds(self, batch_size: int, seq_length: int) -> float:
+        assert self._policies is not None, "the model is built before the data are read"
+        return self._policies.microbatch_seconds(batch_size, seq_length)
+
+    def _attach(self, model_chunks: list) -> list:
+        """Once Megatron has built the model on this rank and its process groups exist."""
+        alone = mpu.get_pipeline_model_parallel_world_size() == 1
+        self._telemetry.meter = self._meter if alone else None
+        attach = functools.partial(
+            attach_hooks,
+            model_chunks,
+            observer=self._telemetry,
+            verify=self.settings.verify_plans,
+        )
+        if cost_policy_kind(self.settings) is None:
+            policy = make_policy(self.settings)
+            return attach(policy_of=lambda block: policy)
+        if mpu.get_tensor_model_parallel_rank() != 0:
+            logging.getLogger("megatron_paradyse.planner").setLevel(logging.ERROR)
+        trace = self._trace.path if self._trace else None
+        policies = self._policies = CostPolicies(self.settings, trace=trace)
+        chunks = attach(policy_of=lambda block: policies.policy_of(block, model_chunks))
+        self._made.extend(policy for _, policy in policies.made)
+        print_rank_0(policies.describe())
+        self._forget_at_saves(policies)
+        return chunks
+
+    def _forget_at_saves(self, policies: CostPolicies) -> None:
+        """Smoothing begins anew at every checkpoint: a restart from it then plans alike."""
+        save = training.save_checkpoint_and_time
+
+        @functools.wraps(save)
+        def save_and_forget(*args, **kwargs):
+            result = save(*args, **kwargs)
+            policies.forget()
+            return result
+
+        training.save_checkpoint_and_time = save_and_forget
+
+
+def _meter(settings: Settings) -> Meter | None:
+    """On a CPU only with a budget: counting every operation's result takes time."""
+    if torch.cuda.is_available():
+        return make_meter()
+    if settings.memory_budget is None:
+        return None
+    return make_meter(limit_bytes=parse_bytes(settings.memory_budget))

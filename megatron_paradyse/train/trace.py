@@ -1,0 +1,94 @@
+"""The trace: a JSON line per microbatch and per iteration, written by rank 0 of each grid.
+
+kind             "microbatch", "iteration" or "out_of_memory"
+iteration        from 1, as Megatron counts
+microbatch       batch_size, seq_length (padded), plan (runs of like layers), switched,
+                 planner_microseconds, predicted_seconds and predicted_peak_bytes (null where
+                 the policy does not choose by cost), seconds (the layers', forward and
+                 backward), peak_bytes (null where it cannot be told)
+iteration        seconds, losses (last pipeline stage), and for documents tokens,
+                 shortest_sequence_tokens, longest_sequence_tokens
+out_of_memory    a microbatch that did not fit, with what was alive and the safety margin
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.core import mpu
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.telemetry import Microbatch
+
+
+class Trace:
+    """Appends to FILE; with several grids (replicas, pipeline stages) each has a file of its own:
+    FILE's name with -dp1-pp0 before its suffix.
+    """
+
+    def __init__(self, path: str):
+        self._path = Path(path)
+        self._grid: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """This grid's file; process groups must exist."""
+        if self._grid is None:
+            replicas = mpu.get_data_parallel_world_size()
+            stages = mpu.get_pipeline_model_parallel_world_size()
+            name = self._path.name
+            if replicas * stages > 1:
+                place = (
+                    f"-dp{mpu.get_data_parallel_rank()}-pp{mpu.get_pipeline_model_parallel_rank()}"
+                )
+                name = f"{self._path.stem}{place}{self._path.suffix}"
+            self._grid = self._path.with_name(name)
+        return self._grid
+
+    def iteration(
+        self, iteration: int, microbatches: list[Microbatch], values: dict[str, Any]
+    ) -> None:
+        """Write an iteration's microbatches, then the iteration, on rank 0 of the grid."""
+        if mpu.get_tensor_model_parallel_rank() == 0:
+            records = [as_record(microbatch) for microbatch in microbatches]
+            self._write([*records, {"kind": "iteration", "iteration": iteration, **values}])
+
+    def out_of_memory(self, microbatch: Microbatch, *, margin: float, alive: int | None) -> None:
+        """Write what did not fit; any rank may."""
+        record = as_record(microbatch) | {
+            "kind": "out_of_memory",
+            "memory_margin": margin,
+            "peak_bytes": alive,
+        }
+        self._write([record])
+
+    def _write(self, records: list[dict]) -> None:
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)  # at once: lines of two ranks do not mix
+        except OSError as error:
+            raise UserError(
+                f"--paradyse-trace {self.path}: {error.strerror}: give a file that can be written"
+            ) from error
+
+
+def as_record(microbatch: Microbatch) -> dict[str, Any]:
+    """The line of a microbatch."""
+    planned, seconds = microbatch.planned, microbatch.seconds
+    return {
+        "kind": "microbatch",
+        "iteration": planned.iteration + 1,
+        "microbatch": planned.microbatch,
+        "batch_size": planned.batch_size,
+        "seq_length": planned.seq_length,
+        "plan": planned.plan.runs(),
+        "switched": microbatch.switched,
+        "planner_microseconds": round(planned.planner_seconds * 1e6, 1),
+        "predicted_seconds": planned.seconds,
+        "predicted_peak_bytes": planned.peak_bytes,
+        "seconds": None if seconds is None else round(seconds, 6),
+        "peak_bytes": microbatch.peak_bytes,
+    }

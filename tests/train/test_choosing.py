@@ -1,0 +1,212 @@
+"""Training that chooses by cost: the plans that were promised, the same losses, restarts alike."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_paradyse.costs.cost_file import read_cost_file
+from tests.train.harness import (
+    run_forked,
+    train,
+    train_under_torchrun,
+    with_defaults,
+    write_documents,
+)
+from tests.train.synthetic_costs import write_costs
+
+ITERATIONS = 12
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
+ONE_EACH = ["--micro-batch-size", 1, "--global-batch-size", 4, "--lr", "1e-3"]
+ONE_EACH += ["--seq-length", 256, "--max-position-embeddings", 256]
+BUDGET = ["--paradyse-memory-budget", "150MB"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, np.random.default_rng(3).integers(2, 257, size=200).tolist())
+    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", *ONE_EACH]
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    return write_costs(tmp_path_factory.mktemp("costs") / "costs.json")
+
+
+def by_cost(costs, policy="optimal"):
+    return [
+        *("--paradyse-policy", policy, "--paradyse-cost-model", costs, "--paradyse-accept-costs"),
+        "--paradyse-verify-plans",
+    ]
+
+
+def records(path, kind="microbatch"):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+GRIDS = {
+    "tp4": (4, TP4),
+    "tp2-pp2": (4, [*TP2, "--pipeline-model-parallel-size", 2]),
+    "tp2-dp2": (4, TP2),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_switching_by_cost_follows_the_losses_of_megatron_ts(grid, data, costs, tmp_path):
+    """Microbatches of different lengths in flight, each with a plan of its own; losses to 1e-4."""
+    ranks, flags = GRIDS[grid]
+    flags = [*data, *flags, "--train-iters", ITERATIONS]
+    fixed = train(tmp_path / "fixed", *flags, ranks=ranks)
+    trace = tmp_path / "trace.jsonl"
+    chosen = [*by_cost(costs), *BUDGET, "--paradyse-trace", trace]
+    run = train(tmp_path / "run", *flags, *chosen, ranks=ranks, timeout_seconds=400)
+    assert len(run.records) == ITERATIONS
+    np.testing.assert_allclose(run.values("loss"), fixed.values("loss"), rtol=1e-4)
+    found = [r for path in tmp_path.glob("trace*.jsonl") for r in records(path)]
+    assert len(list(tmp_path.glob("trace*.jsonl"))) == {"tp4": 1}.get(grid, 2)
+    expected = ITERATIONS * 4 * (2 if grid == "tp2-pp2" else 1)
+    assert len(found) == expected
+    assert all(r["predicted_peak_bytes"] <= 150e6 / 1.03 + 1 for r in found)
+    plans = {r["plan"] for r in found}
+    assert any("megatron_ts" in p for p in plans) and any("metp" in p for p in plans)
+    assert all(r["seconds"] > 0 for r in found)
+
+
+def test_each_length_runs_the_cheapest_strategy_without_a_budget(data, costs, tmp_path):
+    """By the laws of the costs megatron_ts is faster below 100 tokens, ulysses_z above."""
+    trace = tmp_path / "trace.jsonl"
+    flags = [*data, *TP2, *by_cost(costs), "--paradyse-trace", trace, "--train-iters", 6]
+    run = train(tmp_path / "run", *flags, ranks=2)
+    model = read_cost_file(costs).require_model()
+    found = records(trace)
+    assert found and "estimated by the cost model" in run.stdout
+    for record in found:
+        s = -(-record["seq_length"] // 64) * 64  # planned as the next multiple
+        seconds = {
+            name: model.operation(name, "mlp", s).time_seconds for name in model.strategies("mlp")
+        }
+        assert record["plan"] == f"1-4 {min(seconds, key=seconds.__getitem__)}"
+
+
+@pytest.mark.parametrize("policy", ["optimal", "heuristic"])
+def test_a_restart_plans_and_learns_alike(policy, data, costs, tmp_path):
+    """Started again from the checkpoint of iteration 4 of 8: the same plans and losses."""
+    flags = [*data, *TP2, *by_cost(costs, policy), *BUDGET, "--train-iters", 8]
+    flags += ["--paradyse-smoothing", 0.4]
+    saved = ["--save", tmp_path / "saved", "--save-interval", 4]
+    whole_trace, rest_trace = tmp_path / "whole.jsonl", tmp_path / "rest.jsonl"
+    whole = train(tmp_path / "whole", *flags, *saved, "--paradyse-trace", whole_trace, ranks=2)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("4")
+    load = ["--load", tmp_path / "saved", "--paradyse-trace", rest_trace]
+    rest = train(tmp_path / "rest", *flags, *load, ranks=2)
+    np.testing.assert_allclose(rest.values("loss"), whole.values("loss")[4:], rtol=1e-6)
+    shapes = ("iteration", "microbatch", "seq_length", "plan")
+    again = [[r[key] for key in shapes] for r in records(rest_trace)]
+    assert again == [[r[key] for key in shapes] for r in records(whole_trace) if r["iteration"] > 4]
+
+
+def test_memory_that_ran_out_is_traced_and_teaches_the_next_start(data, tmp_path):
+    """Costs that claim next to nothing lead into the emulated limit; the next start avoids it."""
+    costs = write_costs(tmp_path / "costs.json", scale_bytes=1e-2, static_bytes=1e6)
+    trace = tmp_path / "trace.jsonl"
+    flags = [*data, *TP2, *by_cost(costs), "--paradyse-trace", trace]
+    flags += ["--paradyse-memory-budget", "3MB", "--paradyse-memory-margin", 0]
+    run = train_under_torchrun(tmp_path, *flags, ranks=2, timeout_seconds=120)
+    assert run.code != 0
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error")]
+    assert len(errors) == 1 and "out of memory at iteration " in errors[0], run.stderr[-3000:]
+    assert "start again with this --paradyse-trace" in errors[0]
+    found = records(trace, "out_of_memory")
+    assert found and found[0]["predicted_peak_bytes"] <= 3_000_000 < found[0]["peak_bytes"]
+    again = train_under_torchrun(tmp_path, *flags, ranks=2, timeout_seconds=120)
+    assert "plans that ran out of memory: the budget is at most" in again.stdout
+
+
+def test_evaluation_plans_forwards_alone(tmp_path, costs):
+    """Where training must save memory, an evaluation of the same lengths need not."""
+    write_documents(tmp_path / "corpus", [200] * 60)
+    flags = ["--data-path", tmp_path / "corpus", "--split", "50,50,0", "--paradyse", *ONE_EACH]
+    flags += [*TP2, *by_cost(costs), *BUDGET, "--eval-iters", 2, "--eval-interval", 2]
+    trace = tmp_path / "trace.jsonl"
+    run = train(tmp_path, *flags, "--paradyse-trace", trace, ranks=2)
+    assert {r["iteration"] for r in records(trace)} == {1, 2, 3, 4}
+    assert len(records(trace)) == 16  # evaluations are not microbatches of training
+    assert "validation loss at iteration 4" in run.stdout
+
+
+def test_balanced_replicas_train_on_the_same_global_batches(data, costs, tmp_path):
+    """The same losses and gradients as undealt; and the replicas' predicted times come closer."""
+    flags = [*data, *TP2, *by_cost(costs), "--global-batch-size", 8]
+    spread, losses = {}, {}
+    for name, more in {"plain": [], "balanced": ["--paradyse-balance"]}.items():
+        trace = tmp_path / f"{name}.jsonl"
+        run = train(tmp_path / name, *flags, *more, "--paradyse-trace", trace, ranks=4)
+        losses[name] = [run.values("loss"), run.values("grad_norm")]
+        sums = []
+        for replica in (0, 1):
+            found = records(tmp_path / f"{name}-dp{replica}-pp0.jsonl")
+            assert len(found) == 16
+            sums.append([sum(r["predicted_seconds"] for r in found if r["iteration"] == i)
+                         for i in range(1, 5)])  # fmt: skip
+        spread[name] = np.abs(np.subtract(*sums)).sum()
+    np.testing.assert_allclose(losses["balanced"], losses["plain"], rtol=1e-5)
+    assert spread["balanced"] < 0.5 * spread["plain"]
+
+
+def test_ranks_with_different_plans_are_named(tmp_path):
+    code, stdout, stderr = run_forked(
+        "tests.train.differing_plans",
+        with_defaults(TP2),
+        ranks=2,
+        folder=tmp_path,
+        timeout_seconds=120,
+    )
+    assert code == 0, stderr[-3000:]
+    assert stdout.count("alike: no error") == 2
+    for rank in (0, 1):
+        assert f"rank {rank} of the tensor-parallel group runs" in stdout
+
+
+REFUSED = {
+    "no costs": ([], "--paradyse-policy optimal needs costs: make a file with"),
+    "no file": (["--paradyse-cost-model", "/nowhere.json"], "/nowhere.json"),
+    "other costs": (["--paradyse-cost-model", "COSTS"], "these costs are not of this run: "),
+    "strategy": (
+        ["--paradyse-cost-model", "COSTS", "--paradyse-strategies", "megatron_cz"],
+        "has no costs of megatron_cz: profile it, or choose among megatron_ts",
+    ),
+    "too small": (
+        ["--paradyse-cost-model", "COSTS", "--paradyse-accept-costs", *BUDGET[:1], "50MB"],
+        "parameters, gradients and optimizer take 0.09 GiB of a memory budget of 0.05 GiB",
+    ),
+    "refuse": (
+        ["--paradyse-cost-model", "COSTS", "--paradyse-accept-costs", *BUDGET[:1], "101MB",
+         "--paradyse-over-budget", "refuse"],
+        "fits: the least peak is",
+    ),
+    "ablation": (
+        ["--paradyse-policy", "heuristic:no-magic", "--paradyse-cost-model", "COSTS"],
+        "heuristic takes no-prune",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_choosing_refuses_with_one_line(case, data, costs, tmp_path):
+    flags, message = REFUSED[case]
+    flags = [str(costs) if flag == "COSTS" else flag for flag in flags]
+    flags = ["--paradyse-policy", "optimal", *flags]
+    code, _, stderr = run_forked(
+        "tests.train.driver",
+        [str(tmp_path / "record.json"), "module", *with_defaults([*data, *TP2, *flags])],
+        ranks=2,
+        folder=tmp_path,
+        timeout_seconds=120,
+    )
+    assert code not in (0, 124)
+    assert message in stderr, stderr[-2000:]
