@@ -200,7 +200,7 @@ def quiet() -> Iterator[None]:
 def _description(options: Options, num_layers: int) -> Description:
     from megatron.training import get_args
 
-    from megatron_paradyse.profiler.describe import model_shape, versions
+    from megatron_paradyse.train.describe import model_shape, versions
 
     device = options.device
     return Description(

@@ -19,13 +19,11 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args, training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_paradyse.hook import attach_hooks
-from megatron_paradyse.profiler.model import GivenPolicy, ProfiledModel
+from megatron_paradyse.profiler.model import ProfiledModel, model_configuration
 from megatron_paradyse.simulator.traffic import Place
 from megatron_paradyse.strategies import aligned_heads
 from megatron_paradyse.train.batch import derive_batch
@@ -44,12 +42,8 @@ def start_megatron(flags: Sequence[str], *, p: int, rank: int) -> None:
 
 def build_layer(*, bidirectional: bool) -> ProfiledModel:
     """A model of one layer in Megatron's wrappers, without an optimizer."""
-    args = get_args()
-    policy = GivenPolicy()
-    args.num_layers = args.encoder_num_layers = 1
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    container.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy=policy))
-    with _parameters_of_dtype(args.params_dtype):
+    container, policy = model_configuration(1)
+    with _parameters_of_dtype(get_args().params_dtype):
         builder = container.model.get_builder_cls()(container.model)
         chunks = builder.build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),

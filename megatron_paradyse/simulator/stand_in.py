@@ -53,12 +53,12 @@ def stand_in_profile(
     from megatron.training import get_args
 
     from megatron_paradyse.live_bytes import make_meter
-    from megatron_paradyse.profiler.describe import describe
     from megatron_paradyse.profiler.journal import Journal
     from megatron_paradyse.profiler.model import build_and_measure
     from megatron_paradyse.simulator.measured_clock import MeasuredClock
     from megatron_paradyse.simulator.simulated_rank import start_megatron
     from megatron_paradyse.simulator.traffic import fill_with_own, replaced
+    from megatron_paradyse.train.describe import describe
 
     p = options.network.p
     start_megatron(flags, p=p, rank=p - 1)
