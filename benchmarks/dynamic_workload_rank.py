@@ -202,10 +202,11 @@ class Workload:
         finishing = {name: total for name, total in fixed.items() if total != "oom"}
         five = [total for name, total in finishing.items() if name in bases]
         fitting = [i for i, length in enumerate(documents) if length <= runs[fastest]]
-        oracle = sum(
-            min(medians[name][i] for name in runs if medians[name][i] is not None)
+        best = [
+            min((medians[name][i] for name in runs if medians[name][i] is not None), default=None)
             for i in range(len(documents))
-        )
+        ]
+        oracle = None if None in best else sum(best)
         ours = totals["optimal"]
         result = {
             "documents": len(documents),
@@ -217,7 +218,7 @@ class Workload:
             "fastest_longest_share": runs[fastest] / max(documents),
             "ratio_to_best_fixed": ours / min(five) if five else None,
             "ratio_to_best_fixed_recompute": ours / min(finishing.values()) if finishing else None,
-            "ratio_to_oracle": ours / oracle,
+            "ratio_to_oracle": ours / oracle if oracle else None,
             "ratio_to_fastest_where_it_fits": sum(medians["optimal"][i] for i in fitting)
             / sum(medians[fastest][i] for i in fitting),
             "heuristic_over_optimal": totals["heuristic"] / ours,

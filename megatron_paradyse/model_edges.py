@@ -73,6 +73,7 @@ class TiledOutputLayer(ColumnParallelLinear):
         """Without labels as Megatron's. With labels [b, s]: losses [b, s] of input_ [s/p, b, h]."""
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
+        assert self.sequence_parallel or self.tp_group.size() == 1, "input_ is the rank's chunk"
         weight = self.weight if weight is None else weight
         return tiled_cross_entropy(
             input_,

@@ -154,6 +154,7 @@ class SwitchableSelfAttention(SelfAttention):
         return out, _bias(self.linear_proj)
 
     def _weights(self) -> AttentionWeights:
+        _announce_use(self.linear_qkv, self.linear_proj, self.q_layernorm, self.k_layernorm)
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
         return AttentionWeights(
             qkv=_of_strategy(self.linear_qkv.weight, self.config),
@@ -185,6 +186,7 @@ class SwitchableMLP(MLP):
     def forward(self, hidden_states, per_token_scale=None, **kwargs):
         if self.strategy == MEGATRON_TS:
             return super().forward(hidden_states, per_token_scale, **kwargs)
+        _announce_use(self.linear_fc1, self.linear_fc2)
         weights = MlpWeights(
             fc1=_of_strategy(self.linear_fc1.weight, self.config),
             fc2=_of_strategy(self.linear_fc2.weight, self.config),
@@ -246,6 +248,19 @@ class CoreAttention(MegatronModule):
         )
         out = local_attention(query, key, value, spans=whole(microbatch), task=task)
         return out.flatten(2)
+
+
+def _announce_use(*modules) -> None:
+    """Run the forward pre-hooks of modules whose parameters a strategy reads without calling them.
+
+    Megatron's distributed optimizer gathers parameters while the forward runs
+    (--overlap-param-gather): such a hook waits for those of its module.
+    """
+    for module in modules:
+        if module is not None and module._forward_pre_hooks:
+            for number, hook in tuple(module._forward_pre_hooks.items()):
+                if number not in module._forward_pre_hooks_with_kwargs:
+                    hook(module, ())
 
 
 def _bias(linear):

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-for benchmark in overhead strategies parity gpu_ring planner whole_model simulator; do
+for benchmark in overhead strategies parity gpu_ring planner whole_model head edges; do
     echo "== $benchmark" >&2
     .venv/bin/python "benchmarks/$benchmark.py" --json --save "$@"
 done

@@ -20,9 +20,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args, training
 from megatron.training.arguments import parse_and_validate_args
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_paradyse.edges import cross_entropy
 from megatron_paradyse.profiler.model import ProfiledModel, model_configuration
 from megatron_paradyse.simulator.traffic import Place
 from megatron_paradyse.strategies import aligned_heads
@@ -85,16 +86,25 @@ def _parameters_of_dtype(dtype: torch.dtype) -> Iterator[None]:
 def without_values() -> Iterator[None]:
     """Tensors made inside are fake, and nobody asks for the state of random numbers.
 
-    What needs values, which rows METP's whole heads have, is computed beside them.
+    What needs values, which rows METP's whole heads have, is computed beside them. The gradient of
+    the losses is taken to be a multiple of the loss mask, as it is in training.
     """
     fork, plan = CudaRNGStatesTracker.fork, aligned_heads._plan
+    common_factor = cross_entropy._common_factor
 
     @functools.cache
     def plan_with_values(*arguments):
         with _disable_current_modes():
             return plan.__wrapped__(*arguments)
 
+    def factor_without_values(grad, token_weights):
+        try:
+            return common_factor(grad, token_weights)  # allocates what it does, and then asks
+        except DataDependentOutputException:
+            return grad.new_empty(())
+
     try:
+        cross_entropy._common_factor = factor_without_values
         CudaRNGStatesTracker.fork = lambda self, *name: contextlib.nullcontext()
         aligned_heads._plan = plan_with_values
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -102,6 +112,7 @@ def without_values() -> Iterator[None]:
     finally:
         CudaRNGStatesTracker.fork = fork
         aligned_heads._plan = plan
+        cross_entropy._common_factor = common_factor
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ def _announce(settings) -> None:
     )
     print_rank_0(
         f"> paradyse: policy {settings.policy}, sequences {settings.sequences}, "
-        f"attention kernel {kernel.name}"
+        f"head tile {settings.head_tile}, attention kernel {kernel.name}"
     )
 
 

@@ -61,6 +61,7 @@ def test_fifty_iterations_of_random_plans_follow_stock_megatron(tmp_path):
 MACHINERY = {
     "overlapped distributed optimizer": (4, [
         *TP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+        "--ddp-bucket-size", 2000,
     ]),
     "pipeline, full recomputation": (4, [
         *TP2, "--pipeline-model-parallel-size", 2, "--recompute-granularity", "full",
