@@ -23,7 +23,7 @@ LLAMA = [
     "--untie-embeddings-and-output-weights",
 ]
 COMMON = ["--seq-length", 512, "--max-position-embeddings", 512]
-COMMON += ["--attention-dropout", 0, "--hidden-dropout", 0]
+COMMON += ["--attention-dropout", 0, "--hidden-dropout", 0, "--paradyse-head-tile", 32]
 
 
 def simulated(folder: Path, flags: list, p: int, **more) -> CostTable:
