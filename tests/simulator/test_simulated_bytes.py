@@ -16,6 +16,7 @@ from tests.train.harness import run_forked
 LENGTH = 128
 TOLERANCE = 0.01
 GPT = ["--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 8, "--vocab-size", 96]
+GPT += ["--paradyse-head-tile", 32]  # in several tiles
 LLAMA = [
     *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 8, "--vocab-size", 96),
     *("--group-query-attention", "--num-query-groups", 2, "--ffn-hidden-size", 96, "--swiglu"),
@@ -23,7 +24,7 @@ LLAMA = [
     "--untie-embeddings-and-output-weights",
 ]
 COMMON = ["--seq-length", 512, "--max-position-embeddings", 512]
-COMMON += ["--attention-dropout", 0, "--hidden-dropout", 0, "--paradyse-head-tile", 32]
+COMMON += ["--attention-dropout", 0, "--hidden-dropout", 0]
 
 
 def simulated(folder: Path, flags: list, p: int, **more) -> CostTable:
