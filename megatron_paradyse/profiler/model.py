@@ -69,14 +69,7 @@ class ProfiledModel:
 
 def build_model(num_layers: int) -> ProfiledModel:
     """Build through Megatron's own setup; afterwards the arguments name that many layers."""
-    args = get_args()
-    args.num_layers = args.encoder_num_layers = num_layers
-    policy = GivenPolicy()
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    container.model.pre_wrap_hooks += [
-        functools.partial(attach_hooks, policy_of=lambda _: policy),
-        functools.partial(attach_edges, head_tile=args.paradyse_settings.head_tile),
-    ]
+    container, policy = model_configuration(num_layers)
     chunks, optimizer, scheduler = training.setup_model_and_optimizer(
         ModelType.encoder_or_decoder,
         cfg_container=container,
@@ -86,6 +79,22 @@ def build_model(num_layers: int) -> ProfiledModel:
     for chunk in chunks:
         chunk.train()
     return ProfiledModel(chunks, optimizer, scheduler, policy)
+
+
+def model_configuration(num_layers: int) -> tuple[Any, GivenPolicy]:
+    """Megatron's configuration of the model, with the hooks of training, and the policy they ask.
+
+    Afterwards the arguments name that many layers.
+    """
+    args = get_args()
+    args.num_layers = args.encoder_num_layers = num_layers
+    policy = GivenPolicy()
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    container.model.pre_wrap_hooks += [
+        functools.partial(attach_hooks, policy_of=lambda _: policy),
+        functools.partial(attach_edges, head_tile=args.paradyse_settings.head_tile),
+    ]
+    return container, policy
 
 
 def build_and_measure(

@@ -19,14 +19,12 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args, training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_paradyse.hook import attach_hooks
-from megatron_paradyse.model_edges import attach_edges
-from megatron_paradyse.profiler.model import GivenPolicy, ProfiledModel
+from megatron_paradyse.edges import cross_entropy
+from megatron_paradyse.profiler.model import ProfiledModel, model_configuration
 from megatron_paradyse.simulator.traffic import Place
 from megatron_paradyse.strategies import aligned_heads
 from megatron_paradyse.train.batch import derive_batch
@@ -45,15 +43,8 @@ def start_megatron(flags: Sequence[str], *, p: int, rank: int) -> None:
 
 def build_layer(*, bidirectional: bool) -> ProfiledModel:
     """A model of one layer in Megatron's wrappers, without an optimizer."""
-    args = get_args()
-    policy = GivenPolicy()
-    args.num_layers = args.encoder_num_layers = 1
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    container.model.pre_wrap_hooks += [
-        functools.partial(attach_hooks, policy_of=lambda block: policy),
-        functools.partial(attach_edges, head_tile=args.paradyse_settings.head_tile),
-    ]
-    with _parameters_of_dtype(args.params_dtype):
+    container, policy = model_configuration(1)
+    with _parameters_of_dtype(get_args().params_dtype):
         builder = container.model.get_builder_cls()(container.model)
         chunks = builder.build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -95,16 +86,25 @@ def _parameters_of_dtype(dtype: torch.dtype) -> Iterator[None]:
 def without_values() -> Iterator[None]:
     """Tensors made inside are fake, and nobody asks for the state of random numbers.
 
-    What needs values, which rows METP's whole heads have, is computed beside them.
+    What needs values, which rows METP's whole heads have, is computed beside them. The gradient of
+    the losses is taken to be a multiple of the loss mask, as it is in training.
     """
     fork, plan = CudaRNGStatesTracker.fork, aligned_heads._plan
+    common_factor = cross_entropy._common_factor
 
     @functools.cache
     def plan_with_values(*arguments):
         with _disable_current_modes():
             return plan.__wrapped__(*arguments)
 
+    def factor_without_values(grad, token_weights):
+        try:
+            return common_factor(grad, token_weights)  # allocates what it does, and then asks
+        except DataDependentOutputException:
+            return grad.new_empty(())
+
     try:
+        cross_entropy._common_factor = factor_without_values
         CudaRNGStatesTracker.fork = lambda self, *name: contextlib.nullcontext()
         aligned_heads._plan = plan_with_values
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -112,6 +112,7 @@ def without_values() -> Iterator[None]:
     finally:
         CudaRNGStatesTracker.fork = fork
         aligned_heads._plan = plan
+        cross_entropy._common_factor = common_factor
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from tests.train.harness import run_forked
 LENGTH = 128
 TOLERANCE = 0.01
 GPT = ["--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 8, "--vocab-size", 96]
+GPT += ["--paradyse-head-tile", 32]  # in several tiles
 LLAMA = [
     *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 8, "--vocab-size", 96),
     *("--group-query-attention", "--num-query-groups", 2, "--ffn-hidden-size", 96, "--swiglu"),
