@@ -29,15 +29,15 @@ MODEL = {
     "--num-layers": 4,
     "--hidden-size": 256,
     "--num-attention-heads": 8,
-    "--seq-length": 16384,
-    "--max-position-embeddings": 16384,
+    "--seq-length": 8192,
+    "--max-position-embeddings": 8192,
     "--vocab-size": 257,
     "--attention-dropout": 0,
     "--hidden-dropout": 0,
 }
 RANKS = 4
 SCALE = 1 / 32
-PROFILED = "128,256,512,1K,2K,4K,6K,8K"
+PROFILED = "128,256,512,1K,2K,3K,5K,8K"
 TAIL = (1.2, 1.6, 2.1, 2.8, 3.7)  # of what the fastest strategy can run
 
 
