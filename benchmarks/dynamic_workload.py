@@ -38,7 +38,7 @@ MODEL = {
 RANKS = 4
 SCALE = 1 / 32
 PROFILED = "128,256,512,1K,2K,3K,5K,8K"
-TAIL = (1.2, 1.6, 2.1, 2.8, 3.7)  # of what the fastest strategy can run
+TAIL = (1.2, 1.6, 2.2, 2.8)  # of what the fastest strategy can run
 
 
 def main() -> None:
@@ -54,6 +54,7 @@ def main() -> None:
         "lengths": [256, 640, 1024, 2560] if quick else lengths,
         "rounds": 1 if quick else arguments.rounds,
         "tail": TAIL[1:2] if quick else TAIL,
+        "tail_rounds": 1 if quick else 2,
         "share": 0.425,
     }
     flags = [str(text) for pair in MODEL.items() for text in pair]

@@ -77,8 +77,9 @@ class Workload:
         }
         seconds = self._train(documents, runs, task["rounds"])
         result = self._compare(documents, runs, seconds, fastest, bases)
-        tail = [self._padded(int(share * runs[fastest])) for share in task["tail"]]
-        return result | self._tail(tail, fastest, task["rounds"])
+        result |= {"fastest_capacity_share": limit / max(documents)}
+        tail = [self._padded(int(share * limit)) for share in task["tail"]]
+        return result | self._tail(tail, fastest, task["tail_rounds"])
 
     def _chooser(self, policy: str, **settings):
         """A policy as a training would make it, with the enforced budget."""

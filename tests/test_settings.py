@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.policy import make_policy
-from megatron_paradyse.settings import Settings, load_yaml_settings, make_settings
+from megatron_paradyse.policy import cost_policy_kind, make_policy
+from megatron_paradyse.settings import Restriction, Settings, load_yaml_settings, make_settings
 
 
 def write(tmp_path, text):
@@ -55,6 +55,12 @@ def test_strategies_flag_is_a_comma_separated_list():
         ("head_tile: wide\n", r"yaml:1: 'wide' is not a number of tokens"),
         ("trace: 7\n", r"yaml:1: 7 is not a text"),
         ("strategies: [1]\n", r"yaml:1: \[1\] is not a list of strategy names"),
+        ("balance: 1\n", r"yaml:1: 1 is not true or false"),
+        ("granularity: token\n", r"yaml:1: 'token' is not one of operation, layer, sequence"),
+        ("layers: [metp]\n", r"yaml:1: give layers and their strategies"),
+        ("layers: {0: [metp]}\n", r"yaml:1: 0 is not a layer or a range"),
+        ("layers: {1-2: [metp], 2: [metp]}\n", r"yaml:1: layer 2 is given twice"),
+        ("layers: {1: {mlp: [metp]}}\n", r"yaml:1: layers 1: give both attention and mlp"),
         ("- a\n", r"yaml:1: expected 'key: value' lines"),
         ("a: [\n", r"is not YAML"),
         ("trace: !!python/object/apply:os.getcwd []\n", r"yaml:1: "),
@@ -63,6 +69,17 @@ def test_strategies_flag_is_a_comma_separated_list():
 def test_yaml_errors_name_file_line_and_value(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         make_settings({}, write(tmp_path, text))
+
+
+def test_layers_are_restricted_by_number_or_range(tmp_path):
+    text = "layers:\n  1-2: [megatron_ts, metp]\n  5: {attention: [ulysses_z], mlp: [metp]}\n"
+    layers = make_settings({}, write(tmp_path, text)).layers
+    both = ("megatron_ts", "metp")
+    assert layers == {
+        1: Restriction(both, both),
+        2: Restriction(both, both),
+        5: Restriction(("ulysses_z",), ("metp",)),
+    }
 
 
 def test_missing_yaml_file(tmp_path):
@@ -79,7 +96,8 @@ CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_committed_config_is_valid_and_names_a_policy(path):
-    assert make_policy(make_settings({}, str(path))).strategies
+    settings = make_settings({}, str(path))
+    assert cost_policy_kind(settings) or make_policy(settings).strategies
 
 
 def test_the_example_config_shows_the_defaults():

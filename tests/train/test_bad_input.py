@@ -40,8 +40,8 @@ CASES = {
     ),
     "policy": ([*TP2, "--paradyse-policy", "fixed:megatron"], "no strategy named 'megatron': use"),
     "no effect": (
-        [*TP2, "--paradyse-memory-budget", "76GiB"],
-        "--paradyse-memory-budget has no effect with --paradyse-policy fixed:megatron_ts",
+        [*TP2, "--paradyse-smoothing", "0.1"],
+        "--paradyse-smoothing has no effect with --paradyse-policy fixed:megatron_ts",
     ),
     "all logits wanted": (
         [*TP2, "--config-logger-dir", "/tmp/logits"],
