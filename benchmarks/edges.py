@@ -68,7 +68,13 @@ def measure(flags: list[str]) -> list[dict]:
         output = Path(folder) / "makers.json"
         os.environ["EDGES"] = json.dumps({"lengths": LENGTHS, "output": str(output)})
         given = [str(text) for pair in MODEL.items() for text in pair]
-        given += ["--sequence-parallel", "--paradyse", *flags]
+        given += [
+            "--sequence-parallel",
+            "--paradyse",
+            "--paradyse-policy",
+            "fixed:megatron_ts",
+            *flags,
+        ]
         spawn("benchmarks.edges_rank", given, ranks=RANKS, timeout_seconds=300)
         found = json.loads(output.read_text())
     rows = []

@@ -48,7 +48,7 @@ def main() -> None:
         output = Path(folder) / "ratios.json"
         os.environ["OVERHEAD"] = json.dumps({"lengths": lengths, "output": str(output)})
         flags = [str(text) for pair in MODEL.items() for text in pair]
-        flags += ["--sequence-parallel", "--paradyse"]
+        flags += ["--sequence-parallel", "--paradyse", "--paradyse-policy", "fixed:megatron_ts"]
         spawn("benchmarks.overhead_rank", flags, ranks=RANKS, timeout_seconds=900)
         rows = json.loads(output.read_text())
     medians = [row["ratio_median"] for row in rows]

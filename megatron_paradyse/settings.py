@@ -27,6 +27,8 @@ BY_COST = (
     "over_budget",
     "smoothing",
     "balance",
+    "correction",
+    "profile",
 )  # settings of policies that choose by cost; others refuse them
 
 
@@ -42,7 +44,7 @@ class Restriction:
 class Settings:
     """Values of the --paradyse-* flags and of the YAML keys of the same name."""
 
-    policy: str = "fixed:megatron_ts"
+    policy: str = "optimal"
     strategies: tuple[str, ...] | None = None
     layers: Mapping[int, Restriction] | None = None
     granularity: str = "operation"
@@ -54,6 +56,8 @@ class Settings:
     smoothing: float | None = None
     verify_plans: bool = False
     balance: bool = False
+    correction: bool = True
+    profile: bool = True
     trace: str | None = None
     log: str = "megatron"
     sequences: str = "documents"
@@ -128,7 +132,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise UserError(f"{where}: {value!r} is not a number from 0 to 1")
         return float(value)
-    if name in ("accept_costs", "verify_plans", "balance"):
+    if name in ("accept_costs", "verify_plans", "balance", "correction", "profile"):
         if not isinstance(value, bool):
             raise UserError(f"{where}: {value!r} is not true or false")
         return value

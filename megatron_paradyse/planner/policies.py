@@ -125,6 +125,11 @@ class CostPolicy:
             if isinstance(planner, SmoothedPlanner):
                 planner.previous.clear()
 
+    def renew(self) -> None:
+        """Plan anew from now on: the costs give other numbers. What smoothing keeps stays."""
+        for planner in self._planners.values():
+            planner.clear()
+
     def problem(
         self, numbers: tuple[int, ...], batch_size: int, seq_length: int, forward_only: bool
     ) -> Problem:

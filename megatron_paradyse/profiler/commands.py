@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.points import Options
 from megatron_paradyse.units import parse_bytes, parse_count
 
+QUICK_SECONDS_PER_POINT = 0.05
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
@@ -40,6 +42,7 @@ def _counts(ctx: click.Context, _: click.Parameter, text: str | None) -> tuple[i
 @click.option("--batch-sizes", callback=_counts, default="1", help="Such as 1,2; default 1.")
 @click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
 @click.option("--budget-seconds", type=click.FloatRange(0), help="Stop after so long.")
+@click.option("--quick", is_flag=True, help="4 lengths, shorter runs, no checks: less accurate.")
 @click.option("--memory", help="Of a rank, such as 76GiB; longer lengths are left out.")
 @click.option(
     "--stand-in", type=click.IntRange(2, 1024), metavar="P", help="This device alone, as one of P."
@@ -58,6 +61,7 @@ def profile(
     batch_sizes: tuple[int, ...],
     strategies: str | None,
     budget_seconds: float | None,
+    quick: bool,
     memory: str | None,
     stand_in: int | None,
     interconnect: str | None,
@@ -82,7 +86,10 @@ def profile(
         strategies=None if strategies is None else tuple(strategies.split(",")),
         budget_seconds=budget_seconds,
         memory_bytes=None if memory is None else parse_bytes(memory),
+        quick=quick,
     )
+    if quick:
+        options = dataclasses.replace(options, seconds_per_point=QUICK_SECONDS_PER_POINT)
     chosen = strategies_to_profile(options.strategies)
     if stand_in is not None:
         from megatron_paradyse.simulator.stand_in_command import profile_stand_in

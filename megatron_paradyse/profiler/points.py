@@ -6,15 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER, LAYER_OPERATIONS, MODEL
-from megatron_paradyse.profiler.lengths import check_lengths, default_lengths, lengths_between
+from megatron_paradyse.profiler.lengths import (
+    COUNT,
+    check_lengths,
+    default_lengths,
+    lengths_between,
+)
 from megatron_paradyse.strategies import RECOMPUTE, parse_strategy_name, strategy_names
+
+QUICK_COUNT = 4  # lengths
 
 
 @dataclass(frozen=True)
 class Options:
     """What the user asked for; None means the default that profiling finds.
 
-    lengths are timed; at bytes_lengths only bytes are measured.
+    lengths are timed; at bytes_lengths only bytes are measured. quick: by default fewer lengths,
+    none for bytes only; halves of layers without the whole as a check.
     """
 
     output: str
@@ -27,6 +35,7 @@ class Options:
     memory_bytes: int | None = None
     seconds_per_point: float = 0.2
     agree_seconds: float = 120.0
+    quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,16 +62,22 @@ def choose_lengths(options: Options, seq_length: int, *, p: int) -> dict[int, bo
     if options.lengths:
         timed = check_lengths(options.lengths, p=p)
     else:
-        timed = default_lengths(options.max_length or seq_length, p=p)
-    if options.bytes_lengths is None:
+        count = QUICK_COUNT if options.quick else COUNT
+        timed = default_lengths(options.max_length or seq_length, p=p, count=count)
+    others: tuple[int, ...] = ()
+    if options.bytes_lengths is None and not options.quick:
         others = lengths_between(timed, p=p)
-    else:
+    elif options.bytes_lengths is not None:
         others = check_lengths(options.bytes_lengths, p=p)
     return {s: s in timed for s in sorted({*timed, *others})}
 
 
 def points(
-    lengths: Mapping[int, bool], batch_sizes: Sequence[int], strategies: Sequence[str]
+    lengths: Mapping[int, bool],
+    batch_sizes: Sequence[int],
+    strategies: Sequence[str],
+    *,
+    check_layers: bool = True,
 ) -> Iterator[Point]:
     """Short ones first, so that longer ones can be foreseen; lengths and whether each is timed.
 
@@ -70,7 +85,7 @@ def points(
     from its halves, under +recompute too (costs/recomputed.py).
     """
     timed = [s for s in lengths if lengths[s]]
-    checked = timed[: (len(timed) + 1) // 2 + 1 : 2]
+    checked = timed[: (len(timed) + 1) // 2 + 1 : 2] if check_layers else []
     for b in batch_sizes:
         for s, is_timed in lengths.items():
             yield Point(MODEL, EMBEDDING, s, b, is_timed)

@@ -58,7 +58,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection need look at it
     runner = Runner(model, meter, journal, agreement, options)
-    todo = list(points(lengths, options.batch_sizes, strategies))
+    todo = list(points(lengths, options.batch_sizes, strategies, check_layers=not options.quick))
     total = sum(point.weight for point in todo)
     done = 0.0
     for number, point in enumerate(todo, 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -22,9 +23,9 @@ from megatron_paradyse.settings import (
     Settings,
     make_settings,
 )
-from megatron_paradyse.strategies import get_strategy, parse_strategy_name
+from megatron_paradyse.strategies import RECOMPUTE, get_strategy, parse_strategy_name
 from megatron_paradyse.strategies.contract import AttentionShape
-from megatron_paradyse.train.choosing import read_costs
+from megatron_paradyse.train.choosing import check_policy, read_costs
 from megatron_paradyse.units import parse_bytes
 
 SPEC = ["megatron_paradyse.layer_specs", "gpt_layer_spec"]
@@ -43,10 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--paradyse-policy",
         metavar="POLICY",
-        help="optimal: the fastest plan within the memory budget, by the cost model; heuristic: "
-        "the paper's Algorithm 1; fixed:STRATEGY: one strategy everywhere (default "
-        "fixed:megatron_ts); plan:FILE: a hand-written plan; random:SEED: one drawn for every "
-        "microbatch",
+        help="optimal (default): the fastest plan within the memory budget, by the cost model; "
+        "heuristic: the paper's Algorithm 1; fixed:STRATEGY: one strategy everywhere; plan:FILE: a "
+        "hand-written plan; random:SEED: one drawn for every microbatch",
     )
     add(
         "--paradyse-strategies",
@@ -105,7 +105,15 @@ def _add_cost_arguments(group) -> None:
     add(
         "--paradyse-cost-model",
         metavar="FILE",
-        help="the cost file that megatron-paradyse profile and fit wrote",
+        help="the cost file that megatron-paradyse profile and fit wrote (default: one made at "
+        "the start, at most a minute, and kept for the next start)",
+    )
+    add(
+        "--paradyse-no-profile",
+        dest="paradyse_profile",
+        action="store_const",
+        const=False,
+        help="without a cost file measure nothing at the start: simulate, if the GPU is known",
     )
     add(
         "--paradyse-accept-costs",
@@ -144,6 +152,13 @@ def _add_cost_arguments(group) -> None:
         const=True,
         help="deal the documents of a global batch to the data-parallel replicas so that their "
         "predicted times are even",
+    )
+    add(
+        "--paradyse-no-correction",
+        dest="paradyse_correction",
+        action="store_const",
+        const=False,
+        help="plan by the cost file alone: what training measures does not correct it",
     )
 
 
@@ -263,27 +278,32 @@ def _check_strategies(args: argparse.Namespace) -> None:
     for name in names:
         get_strategy(name).check(shape, args.tensor_model_parallel_size)
     others = [name for name in names if parse_strategy_name(name)[0] != MEGATRON_TS]
-    if not others:
-        return
-    for name, allowed in {"position_embedding_type": ("learned_absolute", "rope", "none")}.items():
-        value = getattr(args, name)
-        if value not in allowed:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{flag} {value} does not run with {others[0]}: use {', '.join(allowed)}, "
-                "or --paradyse-policy fixed:megatron_ts"
-            )
-    if getattr(args, "attention_output_gate", False) or args.softmax_type != "vanilla":
+    problem = _only_megatron_ts(args)
+    if problem is not None and others:
         raise UserError(
-            "--attention-output-gate and --softmax-type other than vanilla do not run with "
-            f"{others[0]}: use --paradyse-policy fixed:megatron_ts"
+            f"{problem} does not run with {others[0]}: use --paradyse-policy fixed:megatron_ts"
         )
+    if problem is not None and not names:  # costs of our own choosing
+        names = (MEGATRON_TS, MEGATRON_TS + RECOMPUTE)
+        args.paradyse_settings = dataclasses.replace(settings, strategies=names)
+
+
+def _only_megatron_ts(args: argparse.Namespace) -> str | None:
+    """The flag that no other strategy can run, if there is one."""
+    if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
+        return f"--position-embedding-type {args.position_embedding_type}"
+    if getattr(args, "attention_output_gate", False):
+        return "--attention-output-gate"
+    return None if args.softmax_type == "vanilla" else f"--softmax-type {args.softmax_type}"
 
 
 def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple[str, ...]:
     """Every strategy that a plan may name; settings that the policy does not read are refused."""
     if settings.memory_budget is not None:
         parse_bytes(settings.memory_budget)
+    if cost_policy_kind(settings) and settings.cost_model is None:
+        check_policy(settings)
+        return settings.strategies or ()
     if cost_policy_kind(settings):
         return read_costs(settings).strategies
     policy = make_policy(settings)

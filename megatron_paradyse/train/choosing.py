@@ -11,11 +11,18 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import get_args, print_rank_0
 
+from megatron_paradyse.costs.correction import corrected
 from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
 from megatron_paradyse.costs.description import check_compatible
 from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.planner.from_costs import Stage, cost_source, model_seconds, stage_memory
+from megatron_paradyse.planner.from_costs import (
+    CostsOf,
+    Stage,
+    cost_source,
+    model_seconds,
+    stage_memory,
+)
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.pipeline import in_flight
 from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, OptimalPolicy
@@ -23,6 +30,7 @@ from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import parse_strategy_name
 from megatron_paradyse.train.budget import UNLIMITED, budget_bytes
+from megatron_paradyse.train.correcting import OnlineCorrection
 
 # Lengths are planned for as the next multiple of this, so that like ones share a plan.
 ALIGNMENT = 64
@@ -39,13 +47,9 @@ class Costs:
 
 
 def read_costs(settings: Settings) -> Costs:
-    """The cost file that the settings name; UserError if there is none or it lacks a strategy."""
-    _ablations(settings)
-    if settings.cost_model is None:
-        raise UserError(
-            f"--paradyse-policy {settings.policy} needs costs: make a file with megatron-paradyse "
-            "profile and fit, and give it as --paradyse-cost-model FILE"
-        )
+    """The cost file that the settings name; UserError if it lacks a strategy."""
+    check_policy(settings)
+    assert settings.cost_model is not None
     file = read_cost_file(settings.cost_model)
     model = file.require_model()
     halves = (set(model.strategies(ATTENTION)), set(model.strategies(MLP)))
@@ -77,6 +81,11 @@ class CostPolicies:
         self.costs = read_costs(settings)
         self.model = self.costs.file.require_model()
         self.made: list[tuple[Stage, CostPolicy]] = []
+        self.online: OnlineCorrection | None = None
+        self._costs_of: CostsOf = self.model.operation
+        if settings.correction:
+            self.online = self._online()
+            self._costs_of = corrected(self.model.operation, self.online.correction)
         self._whole: CostPolicy | None = None
         run = describe(get_args().num_layers)
         description = self.costs.file.table.description
@@ -120,11 +129,11 @@ class CostPolicies:
             **parts,
         )
 
-    def _policy(self, stage: Stage, *, smooth: bool = True) -> CostPolicy:
-        """smooth: keep previous plans if the settings say so."""
+    def _policy(self, stage: Stage, *, smooth: bool = True, correct: bool = True) -> CostPolicy:
+        """smooth: keep previous plans, correct: by what was measured, if the settings say so."""
         settings = self.settings
         gamma = settings.smoothing if smooth else None
-        source = cost_source(self.model.operation)
+        source = cost_source(self._costs_of if correct else self.model.operation)
         memory = stage_memory(self.model.operation, stage)
         common = {
             "granularity": settings.granularity,
@@ -155,11 +164,26 @@ class CostPolicies:
         if self._whole is None:
             stages = mpu.get_pipeline_model_parallel_world_size()
             stage = self._stage(budget=self.budget_bytes * stages)
-            self._whole = self._policy(stage, smooth=False)
+            # Never corrected: data are dealt ahead, on every rank alike.
+            self._whole = self._policy(stage, smooth=False, correct=False)
         layers = range(1, get_args().num_layers + 1)
         aligned = -(-seq_length // ALIGNMENT) * ALIGNMENT
         seconds = self._whole.outcome(batch_size, aligned, layers).seconds
         return seconds + model_seconds(self.model.operation, self._stage(), aligned, batch_size)
+
+    def _online(self) -> OnlineCorrection:
+        def renew() -> None:
+            for _, policy in self.made:
+                policy.renew()
+
+        return OnlineCorrection(
+            self.costs.strategies,
+            self.model.operation,
+            aligned=lambda s: -(-s // ALIGNMENT) * ALIGNMENT,
+            static_bytes=lambda: self.made[0][0].static_bytes,
+            margin=self.settings.memory_margin,
+            renew=renew,
+        )
 
     def forget(self) -> None:
         """Start smoothing anew, as a restart does."""
@@ -199,6 +223,13 @@ class CostPolicies:
                 f"{self.settings.cost_model} differs between ranks (here {mine:x}): copy one file "
                 "to every machine"
             )
+
+
+def check_policy(settings: Settings) -> None:
+    """UserError for parts that a policy by cost does not have, and for unknown strategies."""
+    _ablations(settings)
+    for name in settings.strategies or ():
+        parse_strategy_name(name)
 
 
 def _ablations(settings: Settings) -> set[str]:

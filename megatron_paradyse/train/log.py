@@ -33,12 +33,14 @@ class IterationLog:
         trace: Trace | None,
         summary: Summary,
         margin: float,
+        after: Callable[[int, list[Microbatch]], None],
     ):
         """style: "megatron" appends to Megatron's line; "compact" prints a short one instead.
 
-        margin: the safety margin of the plans, for the trace.
+        margin: the safety margin of the plans, for the trace. after: called with every iteration's
+        number and microbatches, on all ranks.
         """
-        self._style, self._margin = style, margin
+        self._style, self._margin, self._after = style, margin, after
         self._telemetry, self._trace, self._summary = telemetry, trace, summary
         self._step_seconds = 0.0
         self._interval = _Interval()
@@ -76,6 +78,7 @@ class IterationLog:
                 values |= _length_values(int(tokens), lengths)
             if self._trace is not None:
                 self._trace.iteration(iteration, microbatches, values)
+            self._after(iteration, microbatches)
             self._write_scalars(iteration, values, microbatches)
             print_line = training.print_rank_last
             if tokens is not None:

@@ -116,8 +116,10 @@ def _wrap_pretrain(pretrain):
 
         if not getattr(get_args(), "paradyse", False):
             return pretrain(config, datasets_provider, model_type, forward_step, *args, **kwargs)
+        from megatron_paradyse.train.auto_costs import with_costs
         from megatron_paradyse.train.session import Session
 
+        get_args().paradyse_settings = with_costs(get_args())
         session = Session(get_args().paradyse_settings)
         session.enter(config)
         _announce(session.settings)

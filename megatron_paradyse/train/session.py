@@ -18,7 +18,7 @@ from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.log import IterationLog
 from megatron_paradyse.train.summary import Summary
-from megatron_paradyse.train.telemetry import Telemetry
+from megatron_paradyse.train.telemetry import Microbatch, Telemetry
 from megatron_paradyse.train.trace import Trace
 from megatron_paradyse.units import parse_bytes
 
@@ -47,6 +47,7 @@ class Session:
             trace=self._trace,
             summary=self._summary,
             margin=self.settings.memory_margin,
+            after=self._after_iteration,
         ).install()
         if self._meter is not None:
             self._meter.__enter__()
@@ -64,6 +65,11 @@ class Session:
     def _predicted_seconds(self, batch_size: int, seq_length: int) -> float:
         assert self._policies is not None, "the model is built before the data are read"
         return self._policies.microbatch_seconds(batch_size, seq_length)
+
+    def _after_iteration(self, iteration: int, microbatches: list[Microbatch]) -> None:
+        online = self._policies.online if self._policies is not None else None
+        if online is not None and online.after_iteration(microbatches) and self._trace is not None:
+            self._trace.correction(iteration, online.correction.as_record())
 
     def _attach(self, model_chunks: list) -> list:
         """Once Megatron has built the model on this rank and its process groups exist."""

@@ -1,6 +1,6 @@
 """The trace: a JSON line per microbatch and per iteration, written by rank 0 of each grid.
 
-kind             "microbatch", "iteration" or "out_of_memory"
+kind             "microbatch", "iteration", "correction" or "out_of_memory"
 iteration        from 1, as Megatron counts
 microbatch       batch_size, seq_length (padded), plan (runs of like layers), switched,
                  planner_microseconds, predicted_seconds and predicted_peak_bytes (null where
@@ -8,6 +8,7 @@ microbatch       batch_size, seq_length (padded), plan (runs of like layers), sw
                  backward), peak_bytes (null where it cannot be told)
 iteration        seconds, losses (last pipeline stage), and for documents tokens,
                  shortest_sequence_tokens, longest_sequence_tokens
+correction       seconds_factors and bytes_factors by strategy, in force from the next iteration on
 out_of_memory    a microbatch that did not fit, with what was alive and the safety margin
 """
 
@@ -54,6 +55,11 @@ class Trace:
         if mpu.get_tensor_model_parallel_rank() == 0:
             records = [as_record(microbatch) for microbatch in microbatches]
             self._write([*records, {"kind": "iteration", "iteration": iteration, **values}])
+
+    def correction(self, iteration: int, factors: dict[str, Any]) -> None:
+        """Write factors that are in force after this iteration, on rank 0 of the grid."""
+        if mpu.get_tensor_model_parallel_rank() == 0:
+            self._write([{"kind": "correction", "iteration": iteration, **factors}])
 
     def out_of_memory(self, microbatch: Microbatch, *, margin: float, alive: int | None) -> None:
         """Write what did not fit; any rank may."""

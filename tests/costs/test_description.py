@@ -56,6 +56,17 @@ def test_all_differences_are_told_at_once():
         assert part in str(caught.value)
 
 
+def test_replicas_on_other_gpus_are_no_difference_but_on_one_cpu_they_are():
+    def with_devices(kind, count):
+        return changed(
+            hardware=dataclasses.replace(MEASURED.hardware, kind=kind, num_devices=count)
+        )
+
+    assert check_compatible(with_devices("cuda", 4), with_devices("cuda", 64)) == []
+    with pytest.raises(UserError, match="hardware.num_devices: 4 in the file, 8 in the run"):
+        check_compatible(with_devices("cpu", 4), with_devices("cpu", 8))
+
+
 def test_memory_reserved_by_a_driver_is_no_difference():
     hardware = dataclasses.replace(MEASURED.hardware, memory_bytes=(1 << 33) - (1 << 26))
     assert check_compatible(MEASURED, changed(hardware=hardware)) == []

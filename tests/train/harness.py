@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,8 +86,11 @@ def train_under_torchrun(folder: Path, *flags: object, ranks: int, timeout_secon
 
 
 def with_defaults(flags: tuple[object, ...] | list[object]) -> list[str]:
-    """MODEL's flags, less those that are given, and the given ones."""
+    """MODEL's flags, less those that are given, and the given ones; a plain policy unless given."""
     given = [str(flag) for flag in flags]
+    chosen = {"--paradyse-policy", "--paradyse-config", "--paradyse-cost-model"} & {*given}
+    if "--paradyse" in given and not chosen:
+        given += ["--paradyse-policy", "fixed:megatron_ts"]
     defaults = [text for k, v in MODEL.items() if k not in given for text in (k, str(v))]
     return defaults + given
 
@@ -135,7 +139,14 @@ def _fork_server() -> subprocess.Popen:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **own, "MEGATRON_PARADYSE_CACHE": _cache_folder().name}
+
+
+@functools.cache
+def _cache_folder() -> tempfile.TemporaryDirectory:
+    """Costs that trainings of this test session make for themselves."""
+    return tempfile.TemporaryDirectory()
 
 
 def run_bounded(command: list[str], *, timeout_seconds: float) -> tuple[int, str, str]:

@@ -40,7 +40,7 @@ def costs(tmp_path_factory):
 def by_cost(costs, policy="optimal"):
     return [
         *("--paradyse-policy", policy, "--paradyse-cost-model", costs, "--paradyse-accept-costs"),
-        "--paradyse-verify-plans",
+        *("--paradyse-verify-plans", "--paradyse-no-correction"),
     ]
 
 
@@ -91,6 +91,37 @@ def test_each_length_runs_the_cheapest_strategy_without_a_budget(data, costs, tm
             name: model.operation(name, "mlp", s).time_seconds for name in model.strategies("mlp")
         }
         assert record["plan"] == f"1-4 {min(seconds, key=seconds.__getitem__)}"
+
+
+def test_measured_times_correct_the_costs_alike_on_every_rank(data, costs, tmp_path):
+    """Invented costs are far from the truth: predictions come closer, and no rank plans alone."""
+    trace = tmp_path / "trace.jsonl"
+    chosen = [flag for flag in by_cost(costs) if flag != "--paradyse-no-correction"]
+    flags = [*data, *TP2, *chosen, "--paradyse-trace", trace, "--train-iters", 14]
+    run = train(tmp_path / "run", *flags, ranks=4)  # plans are verified
+    paths = [tmp_path / f"trace-dp{replica}-pp0.jsonl" for replica in (0, 1)]
+    factors = [records(path, "correction") for path in paths]
+    assert factors[0] and factors[0] == factors[1] and "profile again" in run.stdout
+    errors = {
+        r["iteration"]: abs(np.log(r["predicted_seconds"] / r["seconds"]))
+        for r in records(paths[0])
+    }
+    before, after = [e for i, e in errors.items() if i in (3, 4)], [errors[i] for i in (13, 14)]
+    assert np.median(after) < 0.7 * np.median(before)
+
+
+def test_a_run_without_costs_measures_them_once(data, tmp_path):
+    """Under torchrun, then on ranks started otherwise: the second start finds what is kept."""
+    flags = [*data, *TP2, "--paradyse-policy", "optimal", "--train-iters", 2]
+    flags += ["--paradyse-strategies", "megatron_ts,ulysses_z"]
+    first = train_under_torchrun(tmp_path / "a", *flags, ranks=2, timeout_seconds=200)
+    assert first.code == 0, first.stderr[-3000:]
+    assert "measuring this model on this machine" in first.stdout
+    assert "a quick profile of 4 lengths up to 256" in first.stdout
+    assert "estimated by the cost model" in first.stdout
+    second = train(tmp_path / "b", *flags, ranks=2)
+    assert "> paradyse: costs: kept from" in second.stdout
+    assert "measuring" not in second.stdout
 
 
 @pytest.mark.parametrize("policy", ["optimal", "heuristic"])
@@ -173,7 +204,10 @@ def test_ranks_with_different_plans_are_named(tmp_path):
 
 
 REFUSED = {
-    "no costs": ([], "--paradyse-policy optimal needs costs: make a file with"),
+    "no costs": (
+        ["--paradyse-no-profile"],
+        "no costs: --paradyse-no-profile, none in the cache, and none can be simulated",
+    ),
     "no file": (["--paradyse-cost-model", "/nowhere.json"], "/nowhere.json"),
     "other costs": (["--paradyse-cost-model", "COSTS"], "these costs are not of this run: "),
     "strategy": (

@@ -1,0 +1,182 @@
+"""What training measures, as factors per strategy on the seconds and bytes that costs predict.
+
+Seconds. A microbatch's time over its prediction, y = log(measured / predicted), is modelled as
+
+    y = g + sum_k share_k d_k + noise          share_k: strategy k's part of the predicted time
+
+g is the machine's drift, d_k the strategy's own. Both start at zero with a prior (a Bayesian linear
+regression, linearised at the current estimate): a strategy that has not run follows g alone, so a
+machine that is slower at everything changes no plan. Older microbatches fade.
+
+Bytes. A factor rises to what a microbatch took beyond its static part, over what was predicted,
+where the safety margin did not cover it. It never falls.
+
+A strategy and its +recompute variant share their factors: they run the same code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_paradyse.costs.table import MODEL, OperationCosts
+from megatron_paradyse.strategies import RECOMPUTE
+
+PRIOR_DRIFT, PRIOR_STRATEGY, NOISE = 1.0, 0.3, 0.1  # standard deviations of logarithms
+FADE = 0.97  # of what was known, at each update
+MOST_SURPRISE = 0.5  # of a logarithm: one stalled microbatch must not turn the plans
+SENSIBLE = 0.03  # change of a factor that is worth planning again
+DRIFT = 0.25  # beyond it the user is told
+MOST_FACTOR = 8.0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One microbatch. seconds: predicted with the present factors, by strategy (without suffix).
+
+    peak_ratio: (measured peak - static) / (predicted peak - static), where the peak is known and
+    above the predicted one with its margin; else None.
+    """
+
+    predicted_seconds: dict[str, float]
+    measured_seconds: float
+    peak_ratio: float | None = None
+
+
+class Correction:
+    """Factors by strategy, from sums of observations that the caller has added over all ranks."""
+
+    def __init__(self, strategies: Sequence[str]):
+        """strategies: as plans name them, with or without +recompute."""
+        self.names = tuple(dict.fromkeys(name.removesuffix(RECOMPUTE) for name in strategies))
+        size = len(self.names)
+        self.seconds = np.zeros(size)  # logarithms of the factors in force
+        self.bytes = np.ones(size)
+        self._prior = np.diag([PRIOR_DRIFT**-2.0, *[PRIOR_STRATEGY**-2.0] * size])
+        self._known = np.zeros((1 + size, 2 + size))  # faded sums
+        self._mean_seconds = 0.0
+        self._told: set[str] = set()
+
+    def factors(self, strategy: str) -> tuple[float, float]:
+        """Of seconds and of bytes."""
+        index = self._index(strategy)
+        return (
+            (1.0, 1.0)
+            if index is None
+            else (
+                math.exp(self.seconds[index]),
+                float(self.bytes[index]),
+            )
+        )
+
+    def sums(self, observations: Sequence[Observation]) -> np.ndarray:
+        """[K + 1, K + 2]: the normal equations of these microbatches; longer ones weigh more.
+
+        They add over ranks: update() takes the sum.
+        """
+        size = 1 + len(self.names)
+        total = np.zeros((size, size + 1))
+        for observation in observations:
+            measured = observation.measured_seconds
+            predicted = sum(observation.predicted_seconds.values())
+            row = np.zeros(size)
+            row[0] = 1.0
+            for name, seconds in observation.predicted_seconds.items():
+                row[1 + self.names.index(name)] = seconds / predicted
+            # The model's value at the factors in force, and what was seen beyond it.
+            surprise = math.log(measured / predicted)
+            y = row[1:] @ self.seconds + float(np.clip(surprise, -MOST_SURPRISE, MOST_SURPRISE))
+            self._mean_seconds += (measured - self._mean_seconds) * (
+                0.1 if self._mean_seconds else 1.0
+            )
+            weight = min(measured / self._mean_seconds, 4.0) / NOISE**2
+            total[:, :size] += weight * np.outer(row, row)
+            total[:, size] += weight * row * y
+        return total
+
+    def peaks(self, observations: Sequence[Observation]) -> np.ndarray:
+        """[K]: the factors on bytes these microbatches ask for; the largest of any rank counts."""
+        found = self.bytes.copy()
+        for observation in observations:
+            if observation.peak_ratio is None:
+                continue
+            for name in observation.predicted_seconds:
+                index = self.names.index(name)
+                wanted = self.bytes[index] * observation.peak_ratio
+                found[index] = min(max(found[index], wanted), MOST_FACTOR)
+        return found
+
+    def update(self, sums: np.ndarray, peaks: np.ndarray) -> np.ndarray:
+        """[2 K]: the factors' new logarithms and bytes; nothing is in force before apply()."""
+        self._known = FADE * self._known + sums
+        state = np.linalg.solve(self._known[:, :-1] + self._prior, self._known[:, -1])
+        most = math.log(MOST_FACTOR)
+        return np.concatenate([np.clip(state[0] + state[1:], -most, most), peaks])
+
+    def apply(self, values: np.ndarray) -> bool:
+        """Put factors into force where they differ enough to plan again; whether they did."""
+        size = len(self.names)
+        seconds, peaks = values[:size], values[size:]
+        if np.abs(seconds - self.seconds).max() < SENSIBLE and (peaks <= self.bytes).all():
+            return False
+        self.seconds, self.bytes = seconds.copy(), peaks.copy()
+        return True
+
+    def drifted(self, ran: Sequence[str]) -> list[str]:
+        """What to tell the user of strategies that ran: once for each, a line without newline."""
+        lines = []
+        for name in ran:
+            index = self.names.index(name)
+            if abs(self.seconds[index]) > math.log1p(DRIFT) and name not in self._told:
+                self._told.add(name)
+                lines.append(
+                    f"{name} takes {math.exp(self.seconds[index]):.2f} of the time that the cost "
+                    "file says: profile again on this machine (plans are corrected meanwhile)"
+                )
+            if self.bytes[index] > 1.0 and f"{name} bytes" not in self._told:
+                self._told.add(f"{name} bytes")
+                lines.append(
+                    f"{name} took {self.bytes[index]:.2f} of the memory that the cost file says: "
+                    "profile again (plans are corrected meanwhile)"
+                )
+        return lines
+
+    def as_record(self) -> dict[str, dict[str, float]]:
+        """Factors by strategy, for the trace."""
+        return {
+            "seconds_factors": self._named(np.exp(self.seconds)),
+            "bytes_factors": self._named(self.bytes),
+        }
+
+    def _named(self, values: np.ndarray) -> dict[str, float]:
+        return dict(zip(self.names, values.round(4).tolist(), strict=True))
+
+    def _index(self, strategy: str) -> int | None:
+        name = strategy.removesuffix(RECOMPUTE)
+        return self.names.index(name) if name in self.names else None
+
+
+def corrected(
+    costs_of: Callable[[str, str, int, int], OperationCosts], correction: Correction
+) -> Callable[[str, str, int, int], OperationCosts]:
+    """The same costs with the factors that are in force when they are asked for."""
+
+    def costs(strategy: str, operation: str, s: int, b: int) -> OperationCosts:
+        found = costs_of(strategy, operation, s, b)
+        if strategy == MODEL:
+            return found
+        seconds, bytes_ = correction.factors(strategy)
+        if seconds == 1.0 and bytes_ == 1.0:
+            return found
+        return OperationCosts(
+            found.forward_seconds * seconds,
+            found.backward_seconds * seconds,
+            found.kept_bytes * bytes_,
+            found.forward_bytes * bytes_,
+            found.backward_bytes * bytes_,
+        )
+
+    return costs

@@ -1,0 +1,311 @@
+"""Costs for a run that names none: cached, else measured quickly at the start, else simulated.
+
+All ranks take the costs that the first rank found. They speak through a store of their own, before
+Megatron sets up its process groups; the quick profile runs in child processes, so that whatever it
+does to memory, random numbers or process groups ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.machine import cpu_name
+from megatron_paradyse.policy import cost_policy_kind
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.simulator.hardware import DEVICES
+from megatron_paradyse.train.describe import versions
+
+BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
+LIMIT_SECONDS = 150  # until a quick profile that hangs is given up
+SIMULATION_SECONDS = 300
+# Arguments that change no cost: what is learnt, logged, saved, read, and how long.
+WITHOUT_EFFECT = re.compile(
+    r"(rank|local_rank|seed|.*lr.*|weight_decay.*|adam_.*|clip_grad|init_method.*|loss_scale.*|"
+    r"train_.*|eval_.*|full_validation|exit_.*|save.*|load.*|.*ckpt.*|log_.*|tensorboard.*|wandb.*|"
+    r"timing_.*|data_path|split|.*data_path|data_args.*|data_cache.*|num_workers|"
+    r"global_batch_size|rampup.*|consumed.*|iteration|skipped.*|paradyse.*|start_.*|"
+    r"tokenizer_model|metadata.*|do_.*|non_.*|phase_.*|num_dataset.*)"
+)
+
+
+def with_costs(args: argparse.Namespace) -> Settings:
+    """The settings of the run, with a cost file if the policy needs one and none is named.
+
+    All ranks must call it, before process groups exist. UserError, alike on all of them, when
+    there are no costs to be had.
+    """
+    settings = args.paradyse_settings
+    if cost_policy_kind(settings) is None or settings.cost_model is not None:
+        return settings
+    search = Search(args, settings)
+    path, simulated = search.run()
+    accept = settings.accept_costs or simulated
+    return dataclasses.replace(settings, cost_model=str(path), accept_costs=accept)
+
+
+def cache_folder() -> Path:
+    """Where costs are kept: $MEGATRON_PARADYSE_CACHE, or the user's cache folder."""
+    named = os.environ.get("MEGATRON_PARADYSE_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(base) / "megatron-paradyse"
+
+
+class Search:
+    """Finds the costs of one run, together with the other ranks."""
+
+    def __init__(self, args: argparse.Namespace, settings: Settings):
+        self._args, self._settings = args, settings
+        self._rank, self._world = int(os.environ.get("RANK", 0)), args.world_size
+        self._folder = cache_folder()
+        self._file = self._folder / f"costs-{_key(args, settings)}.json"
+        self._store = _store(self._rank, self._world)
+
+    def run(self) -> tuple[Path, bool]:
+        """The cost file on this machine, and whether it is simulated."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._fail(f"{self._folder}: {error.strerror}: set MEGATRON_PARADYSE_CACHE")
+        if self._rank == 0:
+            self._say_all("way", self._way())
+        way = self._hear("way", LIMIT_SECONDS)
+        if way == "profile":
+            self._profile()
+        elif way == "simulate" and self._rank == 0:
+            self._simulate()
+        if self._rank == 0:
+            self._say_all("costs", self._file.read_text(encoding="utf-8"))
+        content = self._hear("costs", LIMIT_SECONDS + SIMULATION_SECONDS)
+        if self._rank != 0:
+            _write(self._file, content)
+        self._leave_together()
+        file = read_cost_file(self._file)
+        self._announce(way, file)
+        return self._file, file.table.description.source == "simulated"
+
+    def _way(self) -> str:
+        try:
+            read_cost_file(self._file).require_model()
+            return "cached"
+        except UserError:
+            pass
+        if self._settings.profile:
+            self._say(
+                "no --paradyse-cost-model: measuring this model on this machine, at most a minute "
+                "(--paradyse-no-profile: do without)"
+            )
+            return "profile"
+        if self._gpu() is None:
+            self._fail(
+                "no costs: --paradyse-no-profile, none in the cache, and none can be simulated for "
+                "this device: give --paradyse-cost-model FILE, or --paradyse-policy "
+                "fixed:megatron_ts"
+            )
+        return "simulate"
+
+    def _profile(self) -> None:
+        """Every rank's child takes part; the first rank fits and keeps the result."""
+        raw = self._file.with_suffix(".raw.json")
+        if self._rank == 0:
+            self._say_all("port", str(_free_port()))
+        port = self._hear("port", LIMIT_SECONDS)
+        command = [sys.executable, "-m", "megatron_paradyse", "profile", "--output", str(raw)]
+        command += ["--quick", "--budget-seconds", str(BUDGET_SECONDS)]
+        command += ["--batch-sizes", str(self._args.micro_batch_size)]
+        if self._settings.strategies:
+            command += ["--strategies", ",".join(self._settings.strategies)]
+        command += ["--", *sys.argv[1:], "--paradyse-head-tile", str(self._settings.head_tile)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+        environment |= {
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        log = self._file.with_suffix(f".{self._rank}.log")
+        with log.open("w") as said:
+            child = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+        reason = self._wait(child, log)
+        if reason is not None:
+            self._fail(
+                f"the quick profile failed: {reason} (log: {log}): give --paradyse-cost-model "
+                "FILE, or --paradyse-policy fixed:megatron_ts"
+            )
+        if self._rank == 0:
+            self._fit(raw, "start again to go on measuring, or ")
+        log.unlink(missing_ok=True)
+
+    def _wait(self, child: subprocess.Popen, log: Path) -> str | None:
+        """None when it ended well, else why not; it has ended either way."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        try:
+            while child.poll() is None:
+                if self._store.check(["failed"]):
+                    self._raise_failed()
+                if time.monotonic() > deadline:
+                    return f"it took more than {LIMIT_SECONDS} s"
+                time.sleep(0.1)
+        finally:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        if child.returncode == 0:
+            return None
+        lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return (errors or lines[-1:] or ["it said nothing"])[0][:300]
+
+    def _simulate(self) -> None:
+        raw = self._file.with_suffix(".raw.json")
+        self._say("no --paradyse-cost-model: simulating this model's costs")
+        p, dtype = self._args.tensor_model_parallel_size, self._args.params_dtype
+        command = [sys.executable, "-m", "megatron_paradyse", "simulate", "--gpu", str(self._gpu())]
+        command += ["--ranks", str(p), "-o", str(raw), "--max-length", str(self._args.seq_length)]
+        command += ["--batch-sizes", str(self._args.micro_batch_size)]
+        command += ["--dtype", str(dtype).removeprefix("torch."), "--", *sys.argv[1:]]
+        self._run(command, SIMULATION_SECONDS, "the simulation failed")
+        self._fit(raw)
+
+    def _fit(self, raw: Path, remedy: str = "") -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_paradyse",
+            "fit",
+            str(raw),
+            "-o",
+            str(self._file),
+        ]
+        self._run(command, LIMIT_SECONDS, "the quick costs cannot be fitted", remedy)
+        raw.unlink(missing_ok=True)
+
+    def _run(self, command: list[str], limit_seconds: float, failed: str, remedy: str = "") -> None:
+        remedy += "give --paradyse-cost-model FILE, or --paradyse-policy fixed:megatron_ts"
+        try:
+            result = subprocess.run(
+                command, timeout=limit_seconds, capture_output=True, text=True, check=False
+            )
+        except subprocess.TimeoutExpired:
+            self._fail(f"{failed}: it took more than {limit_seconds} s: {remedy}")
+        if result.returncode:
+            lines = result.stderr.strip().splitlines() or ["it said nothing"]
+            self._fail(f"{failed}: {lines[-1].removeprefix('error: ')[:300]}: {remedy}")
+
+    def _gpu(self) -> str | None:
+        """The simulator's name of this device, if it knows it."""
+        if not torch.cuda.is_available():
+            return None
+        properties = torch.cuda.get_device_properties(0)
+        for name, device in DEVICES.items():
+            kind = name.partition("-")[0].upper()
+            like = abs(properties.total_memory / device.memory_bytes - 1) < 0.1
+            if re.search(rf"\b{kind}\b", properties.name) and like:
+                return name
+        return None
+
+    def _announce(self, way: str, file) -> None:
+        table = file.table
+        timed = {m.seq_length for m in table.measurements if m.is_ok and m.strategy != "model"}
+        origin = {
+            "cached": f"kept from {table.description.date}",
+            "profile": f"a quick profile of {len(timed)} lengths up to {max(timed, default=0):,}",
+            "simulate": "simulated, not measured",
+        }[way]
+        self._say(
+            f"costs: {origin}, in {self._file}; better ones: megatron-paradyse profile and fit, "
+            "then --paradyse-cost-model FILE"
+        )
+
+    def _say(self, text: str) -> None:
+        if self._rank == 0:
+            print(f"> paradyse: {text}", flush=True)
+
+    def _say_all(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def _hear(self, key: str, limit_seconds: float) -> str:
+        """The value once it is there; UserError if a rank has failed."""
+        deadline = time.monotonic() + limit_seconds
+        while not self._store.check([key]):
+            if self._store.check(["failed"]):
+                self._raise_failed()
+            if time.monotonic() > deadline:
+                self._fail(
+                    f"no word of the first rank for {limit_seconds:g} s: give "
+                    "--paradyse-cost-model FILE"
+                )
+            time.sleep(0.05)
+        return self._store.get(key).decode()
+
+    def _fail(self, reason: str):
+        """End the search on every rank."""
+        if not self._store.check(["failed"]):
+            self._store.set("failed", reason)
+        self._raise_failed()
+
+    def _raise_failed(self):
+        raise UserError(self._store.get("failed").decode())
+
+    def _leave_together(self) -> None:
+        """The store may live in the first rank's process: it waits until all have read."""
+        self._store.add("read", 1)
+        deadline = time.monotonic() + 30
+        while self._store.add("read", 0) < self._world and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _key(args: argparse.Namespace, settings: Settings) -> str:
+    """Of everything that the costs may depend on: an argument that is not known counts."""
+    values = {
+        name: repr(value)
+        for name, value in vars(args).items()
+        if not WITHOUT_EFFECT.fullmatch(name)
+    }
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
+    values |= {"head_tile": repr(settings.head_tile), "strategies": repr(settings.strategies)}
+    values |= {"device": device, "versions": repr(versions())}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _store(rank: int, world: int):
+    """Shared by the ranks of this start of the job; torchrun's own where there is one."""
+    if world == 1:
+        return torch.distributed.HashStore()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = torch.distributed.TCPStore(
+            host, port if agents else port + 1, is_master=not agents and rank == 0
+        )
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"the ranks cannot agree on costs ({' '.join(str(error).split())[:200]}): give "
+            "--paradyse-cost-model FILE, or start with torchrun"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(f"paradyse/costs/{attempt}", store)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _write(path: Path, content: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(content)
+    os.replace(file.name, path)

@@ -1,0 +1,103 @@
+"""Corrects costs while training runs: the same factors on every rank of the job."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from megatron.core import mpu
+from megatron.training import print_rank_0
+
+from megatron_paradyse.costs.correction import Correction, Observation, corrected
+from megatron_paradyse.costs.table import ATTENTION, MLP
+from megatron_paradyse.planner.from_costs import CostsOf
+from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.train.telemetry import Microbatch
+
+WARM_UP = 2  # iterations after a start that tell of kernels and buffers being made
+EVERY = 4  # iterations
+
+
+class OnlineCorrection:
+    """Collects what microbatches took; every few iterations all ranks agree on new factors.
+
+    Collectives: over the whole job, so every rank must call after_iteration alike.
+    """
+
+    def __init__(
+        self,
+        strategies: Sequence[str],
+        costs_of: CostsOf,
+        *,
+        aligned: Callable[[int], int],
+        static_bytes: Callable[[], int],
+        margin: float,
+        renew: Callable[[], None],
+    ):
+        """aligned: the length that a length is planned as; static_bytes: what a predicted peak
+        holds beside the microbatch. renew is called when other factors are in force.
+        """
+        self.correction = Correction(strategies)
+        self._costs_of = corrected(costs_of, self.correction)
+        self._aligned, self._static_bytes = aligned, static_bytes
+        self._margin, self._renew = margin, renew
+        self._observations: list[Observation] = []
+        self._iterations = 0
+
+    def after_iteration(self, microbatches: Sequence[Microbatch]) -> bool:
+        """Whether other factors are in force from the next microbatch on."""
+        self._iterations += 1
+        if self._iterations <= WARM_UP:
+            return False
+        self._observations += [self._observe(m) for m in microbatches if m.seconds]
+        if self._iterations % EVERY:
+            return False
+        changed = self.correction.apply(self._agree())
+        if changed:
+            ran = dict.fromkeys(name for o in self._observations for name in o.predicted_seconds)
+            for line in self.correction.drifted(list(ran)):
+                print_rank_0(f"> paradyse: {line}")
+            self._renew()
+        self._observations = []
+        return changed
+
+    def _observe(self, microbatch: Microbatch) -> Observation:
+        """Its prediction is divided among strategies as the costs of their operations are."""
+        planned = microbatch.planned
+        assert planned.seconds is not None and microbatch.seconds is not None
+        parts: defaultdict[str, float] = defaultdict(float)
+        s = self._aligned(planned.seq_length)
+        for choice in planned.plan.layers.values():
+            for name, operation in ((choice.attention, ATTENTION), (choice.mlp, MLP)):
+                costs = self._costs_of(name, operation, s, planned.batch_size)
+                parts[name.removesuffix(RECOMPUTE)] += costs.time_seconds
+        whole = planned.seconds / sum(parts.values())
+        return Observation(
+            {name: seconds * whole for name, seconds in parts.items()},
+            microbatch.seconds,
+            self._peak_ratio(microbatch),
+        )
+
+    def _peak_ratio(self, microbatch: Microbatch) -> float | None:
+        measured, predicted = microbatch.peak_bytes, microbatch.planned.peak_bytes
+        if measured is None or predicted is None or measured <= predicted * (1 + self._margin):
+            return None
+        static = self._static_bytes()
+        return (measured - static) / max(predicted - static, 1)
+
+    def _agree(self) -> np.ndarray:
+        """New factors: sums over all ranks, computed on the first and sent to the others."""
+        device = torch.cuda.current_device()
+        sums = torch.tensor(self.correction.sums(self._observations), device=device)
+        peaks = torch.tensor(self.correction.peaks(self._observations), device=device)
+        torch.distributed.all_reduce(sums)
+        torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
+        # The ranks of a tensor-parallel group have seen the same microbatches.
+        sums /= mpu.get_tensor_model_parallel_world_size()
+        values = torch.tensor(
+            self.correction.update(sums.cpu().numpy(), peaks.cpu().numpy()), device=device
+        )
+        torch.distributed.broadcast(values, src=0)
+        return values.cpu().numpy()

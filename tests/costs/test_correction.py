@@ -1,0 +1,105 @@
+"""Factors learnt from microbatches find the truth, and change plans only with reason."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_paradyse.costs.correction import DRIFT, Correction, Observation, corrected
+from megatron_paradyse.costs.table import OperationCosts
+
+NAMES = ("megatron_ts", "ulysses_z", "metp", "metp+recompute")
+
+
+def learn(correction, true, *, rounds=60, noise=0.1, ran=NAMES[:2], seed=0):
+    """Microbatches of one or two strategies, measured with true factors and noise."""
+    random = np.random.default_rng(seed)
+    for _ in range(rounds):
+        observations = []
+        for _ in range(4):
+            chosen = random.choice(ran, size=random.integers(1, len(ran) + 1), replace=False)
+            costs = {str(name): random.uniform(0.1, 1) for name in chosen}
+            measured = sum(seconds * true[name] for name, seconds in costs.items())
+            predicted = {n: seconds * correction.factors(n)[0] for n, seconds in costs.items()}
+            seen = measured * math.exp(random.normal(0, noise))
+            observations.append(Observation(predicted, seen))
+        values = correction.update(correction.sums(observations), correction.peaks(observations))
+        correction.apply(values)
+
+
+@pytest.mark.parametrize("true", [(1.4, 0.8), (3.0, 3.0), (0.4, 1.0)])
+def test_the_factors_of_what_runs_come_to_within_5_percent_of_the_truth(true):
+    correction = Correction(NAMES)
+    learn(correction, dict(zip(NAMES, true, strict=False)))
+    for name, factor in zip(NAMES[:2], true, strict=True):
+        assert correction.factors(name)[0] == pytest.approx(factor, rel=0.05)
+
+
+def test_a_machine_slower_at_everything_changes_no_order():
+    """What has not run follows the drift that all show, so that it does not look cheaper."""
+    correction = Correction(NAMES)
+    learn(correction, {"megatron_ts": 2.0}, ran=NAMES[:1])
+    ran, other = correction.factors("megatron_ts")[0], correction.factors("metp")[0]
+    assert ran == pytest.approx(2.0, rel=0.05)
+    assert 0.9 * ran < other < ran
+
+
+def test_recomputation_shares_the_factors_of_its_strategy():
+    correction = Correction(NAMES)
+    learn(correction, {"metp": 1.5}, ran=["metp"])
+    assert correction.factors("metp+recompute") == correction.factors("metp")
+    assert correction.factors("unheard-of") == (1.0, 1.0)
+
+
+def test_one_stalled_microbatch_moves_no_factor_by_more_than_its_share():
+    correction = Correction(NAMES)
+    learn(correction, {"megatron_ts": 1.0}, ran=NAMES[:1])
+    before = correction.factors("megatron_ts")[0]
+    stalled = [Observation({"megatron_ts": 0.5}, 500.0)]
+    correction.apply(correction.update(correction.sums(stalled), correction.peaks(stalled)))
+    assert correction.factors("megatron_ts")[0] < 1.1 * before
+
+
+def test_noise_around_the_truth_leaves_plans_alone_once_learnt():
+    correction = Correction(NAMES)
+    learn(correction, {"megatron_ts": 1.3, "ulysses_z": 1.1})
+    inforce = correction.seconds.copy()
+    changes = 0
+    for seed in range(20):
+        learn(correction, {"megatron_ts": 1.3, "ulysses_z": 1.1}, rounds=1, seed=1 + seed)
+        changes += not np.array_equal(correction.seconds, inforce)
+        inforce = correction.seconds.copy()
+    assert changes <= 4
+
+
+def test_a_peak_beyond_the_prediction_raises_the_bytes_of_its_strategies_for_good():
+    correction = Correction(NAMES)
+    none = correction.sums([])
+    over = [Observation({"metp": 1.0}, 1.0, peak_ratio=1.5), Observation({"ulysses_z": 1.0}, 1.0)]
+    assert correction.apply(correction.update(none, correction.peaks(over)))
+    assert correction.factors("metp")[1] == 1.5 and correction.factors("ulysses_z")[1] == 1.0
+    small = [Observation({"metp": 1.0}, 1.0, peak_ratio=1.1)]  # of the corrected prediction
+    correction.apply(correction.update(none, correction.peaks(small)))
+    assert correction.factors("metp")[1] == pytest.approx(1.65)
+    correction.apply(correction.update(none, correction.peaks([])))
+    assert correction.factors("metp")[1] == pytest.approx(1.65)
+
+
+def test_corrected_costs_scale_what_they_should():
+    correction = Correction(NAMES)
+    correction.seconds[:] = [math.log(2), 0, 0]
+    correction.bytes[:] = [3, 1, 1]
+    costs = corrected(lambda *key: OperationCosts(1, 2, 10, 20, 30), correction)
+    assert costs("megatron_ts+recompute", "mlp", 8, 1) == OperationCosts(2, 4, 30, 60, 90)
+    assert costs("metp", "mlp", 8, 1) == OperationCosts(1, 2, 10, 20, 30)
+    assert costs("model", "head", 8, 1) == OperationCosts(1, 2, 10, 20, 30)
+
+
+def test_drift_is_told_once_for_each_strategy_that_ran():
+    correction = Correction(NAMES)
+    learn(correction, {"megatron_ts": 1.0 + 2 * DRIFT, "ulysses_z": 1.0})
+    lines = correction.drifted(["megatron_ts", "ulysses_z"])
+    assert len(lines) == 1 and "profile again" in lines[0] and lines[0].startswith("megatron_ts")
+    assert correction.drifted(["megatron_ts", "ulysses_z"]) == []
