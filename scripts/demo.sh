@@ -1,68 +1,101 @@
 #!/usr/bin/env bash
-# The main job in one run: real documents -> Megatron data -> a GPT trained on 4 ranks, stopped,
-# and resumed. No download, no GPU needed. Everything lands in demo-output/.
+# The whole story in one run: real documents -> costs measured -> plans -> a GPT trained under a memory
+# budget with switching, beside two fixed strategies -> report. No download, no GPU needed.
+#
+# RANKS, BUDGET, ITERATIONS, OUT and MODEL (Megatron flags) change it: on 8 GPUs, for instance,
+#   RANKS=8 BUDGET=40GiB MODEL="--num-layers 16 --hidden-size 4096 ... --bf16" make demo
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RANKS=${RANKS:-4}
-ITERATIONS=${ITERATIONS:-44}
-STOP_AT=${STOP_AT:-24}
+ITERATIONS=${ITERATIONS:-16}
+BUDGET=${BUDGET:-128MiB}
 OUT=${OUT:-demo-output}
-PYTHON=.venv/bin/python
+FIRST=${FIRST:-megatron_ts} # fast, and short of memory
+SECOND=${SECOND:-metp}      # frugal, and slow
+MODEL=${MODEL:---num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 8192
+    --max-position-embeddings 8192 --attention-dropout 0 --hidden-dropout 0}
+PARADYSE=".venv/bin/python -m megatron_paradyse"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore PYTHONUNBUFFERED=
 
-mkdir -p "$OUT"
-rm -rf "$OUT/checkpoint" "$OUT/trace.jsonl"
+rm -rf "$OUT" && mkdir -p "$OUT"
+read -r -a model <<<"$(tr '\n' ' ' <<<"$MODEL")"
+grid=(--tensor-model-parallel-size "$RANKS" --sequence-parallel --micro-batch-size 1)
 
 echo "== 1. The Python standard library's sources become a Megatron data set"
-CORPUS=$($PYTHON -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
-$PYTHON -m megatron_paradyse data prepare "$CORPUS" --output-prefix "$OUT/corpus" --overwrite
-$PYTHON -m megatron_paradyse data lengths "$OUT/corpus"
+corpus=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+$PARADYSE data prepare "$corpus" --output-prefix "$OUT/corpus" --overwrite
+$PARADYSE data lengths "$OUT/corpus"
 
+echo "== 2. Measure what every strategy costs here, and fit it"
+$PARADYSE profile --nproc "$RANKS" --output "$OUT/costs-raw.json" \
+    "${model[@]}" "${grid[@]}" --data-path "$OUT/corpus"
+$PARADYSE fit "$OUT/costs-raw.json" -o "$OUT/costs.json" >"$OUT/fit.log"
+
+echo "== 3. What it would run at which length, within $BUDGET a rank"
+$PARADYSE plan "$OUT/costs.json" --lengths 128,512,2K,4K,8K --memory-budget "$BUDGET"
+
+# train NAME FLAGS...: the same documents for everyone; the log is NAME.log, the trace NAME.jsonl.
 train() {
-    OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PYTHONUNBUFFERED= .venv/bin/torchrun --standalone --nproc-per-node "$RANKS" \
-        -m megatron_paradyse.pretrain_gpt \
-        --paradyse --paradyse-config configs/demo.yaml --paradyse-trace "$OUT/trace.jsonl" \
-        --data-path "$OUT/corpus" --split 98,1,1 \
-        --tensor-model-parallel-size "$RANKS" --sequence-parallel \
-        --num-layers 4 --hidden-size 256 --num-attention-heads 8 \
-        --seq-length 8192 --max-position-embeddings 8192 \
-        --attention-dropout 0 --hidden-dropout 0 \
-        --micro-batch-size 1 --global-batch-size 2 --train-iters "$ITERATIONS" \
+    local name=$1 log="$OUT/$1.log"
+    shift
+    : >"$log"
+    .venv/bin/torchrun --standalone --nproc-per-node "$RANKS" -m megatron_paradyse.pretrain_gpt \
+        --paradyse --paradyse-config configs/demo.yaml --paradyse-memory-budget "$BUDGET" \
+        --paradyse-trace "$OUT/$name.jsonl" --data-path "$OUT/corpus" --split 100,0,0 \
+        "${model[@]}" "${grid[@]}" --global-batch-size 2 --train-iters "$ITERATIONS" \
         --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 4 --lr-decay-style cosine \
-        --log-interval 1 --eval-iters 2 --eval-interval "$ITERATIONS" --num-workers 0 \
-        --save "$OUT/checkpoint" --save-interval "$STOP_AT" --load "$OUT/checkpoint" "$@" \
-        >"$LOG" 2>&1 &
+        --log-interval 1 --eval-iters 0 --eval-interval 1000 --num-workers 0 "$@" >"$log" 2>&1 &
     local pid=$!
     # Megatron says much more than a reader wants; all of it is in the log.
-    tail --pid=$pid -n +1 -f "$LOG" 2>/dev/null |
-        grep --line-buffered -E '^(iteration|error|megatron_paradyse|> (train|paradyse))|successfully (saved|loaded)|validation loss at iteration' || true
-    if ! wait $pid; then
-        echo "training failed; the log is $LOG" >&2
-        exit 1
-    fi
+    tail --pid=$pid -n +1 -f "$log" 2>/dev/null |
+        grep --line-buffered -E '^(iteration|error|paradyse:|> paradyse)|^  [a-z_+]+ +[-+0-9]|^  (predicted|estimated)' || true
+    wait $pid
 }
 
-echo "== 2. Train on documents of their own lengths; stop after $STOP_AT iterations"
-LOG="$OUT/train-1.log" && : >"$LOG"
-train --exit-interval "$STOP_AT"
+echo "== 4. Train with switching: $ITERATIONS iterations"
+if ! train paradyse --paradyse-policy optimal --paradyse-cost-model "$OUT/costs.json"; then
+    echo "training failed; the log is $OUT/paradyse.log" >&2
+    exit 1
+fi
 
-echo "== 3. Start again from the checkpoint, at the exact document"
-LOG="$OUT/train-2.log" && : >"$LOG"
-train
+echo "== 5. The same documents with $FIRST alone, in the same memory"
+train first --paradyse-policy "fixed:$FIRST" || true # it may well run out of memory
 
-$PYTHON - "$OUT/trace.jsonl" <<'PY'
+echo "== 6. The same documents with $SECOND alone"
+train second --paradyse-policy "fixed:$SECOND" || true
+
+echo "== 7. The report"
+$PARADYSE report "$OUT/paradyse.jsonl" --costs "$OUT/costs.json" --output "$OUT/report.html"
+
+.venv/bin/python - "$OUT" "$FIRST" "$SECOND" <<'PY'
 import json, sys
 
-lines = [json.loads(line) for line in open(sys.argv[1])]
-rows = [line for line in lines if line["kind"] == "iteration"]
-first, last = rows[:5], rows[-5:]
-loss = lambda part: sum(r["lm loss"] for r in part) / len(part)
-tokens, seconds = sum(r["tokens"] for r in rows), sum(r["seconds"] for r in rows)
-shortest = min(r["shortest_sequence_tokens"] for r in rows)
-longest = max(r["longest_sequence_tokens"] for r in rows)
+out, first, second = sys.argv[1:]
+
+
+def read(name):
+    rows = [json.loads(line) for line in open(f"{out}/{name}.jsonl")]
+    return ([r for r in rows if r["kind"] == kind] for kind in ("iteration", "microbatch", "out_of_memory"))
+
+
+ours, microbatches, _ = read("paradyse")
+seconds, tokens = sum(r["seconds"] for r in ours), sum(r["tokens"] for r in ours)
+longest = max(r["longest_sequence_tokens"] for r in ours)
+plans = len({r["plan"] for r in microbatches})
 print("== Done")
-print(f"{len(rows)} iterations, {tokens:,} tokens, {seconds:.0f} s of training")
-print(f"documents of {shortest:,} to {longest:,} tokens")
-print(f"loss {loss(first):.3f} (first five) -> {loss(last):.3f} (last five)")
+print(f"ParaDySe: {tokens:,} tokens in {seconds:.0f} s, {plans} plans, documents up to {longest:,} tokens")
+for name, strategy in (("first", first), ("second", second)):
+    rows, _, failed = read(name)
+    own = sum(r["seconds"] for r in rows)
+    same = sum(r["seconds"] for r in ours[: len(rows)])
+    if failed:
+        text = f"out of memory at iteration {failed[0]['iteration']}, a document of {failed[0]['seq_length']:,} tokens"
+        text += f"; until then {same / own:.2f} of its time" if rows else ""
+    else:
+        text = f"{own:.0f} s for the same documents: ParaDySe took {same / own:.2f} of that"
+    print(f"{strategy}: {text}")
+difference = max(abs(a["lm loss"] / b["lm loss"] - 1) for a, b in zip(ours, rows))
+print(f"losses: {ours[0]['lm loss']:.3f} -> {ours[-1]['lm loss']:.3f}; from {second}'s they differ by at most {difference:.0e}")
+print(f"report: {out}/report.html; logs, traces and costs beside it")
 PY
-echo "logs, checkpoint and trace are in $OUT/"

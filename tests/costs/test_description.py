@@ -63,7 +63,7 @@ def test_replicas_on_other_gpus_are_no_difference_but_on_one_cpu_they_are():
         )
 
     assert check_compatible(with_devices("cuda", 4), with_devices("cuda", 64)) == []
-    with pytest.raises(UserError, match="hardware.num_devices: 4 in the file, 8 in the run"):
+    with pytest.raises(UserError, match=r"hardware\.num_devices: 4 in the file, 8 in the run"):
         check_compatible(with_devices("cpu", 4), with_devices("cpu", 8))
 
 

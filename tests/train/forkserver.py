@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 
 
@@ -83,7 +82,7 @@ def _become_rank(request: dict, rank: int, port: int) -> None:
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # as the interpreter would
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
