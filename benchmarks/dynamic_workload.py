@@ -59,7 +59,7 @@ def main() -> None:
     }
     flags = [str(text) for pair in MODEL.items() for text in pair]
     with tempfile.TemporaryDirectory() as folder:
-        costs = arguments.costs or _profile(
+        costs = arguments.costs or profile_and_fit(
             Path(folder), flags, "128,512" if quick else PROFILED, quick
         )
         output = Path(folder) / "result.json"
@@ -79,7 +79,7 @@ def main() -> None:
     finish("dynamic_workload", result, configuration, arguments)
 
 
-def _profile(folder: Path, flags: list[str], lengths: str, quick: bool) -> str:
+def profile_and_fit(folder: Path, flags: list[str], lengths: str, quick: bool) -> str:
     """A fitted cost file of the model on this machine, by the commands that users run."""
     raw, fitted = str(folder / "raw.json"), str(folder / "costs.json")
     command = [sys.executable, "-m", "megatron_paradyse"]

@@ -61,27 +61,27 @@ class Workload:
         self.choosing: list[float] = []
 
     def run(self, task: dict) -> dict:
-        documents = [self._padded(length) for length in task["lengths"]]
+        documents = [self.padded(length) for length in task["lengths"]]
         names = _profiled_strategies(self._costs)
         bases = [name for name in names if not name.endswith(RECOMPUTE)]
         self.policies = {name: FixedPolicy(name) for name in names}
         _say(f"{len(documents)} documents of {min(documents)} to {max(documents)} tokens")
         fastest = self._fastest(bases, documents)
-        limit = self._padded(int(task["share"] * max(documents)))
+        limit = self.padded(int(task["share"] * max(documents)))
         self.budget = self.peak(fastest, limit)
         _say(f"fastest {fastest}; budget {self.budget:,.0f} bytes, its peak at {limit} tokens")
         runs = {name: self._longest(name, documents) for name in names}
         self.policies |= {
-            "optimal": self._chooser("optimal"),
-            "heuristic": self._chooser("heuristic"),
+            "optimal": self.chooser("optimal"),
+            "heuristic": self.chooser("heuristic"),
         }
         seconds = self._train(documents, runs, task["rounds"])
         result = self._compare(documents, runs, seconds, fastest, bases)
         result |= {"fastest_capacity_share": limit / max(documents)}
-        tail = [self._padded(int(share * limit)) for share in task["tail"]]
+        tail = [self.padded(int(share * limit)) for share in task["tail"]]
         return result | self._tail(tail, fastest, task["tail_rounds"])
 
-    def _chooser(self, policy: str, **settings):
+    def chooser(self, policy: str, **settings):
         """A policy as a training would make it, with the enforced budget."""
         from megatron.core.utils import unwrap_model
 
@@ -98,7 +98,7 @@ class Workload:
         chunks = [unwrap_model(chunk) for chunk in self._model.chunks]
         return CostPolicies(chosen).policy_of(chunks[0].decoder, chunks)
 
-    def _padded(self, length: int) -> int:
+    def padded(self, length: int) -> int:
         from megatron_paradyse.profiler.operations import tensor_parallel_size
 
         step = 2 * tensor_parallel_size()
@@ -247,7 +247,7 @@ class Workload:
     def _tail(self, lengths: list[int], fastest: str, rounds: int) -> dict:
         """Beyond the fastest strategy: the simple rule, uniform plans, layers and operations."""
         names = ("sequence", "layer", "operation")
-        self.policies |= {name: self._chooser("optimal", granularity=name) for name in names}
+        self.policies |= {name: self.chooser("optimal", granularity=name) for name in names}
         rows = []
         for length in lengths:
             rule = self._simple_rule(fastest, length)

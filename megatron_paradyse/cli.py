@@ -41,6 +41,14 @@ COMMANDS = {
         "megatron_paradyse.costs.commands:accuracy",
         "Say how wrong the cost models are.",
     ),
+    "plan": (
+        "megatron_paradyse.preview.commands:plan",
+        "Tell which plan training would choose, and why.",
+    ),
+    "max-length": (
+        "megatron_paradyse.preview.commands:max_length",
+        "Tell the longest sequence that each strategy can train.",
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_paradyse.costs.recomputed import recomputed_layer
 from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.policies import CostSource, Numbers, StageMemory
 from megatron_paradyse.strategies import RECOMPUTE
 
@@ -19,9 +20,11 @@ CostsOf = Callable[[str, str, int, int], OperationCosts]
 class Stage:
     """The part of the model that a rank's transformer block belongs to.
 
-    static_bytes: what stays through the training; buffer_bytes_per_token: of a buffer that grows
-    with the microbatch, per token of it (s b); num_in_flight: forwards that wait for their
-    backward at once; margin: how far a real peak may be above its estimate, as a share of it.
+    static_bytes: what stays through the training; buffer_bytes_per_token: of the buffer into which
+    Megatron gathers a microbatch, per token of it (s b): of every microbatch, or where
+    buffer_free_above says so, of those of at most so many tokens, and above of those whose plan
+    names megatron_ts; num_in_flight: forwards that wait for their backward at once; margin: how far
+    a real peak may be above its estimate, as a share of it.
     """
 
     budget_bytes: int
@@ -29,6 +32,7 @@ class Stage:
     has_embedding: bool = True
     has_head: bool = True
     buffer_bytes_per_token: int = 0
+    buffer_free_above: int | None = None
     num_in_flight: int = 1
     margin: float = 0.0
 
@@ -67,9 +71,16 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
     def of_model(operation: str, s: int, b: int) -> OperationCosts:
         return costs_of(MODEL, operation, s, b)
 
+    def always_gathers(s: int, b: int) -> bool:
+        return stage.buffer_free_above is None or s * b <= stage.buffer_free_above
+
     def kept(s: int, b: int) -> int:
         embedding = of_model(EMBEDDING, s, b).kept_bytes if stage.has_embedding else 0
-        return int(embedding) + stage.buffer_bytes_per_token * s * b
+        buffer = stage.buffer_bytes_per_token if always_gathers(s, b) else 0
+        return int(embedding) + buffer * s * b
+
+    def gather_bytes(s: int, b: int) -> int:
+        return 0 if always_gathers(s, b) else stage.buffer_bytes_per_token * s * b
 
     def embedding_peak(s: int, b: int) -> int:
         if not stage.has_embedding:
@@ -89,6 +100,8 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         embedding_kept=kept,
         embedding_peak=embedding_peak,
         head_peak=head_peak,
+        gather_bytes=gather_bytes,
+        gathers=lambda strategy: strategy.removesuffix(RECOMPUTE) == MEGATRON_TS,
         num_in_flight=stage.num_in_flight,
         margin=stage.margin,
     )

@@ -8,7 +8,8 @@ from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner.bounds import NestedRelaxation, PricedRelaxation
 from megatron_paradyse.planner.labels import Found, TooManyLabelsError, search
 from megatron_paradyse.planner.least_peak import fits, least_room, smallest
-from megatron_paradyse.planner.problem import Outcome, Problem
+from megatron_paradyse.planner.peak import evaluate
+from megatron_paradyse.planner.problem import Outcome, Problem, problem_less
 from megatron_paradyse.planner.reduce import make_group, tick_scale
 from megatron_paradyse.planner.tables import Run, make_runs
 from megatron_paradyse.planner.uniform import uniform_outcomes
@@ -22,6 +23,16 @@ class OptimalPlanner:
     """Exact: least time within the budget; where nothing fits, least peak, then least time."""
 
     def plan(self, problem: Problem) -> Outcome:
+        if not problem.gather_bytes or problem.granularity == "sequence":
+            return self._plan(problem)
+        outcomes = [self._plan(part) for part in by_gathering(problem)]
+        best = min(outcomes, key=_preference)
+        rivals = [o for o in outcomes if o.fits or o.exceeds_bytes == best.exceeds_bytes]
+        exact = evaluate(problem, best.plan)
+        assert exact is not None, "the plan is one of the problem's"
+        return replace(exact, bound_seconds=min(o.bound_seconds or o.seconds for o in rivals))
+
+    def _plan(self, problem: Problem) -> Outcome:
         if problem.granularity == "sequence":
             best = min(uniform_outcomes(problem), key=_preference)
             return replace(best, bound_seconds=best.seconds)
@@ -34,6 +45,20 @@ class OptimalPlanner:
         if problem.embedding_bytes > room or not fits(runs, room=room, reserve=reserve):
             room = max(problem.embedding_bytes, least_room(runs, reserve=reserve))
         return _outcome(problem, runs, *fastest(runs, room=room, reserve=reserve))
+
+
+def by_gathering(problem: Problem) -> list[Problem]:
+    """The same with gather_bytes always live, and without what gathers: problems of one base each.
+
+    The best of their two plans is the best of all: one that gathers is judged rightly by the
+    first, any other by the second.
+    """
+    alike = replace(problem, gather_bytes=0)
+    without = problem_less(alike, lambda _, choice: choice.gathers)
+    if without is alike:
+        return [alike]
+    whole = replace(alike, base_bytes=problem.base_bytes + problem.gather_bytes)
+    return [whole] if without is None else [whole, without]
 
 
 def uniform_fastest(runs: list[Run], *, room: int, reserve: int) -> Found | None:

@@ -4,6 +4,8 @@ With K_i the bytes kept by operations 1..i, the forward of operation i peaks at 
 its backward, which starts with the same live bytes, at K_i + backward_i. So the peak is
 
     base + max(embedding, max_i (K_i + max(forward_i, backward_i)), K_last + max(head, tail))
+
+where base has gather_bytes besides if any operation of the plan gathers.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def operations(problem: Problem, plan: Plan) -> list[Choice] | None:
 
 def walk(problem: Problem, run: Sequence[Choice]) -> list[int]:
     """The peak bytes during each step: embedding, forwards, loss head, backwards, embedding."""
-    live = problem.base_bytes
+    live = base_bytes(problem, run)
     peaks = [live + problem.embedding_bytes]
     for choice in run:
         live += 0 if problem.forward_only else choice.kept_bytes
@@ -58,7 +60,14 @@ def peak_bytes(problem: Problem, run: Sequence[Choice]) -> int:
             workspace = max(choice.forward_bytes, choice.backward_bytes)
             if kept + workspace > peak:
                 peak = kept + workspace
-    return problem.base_bytes + max(peak, kept + problem.reserve_bytes, problem.embedding_bytes)
+    above = max(peak, kept + problem.reserve_bytes, problem.embedding_bytes)
+    return base_bytes(problem, run) + above
+
+
+def base_bytes(problem: Problem, run: Sequence[Choice]) -> int:
+    """What is live from beginning to end of this plan."""
+    gathers = problem.gather_bytes and any(choice.gathers for choice in run)
+    return problem.base_bytes + (problem.gather_bytes if gathers else 0)
 
 
 def evaluate(problem: Problem, plan: Plan) -> Outcome | None:
@@ -86,6 +95,7 @@ def as_one(options: LayerOptions, attention: Choice, mlp: Choice, *, forward_onl
         attention.kept_bytes + mlp.kept_bytes,
         max(attention.forward_bytes - later, mlp.forward_bytes),
         max(attention.backward_bytes - later, mlp.backward_bytes),
+        attention.gathers or mlp.gathers,
     )
 
 

@@ -32,12 +32,17 @@ def _nothing(seq_length: int, batch_size: int) -> int:
     return 0
 
 
+def _never(strategy: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """The memory of one pipeline stage, besides its layers.
 
     embedding and head give (s, b) -> bytes: what the embedding and buffers of this size keep, the
-    embedding's peak, the head's peak.
+    embedding's peak, the head's peak. gather_bytes: of the buffer that is there besides if the
+    plan names a strategy for which gathers is true.
     """
 
     budget_bytes: int
@@ -45,6 +50,8 @@ class StageMemory:
     embedding_kept: Callable[[int, int], int] = _nothing
     embedding_peak: Callable[[int, int], int] = _nothing
     head_peak: Callable[[int, int], int] = _nothing
+    gather_bytes: Callable[[int, int], int] = _nothing
+    gathers: Callable[[str], bool] = _never
     num_in_flight: int = 1
     kept_share: float = 0.75
     margin: float = 0.0
@@ -156,6 +163,7 @@ class CostPolicy:
             head_bytes=memory.head_peak(seq_length, batch_size),
             tail_bytes=tail,
             embedding_bytes=memory.embedding_peak(seq_length, batch_size),
+            gather_bytes=memory.gather_bytes(seq_length, batch_size),
             granularity=self.granularity,
             forward_only=forward_only,
         )
@@ -189,7 +197,9 @@ class CostPolicy:
                 for second in halves[1]:
                     numbers = source(first.name, second.name, s, b)
                     if numbers is not None:
-                        pairs[first.name, second.name] = _make_choice(first.name, numbers)
+                        gathers = first.gathers or second.gathers
+                        pair = _make_choice(first.name, numbers, gathers)
+                        pairs[first.name, second.name] = pair
         return LayerOptions(halves[0], halves[1], pairs)
 
     def _choice(self, operation, name: str, s: int, b: int, forward_only: bool) -> Choice | None:
@@ -200,7 +210,9 @@ class CostPolicy:
             if numbers is not None and forward_only:
                 seconds, kept, forward, _ = numbers
                 numbers = (seconds, 0, kept + forward, 0)
-        return None if numbers is None else _make_choice(name, numbers)
+        if numbers is None:
+            return None
+        return _make_choice(name, numbers, self.memory.gathers(name))
 
     def _exceeds(self, outcome: Outcome, batch_size: int, seq_length: int) -> None:
         gib = 2.0**30
@@ -232,6 +244,7 @@ class HeuristicPolicy(CostPolicy):
         super().__init__(planner, tuple(strategies), costs, memory, **settings)
 
 
-def _make_choice(name: str, numbers: Numbers) -> Choice:
+def _make_choice(name: str, numbers: Numbers, gathers: bool) -> Choice:
     seconds, kept, forward, backward = numbers
-    return Choice(name, seconds, math.ceil(kept), math.ceil(forward), math.ceil(backward))
+    sizes = (math.ceil(kept), math.ceil(forward), math.ceil(backward))
+    return Choice(name, seconds, *sizes, gathers)

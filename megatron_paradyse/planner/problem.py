@@ -7,8 +7,8 @@ reverse. Bytes are whole numbers, so that sums are exact and every rank computes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megatron_paradyse.plan import LayerChoice, Plan
@@ -24,6 +24,7 @@ class Choice:
     forward_bytes   peak during its forward, above live after it
     backward_bytes  peak during its backward, above live at its start: everything kept up to and
                     including this operation
+    gathers         whether it needs the problem's gather_bytes besides
 
     Where a problem is forward_only, seconds are those of a forward without gradient,
     forward_bytes is above what is live after it, and the other two are not read.
@@ -34,6 +35,7 @@ class Choice:
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         least = min(self.kept_bytes, self.forward_bytes, self.backward_bytes)
@@ -75,6 +77,7 @@ class Problem:
     tail_bytes       peak of what else runs while this microbatch holds everything it keeps: the
                      backward of an earlier microbatch, above what both hold
     embedding_bytes  peak of the embedding's forward and backward, above base_bytes
+    gather_bytes     live from beginning to end if any operation gathers: one buffer for all
     budget_bytes     what the peak may reach
     """
 
@@ -84,6 +87,7 @@ class Problem:
     head_bytes: int = 0
     tail_bytes: int = 0
     embedding_bytes: int = 0
+    gather_bytes: int = 0
     granularity: str = "operation"
     forward_only: bool = False
 
@@ -120,6 +124,38 @@ class Outcome:
     @property
     def fits(self) -> bool:
         return self.exceeds_bytes == 0
+
+
+# of "attention" or "mlp", a choice: whether it is taken away
+Drop = Callable[[str, Choice], bool]
+
+
+def problem_less(problem: Problem, drop: Drop) -> Problem | None:
+    """The problem without some choices; itself if that is none, None if a half has no other.
+
+    A half with one choice counts as fixed where a layer runs one strategy: halves that both have
+    more keep what they share, so that neither becomes fixed beside another's strategy.
+    """
+    alike = {id(options): options for options in problem.layers.values()}
+    fewer = {key: _less(o, drop, problem.granularity) for key, o in alike.items()}
+    if all(fewer[key] is options for key, options in alike.items()):
+        return problem
+    layers = {number: fewer[id(options)] for number, options in problem.layers.items()}
+    left = {number: options for number, options in layers.items() if options is not None}
+    return replace(problem, layers=left) if len(left) == len(layers) else None
+
+
+def _less(options: LayerOptions, drop: Drop, granularity: str) -> LayerOptions | None:
+    halves = {"attention": options.attention, "mlp": options.mlp}
+    if not any(drop(half, choice) for half, choices in halves.items() for choice in choices):
+        return options
+    shared = {c.name for c in options.attention} & {c.name for c in options.mlp}
+    free = granularity == "operation" or min(map(len, halves.values())) == 1
+    attention, mlp = (
+        tuple(c for c in choices if not drop(half, c) and (free or c.name in shared))
+        for half, choices in halves.items()
+    )
+    return LayerOptions(attention, mlp, options.pairs) if attention and mlp else None
 
 
 class Planner(Protocol):

@@ -13,6 +13,7 @@ from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.data.order import ORDER_CHOICES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
+from megatron_paradyse.planner.from_file import check_policy, read_costs
 from megatron_paradyse.policy import PlanFilePolicy, cost_policy_kind, make_policy
 from megatron_paradyse.settings import (
     BY_COST,
@@ -25,7 +26,6 @@ from megatron_paradyse.settings import (
 )
 from megatron_paradyse.strategies import RECOMPUTE, get_strategy, parse_strategy_name
 from megatron_paradyse.strategies.contract import AttentionShape
-from megatron_paradyse.train.choosing import check_policy, read_costs
 from megatron_paradyse.units import parse_bytes
 
 SPEC = ["megatron_paradyse.layer_specs", "gpt_layer_spec"]

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 from megatron.training import print_rank_0
 
+from megatron_paradyse.planner.from_file import RESERVE_SHARE, UNLIMITED
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.units import parse_bytes
 
-RESERVE_SHARE = 0.05  # of a GPU: communicators, libraries, fragmentation
-UNLIMITED = 1 << 62  # a CPU without --paradyse-memory-budget
 TAUGHT_MARGIN = 0.02  # what a plan that ran out of memory is believed to have lacked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -9,7 +10,13 @@ import pytest
 
 from megatron_paradyse.planner import Choice, LayerOptions, OptimalPlanner, Problem
 from megatron_paradyse.planner.peak import operations, walk
-from tests.planner.brute_force import best_of_all, best_of_prefixes, cost, random_problem
+from tests.planner.brute_force import (
+    best_of_all,
+    best_of_prefixes,
+    cost,
+    every_assignment,
+    random_problem,
+)
 
 # Seconds are rounded to 2^-42 of the longest plan before they are compared.
 TOLERANCE = 1e-10
@@ -50,6 +57,50 @@ def test_optimal_equals_every_plan_tried(first):
         assert outcome.peak_bytes == max(walk(problem, operations(problem, outcome.plan))), seed
         fitting += fits
     assert 50 < fitting < 290, "the budgets should not all be generous, nor all tight"
+
+
+def gathering(problem: Problem, names: set[str], gather_bytes: int) -> Problem:
+    """The problem where strategies of these names need a buffer for all together."""
+
+    def marked(choice: Choice, by: set[str]) -> Choice:
+        return dataclasses.replace(choice, gathers=bool(names & by))
+
+    made: dict[int, LayerOptions] = {}
+    for options in problem.layers.values():
+        halves = [
+            tuple(marked(c, {c.name}) for c in half) for half in (options.attention, options.mlp)
+        ]
+        pairs = {key: marked(choice, set(key)) for key, choice in options.pairs.items()}
+        made[id(options)] = LayerOptions(halves[0], halves[1], pairs)
+    layers = {number: made[id(options)] for number, options in problem.layers.items()}
+    return dataclasses.replace(problem, layers=layers, gather_bytes=gather_bytes)
+
+
+def test_a_buffer_of_some_strategies_counts_where_the_plan_names_one():
+    """Against every plan, each judged with the buffer only if one of its choices gathers."""
+    avoided = 0
+    for seed in range(600):
+        plain = small_problem(seed)
+        rng = random.Random(seed)
+        names = {f"s{i}" for i in range(rng.randint(1, 2))}
+        problem = gathering(plain, names, rng.randint(0, plain.budget_bytes))
+        costs = []
+        for assignment in every_assignment(problem):
+            seconds, peak = cost(problem, assignment)
+            gathers = any(c.gathers for _, *pair in assignment for c in pair)
+            costs.append((seconds, peak + gathers * problem.gather_bytes, gathers))
+        outcome = PLANNER.plan(problem)
+        fitting = [c for c in costs if c[1] <= problem.budget_bytes]
+        assert outcome.fits == bool(fitting), seed
+        if fitting:
+            seconds = min(fitting)[0]
+            assert outcome.seconds == pytest.approx(seconds, rel=TOLERANCE, abs=TOLERANCE), seed
+        else:
+            assert outcome.peak_bytes == min(c[1] for c in costs), seed
+        run = operations(problem, outcome.plan)
+        assert outcome.peak_bytes == max(walk(problem, run)), seed
+        avoided += not any(choice.gathers for choice in run)
+    assert 100 < avoided < 500, "some plans should gather, some not"
 
 
 @pytest.mark.parametrize("classes", [1, 2, 3])

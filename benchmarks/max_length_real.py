@@ -1,0 +1,84 @@
+"""benchmarks/max_length.py --real: whether what is predicted to fit runs on 4 CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.common import finish, spawn
+from benchmarks.dynamic_workload import MODEL, PROFILED, RANKS, profile_and_fit
+from megatron_paradyse.preview.longest import find_longest
+from megatron_paradyse.preview.setup import make_setup
+
+BUDGET = "80MiB"
+FACTORS = (0.95, 1.05)
+ENFORCED = {"ParaDySe": "optimal"}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def real(folder: Path, arguments) -> None:
+    """Predicted limits without a margin, against what the ranks really need."""
+    flags = [str(text) for pair in MODEL.items() for text in pair]
+    costs = arguments.costs or profile_and_fit(folder, flags, PROFILED, False)
+    given = {"policy": "optimal", "memory_budget": BUDGET, "memory_margin": 0.0}
+    found = find_longest(make_setup(costs, given))
+    limits = {limit.strategy: limit.tokens for limit in (found.paradyse, *found.single)}
+    if arguments.quick:
+        limits = {name: limits[name] for name in ("megatron_ts", "colossal_z")}
+    output = folder / "result.json"
+    task = {"limits": limits, "factors": FACTORS, "costs": costs, "budget": BUDGET}
+    os.environ["MAX_LENGTH"] = json.dumps({**task, "output": str(output)})
+    spawn("benchmarks.max_length_rank", flags, ranks=RANKS, timeout_seconds=3000)
+    rows = json.loads(output.read_text())
+    enforced = [] if arguments.quick else _enforced(limits, costs, flags)
+    result = {
+        "rows": rows,
+        "right": sum(row["fits"] == (row["factor"] < 1) for row in rows),
+        "enforced": enforced,
+    }
+    configuration = {"ranks": RANKS, "budget": BUDGET, "margin": 0, **MODEL}
+    finish("max_length_real", result, configuration, arguments)
+
+
+def _enforced(limits: dict[str, int], costs: str, flags: list[str]) -> list[dict]:
+    """Two iterations of the user's command under --paradyse-memory-budget, and how they ended."""
+    rows = []
+    for name, policy in ENFORCED.items():
+        for factor in FACTORS:
+            tokens = int(factor * limits[name]) // (2 * RANKS) * (2 * RANKS)
+            rows.append(
+                {"strategy": name, "factor": factor, "tokens": tokens}
+                | _train(policy, tokens, costs, flags)
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def _train(policy: str, tokens: int, costs: str, flags: list[str]) -> dict:
+    kept = [part for i in range(0, len(flags), 2) if flags[i] != "--seq-length"
+            for part in flags[i : i + 2]]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), "-m", "megatron_paradyse.pretrain_gpt", *kept]
+    command += ["--seq-length", str(tokens), "--micro-batch-size", "1", "--global-batch-size", "1"]
+    command += ["--tensor-model-parallel-size", str(RANKS), "--sequence-parallel", "--mock-data"]
+    command += ["--tokenizer-type", "NullTokenizer", "--train-iters", "2", "--lr", "1e-4"]
+    command += ["--eval-iters", "0", "--eval-interval", "100", "--num-workers", "0", "--paradyse"]
+    command += ["--paradyse-sequences", "fixed", "--paradyse-policy", policy]
+    command += ["--paradyse-memory-budget", BUDGET, "--log-interval", "1"]
+    if not policy.startswith("fixed"):
+        command += ["--paradyse-cost-model", costs, "--paradyse-accept-costs"]
+        command += ["--paradyse-memory-margin", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=environment, check=False
+    )
+    lines = (run.stdout + run.stderr).splitlines()
+    error = next((line for line in lines if line.startswith("error")), "")
+    return {
+        "finished": run.returncode == 0,
+        "out_of_memory": "out of memory" in error,
+        "error": error[:300],
+    }

@@ -1,0 +1,240 @@
+"""The policies that choose by cost, from a cost file and the settings. No torch.
+
+Training (train/choosing.py) and the commands that tell beforehand what training would choose
+(preview/) both make their policies here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
+from megatron_paradyse.costs.description import ModelShape
+from megatron_paradyse.costs.table import ATTENTION, MLP
+from megatron_paradyse.edges.tiles import automatic_tile
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.from_costs import CostsOf, Stage, cost_source, stage_memory
+from megatron_paradyse.planner.heuristic import HeuristicPlanner
+from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, OptimalPolicy
+from megatron_paradyse.policy import POLICIES, cost_policy_kind
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.strategies import parse_strategy_name
+
+# Lengths are planned for as the next multiple of this, so that like ones share a plan.
+ALIGNMENT = 64
+DEFAULT_GAMMA = 0.05  # smoothing of the heuristic, as in the paper
+ABLATIONS = ("prune", "short-circuit", "mix", "early-termination", "cache", "smoothing")
+RESERVE_SHARE = 0.05  # of a GPU: communicators, libraries, fragmentation
+UNLIMITED = 1 << 62  # a CPU without --paradyse-memory-budget
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A cost file, and the strategies that plans may name."""
+
+    file: CostFile
+    strategies: tuple[str, ...]
+
+
+def read_costs(settings: Settings) -> Costs:
+    """The cost file that the settings name; UserError if there is none or it lacks a strategy."""
+    check_policy(settings)
+    if settings.cost_model is None:
+        raise UserError(
+            f"--paradyse-policy {settings.policy} needs costs: make a file with megatron-paradyse "
+            "profile and fit, and give it as --paradyse-cost-model FILE"
+        )
+    file = read_cost_file(settings.cost_model)
+    model = file.require_model()
+    halves = (set(model.strategies(ATTENTION)), set(model.strategies(MLP)))
+    known = [name for name in model.strategies(ATTENTION) if name in halves[1]]
+    names = settings.strategies or tuple(known)
+    for restriction in (settings.layers or {}).values():
+        names += tuple(n for n in restriction.attention + restriction.mlp if n not in names)
+    names = tuple(dict.fromkeys(names))
+    for name in names:
+        parse_strategy_name(name)
+        if name not in known:
+            raise UserError(
+                f"{settings.cost_model} has no costs of {name}: profile it, or choose among "
+                f"{', '.join(known)}"
+            )
+    if not names:
+        raise UserError(f"{settings.cost_model} has no strategy with costs of both operations")
+    return Costs(file, names)
+
+
+def check_policy(settings: Settings) -> None:
+    """UserError for parts that a policy by cost does not have, and for unknown strategies."""
+    ablations(settings)
+    for name in settings.strategies or ():
+        parse_strategy_name(name)
+
+
+def ablations(settings: Settings) -> set[str]:
+    """heuristic:no-prune,no-mix -> {"prune", "mix"}; UserError for others."""
+    kind, _, argument = settings.policy.partition(":")
+    off = {part.strip().removeprefix("no-") for part in argument.split(",") if part.strip()}
+    unknown = sorted(off - set(ABLATIONS))
+    if kind == "optimal" and argument:
+        raise UserError(f"unknown policy {settings.policy!r}: use {POLICIES}")
+    if unknown:
+        raise UserError(
+            f"unknown policy {settings.policy!r}: heuristic takes "
+            f"{', '.join(f'no-{name}' for name in ABLATIONS)}"
+        )
+    return off
+
+
+def parameters(shape: ModelShape, num_layers: int, *, edge: bool = True) -> int:
+    """About how many a stage of so many layers has, over all ranks; edge: embedding or head.
+
+    Matrices only, a vocabulary's once: what a cost file's description tells.
+    """
+    h, d = shape.hidden_size, shape.head_dim
+    attention = 2 * h * d * (shape.num_heads + shape.num_kv_heads)
+    mlp = (3 if shape.gated else 2) * h * shape.ffn_size
+    return num_layers * (attention + mlp) + (h * shape.vocab_size if edge else 0)
+
+
+class FilePolicies:
+    """Makes the stages and policies of the model that a cost file is of.
+
+    num_layers: of the model, if not the file's: static bytes are then scaled by parameters that
+    the shape lets one estimate. megatron_mlp: the MLP is Megatron's own whatever the plan says, as
+    a mixture of experts is.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        costs: Costs,
+        budget_bytes: int,
+        *,
+        num_layers: int | None = None,
+        megatron_mlp: bool = False,
+    ):
+        self.settings, self.costs, self.budget_bytes = settings, costs, budget_bytes
+        self.model = costs.file.require_model()
+        shape = costs.file.table.description.model
+        self.num_layers = num_layers or shape.num_layers
+        self._depth = parameters(shape, self.num_layers) / parameters(shape, shape.num_layers)
+        self._megatron_mlp = megatron_mlp
+
+    def stage(
+        self,
+        *,
+        budget: int | None = None,
+        share: float = 1.0,
+        has_embedding: bool = True,
+        has_head: bool = True,
+        num_in_flight: int = 1,
+    ) -> Stage:
+        """share: of the model's parameters. By default the whole model on one stage."""
+        table = self.costs.file.table
+        token_bytes = self._gather_bytes_per_token
+        longest = max(m.seq_length * m.batch_size for m in table.measurements)
+        own_bytes = table.constants.static_bytes - longest * token_bytes
+        return Stage(
+            budget_bytes=self.budget_bytes if budget is None else budget,
+            static_bytes=int(own_bytes * share * self._depth),
+            buffer_bytes_per_token=token_bytes,
+            buffer_free_above=self._buffer_free_above(has_head, num_in_flight),
+            has_embedding=has_embedding,
+            has_head=has_head,
+            num_in_flight=num_in_flight,
+            margin=self.settings.memory_margin,
+        )
+
+    @property
+    def _gather_bytes_per_token(self) -> int:
+        """Of the buffer into which Megatron gathers [s, b, h]: in a profile's static bytes it has
+        the length of the longest microbatch."""
+        description = self.costs.file.table.description
+        if description.p == 1:
+            return 0
+        return description.model.hidden_size * self._element_bytes
+
+    def _buffer_free_above(self, has_head: bool, num_in_flight: int) -> int | None:
+        """The tokens of a microbatch above which only megatron_ts gathers into that buffer.
+
+        Megatron's own loss head does too, which runs where all tokens fit into one tile. With
+        several microbatches in flight the buffer of another may be there.
+        """
+        tile = self.settings.head_tile
+        if self._megatron_mlp or num_in_flight > 1 or (has_head and tile == "off"):
+            return None
+        if not has_head:
+            return 0
+        if tile != "auto":
+            return int(tile)
+        description = self.costs.file.table.description
+        return automatic_tile(
+            h=description.model.hidden_size,
+            vocab_shard=description.model.vocab_size // description.p,
+            element_bytes=self._element_bytes,
+        )
+
+    @property
+    def _element_bytes(self) -> int:
+        dtype = self.costs.file.table.description.dtype
+        if dtype not in ELEMENT_BYTES:
+            raise UserError(
+                f"{self.costs.file.path}: dtype {dtype!r:.40} is not one of "
+                f"{', '.join(ELEMENT_BYTES)}: profile again"
+            )
+        return ELEMENT_BYTES[dtype]
+
+    def check_room(self, stage: Stage, share: float = 1.0) -> None:
+        """UserError where what is always there does not fit, whatever the microbatch."""
+        optimizer_bytes = self.costs.file.table.constants.optimizer_bytes
+        always = stage.static_bytes + optimizer_bytes * share * self._depth
+        if always > stage.budget_bytes:
+            raise UserError(
+                f"parameters, gradients and optimizer take {always / 2**30:.2f} GiB of a memory "
+                f"budget of {stage.budget_bytes / 2**30:.2f} GiB: use more ranks, "
+                "--use-distributed-optimizer, or a larger budget"
+            )
+
+    def policy(
+        self, stage: Stage, *, smooth: bool = True, costs_of: CostsOf | None = None
+    ) -> CostPolicy:
+        """smooth: keep previous plans if the settings say so; costs_of: instead of the file's."""
+        settings = self.settings
+        gamma = settings.smoothing if smooth else None
+        source = cost_source(costs_of or self.model.operation)
+        memory = stage_memory(self.model.operation, stage)
+        common = {
+            "granularity": settings.granularity,
+            "allowed": self._allowed,
+            "alignment": ALIGNMENT,
+            "refuse": settings.over_budget == "refuse",
+        }
+        if cost_policy_kind(settings) == "optimal":
+            return OptimalPolicy(self.costs.strategies, source, memory, gamma=gamma, **common)
+        if smooth and gamma is None and "smoothing" not in ablations(settings):
+            gamma = DEFAULT_GAMMA
+        return self._heuristic(source, memory, common | {"gamma": gamma})
+
+    def _heuristic(self, source, memory, common: dict) -> CostPolicy:
+        off = ablations(self.settings)
+        return HeuristicPolicy(
+            self.costs.strategies,
+            source,
+            memory,
+            capacity=0 if "cache" in off else CostPolicy.capacity,
+            planner=HeuristicPlanner(
+                prune="prune" not in off,
+                short_circuit="short-circuit" not in off,
+                mix="mix" not in off,
+                early_termination="early-termination" not in off,
+            ),
+            **common,
+        )
+
+    def _allowed(self, number: int, operation: str) -> tuple[str, ...]:
+        restriction = (self.settings.layers or {}).get(number)
+        if restriction is not None:
+            return getattr(restriction, operation)
+        return self.settings.strategies or self.costs.strategies

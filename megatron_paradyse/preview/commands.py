@@ -1,0 +1,135 @@
+"""The commands `megatron-paradyse plan` and `max-length`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+
+import click
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import parse_count
+
+MAX_LENGTHS = 100
+# Written out here, because help must import little; a test compares.
+GRANULARITIES = ("operation", "layer", "sequence")
+
+
+def _lengths(ctx: click.Context, _: click.Parameter, text: str) -> tuple[int, ...]:
+    parts = [part for part in text.split(",") if part.strip()]
+    lengths = tuple(parse_count(part) for part in parts)
+    if not lengths or min(lengths) < 1 or len(lengths) > MAX_LENGTHS:
+        raise UserError(
+            f"--lengths takes 1 to {MAX_LENGTHS} lengths of at least 1 token, such as 1K,32K,300K, "
+            f"got {text[:60]!r}"
+        )
+    return lengths
+
+
+def policy_options(command: Callable) -> Callable:
+    """The options that both commands have: how a training would choose."""
+    options = [
+        click.argument("costs", metavar="COSTS"),
+        click.option("--memory-budget", metavar="SIZE", help="Memory of a rank, such as 76GiB."),
+        click.option(
+            "--memory-margin",
+            type=click.FloatRange(0, 1),
+            metavar="SHARE",
+            help="How far a real peak may be above its prediction; default 0.03.",
+        ),
+        click.option("--strategies", metavar="NAMES", help="Comma-separated; default: all."),
+        click.option("--granularity", type=click.Choice(GRANULARITIES), help="Default operation."),
+        click.option("--head-tile", metavar="TOKENS", help="As in training; default auto."),
+        click.option("--config", metavar="FILE", help="YAML of settings, as --paradyse-config."),
+        click.option("--num-layers", type=int, help="If not those of the cost file."),
+        click.option("--batch-size", type=click.IntRange(1, 1 << 20), default=1, help="Default 1."),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON for machines."),
+    ]
+    return functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+@click.command(
+    short_help="Tell which plan training would choose, and why.",
+    epilog="Example: megatron-paradyse plan costs.json --lengths 1K,32K,300K --explain",
+)
+@click.option("--lengths", required=True, callback=_lengths, help="Such as 1K,32K,300K.")
+@click.option("--policy", metavar="POLICY", help="optimal (default), heuristic[:no-mix,...].")
+@click.option("--pipeline-stages", type=click.IntRange(1), default=1, help="Default 1.")
+@click.option("--pipeline-stage", type=click.IntRange(1), default=1, help="Which; default 1.")
+@click.option("--microbatches", type=click.IntRange(1), help="Of a pipeline; default: its stages.")
+@click.option("--forward-only", is_flag=True, help="As an evaluation runs, without backward.")
+@click.option("--explain", is_flag=True, help="Walk through each decision.")
+@policy_options
+def plan(
+    lengths: tuple[int, ...],
+    pipeline_stages: int,
+    pipeline_stage: int,
+    microbatches: int | None,
+    forward_only: bool,
+    explain: bool,
+    costs: str,
+    config: str | None,
+    num_layers: int | None,
+    batch_size: int,
+    as_json: bool,
+    **flags: str | float | None,
+) -> None:
+    """Tell which plan training with the fitted costs in COSTS would choose for each length.
+
+    The same planner, budget rules and settings as training with --paradyse-cost-model COSTS, from
+    that file alone; nothing runs. Smoothing, which depends on what was planned before, is left out.
+    """
+    from megatron_paradyse.preview.explain import explanation
+    from megatron_paradyse.preview.forecast import forecast
+    from megatron_paradyse.preview.plan_text import plan_report, plan_values
+    from megatron_paradyse.preview.setup import Grid, make_setup
+
+    grid = Grid(pipeline_stages, pipeline_stage, microbatches)
+    setup = make_setup(costs, flags, config, num_layers=num_layers, grid=grid)
+    found = [forecast(setup, s, batch_size, forward_only=forward_only) for s in lengths]
+    if as_json:
+        click.echo(json.dumps(plan_values(setup, found)))
+        return
+    click.echo(plan_report(setup, found))
+    if explain:
+        for one in found:
+            click.echo(f"\n{explanation(setup, one)}")
+
+
+@click.command(
+    "max-length",
+    short_help="Tell the longest sequence that each strategy can train.",
+    epilog="Example: megatron-paradyse max-length costs.json --memory-budget 76GiB",
+)
+@click.option("--figure", metavar="FILE", help="Draw it as bars (.png, .svg or .pdf).")
+@policy_options
+def max_length(
+    figure: str | None,
+    costs: str,
+    config: str | None,
+    num_layers: int | None,
+    batch_size: int,
+    as_json: bool,
+    **flags: str | float | None,
+) -> None:
+    """Tell the longest sequence that fits into the memory of a rank, by the costs in COSTS.
+
+    For each strategy on all layers, and for ParaDySe's plans of the same strategies.
+    """
+    from megatron_paradyse.preview.longest import find_longest
+    from megatron_paradyse.preview.longest_text import longest_report, longest_values
+    from megatron_paradyse.preview.setup import make_setup
+
+    setup = make_setup(costs, {"policy": "optimal", **flags}, config, num_layers=num_layers)
+    found = find_longest(setup, batch_size)
+    if figure is not None:
+        from megatron_paradyse.preview.longest_figure import draw_longest
+
+        draw_longest(setup, found, figure)
+    if as_json:
+        click.echo(json.dumps(longest_values(setup, found)))
+        return
+    click.echo(longest_report(setup, found))
+    if figure is not None:
+        click.echo(f"drawn into {figure}")

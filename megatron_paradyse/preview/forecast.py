@@ -1,0 +1,155 @@
+"""The plan of one length, and the plans that lost against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_paradyse.costs.table import ATTENTION, EMBEDDING, HEAD, MLP, MODEL
+from megatron_paradyse.planner.from_file import ALIGNMENT, UNLIMITED
+from megatron_paradyse.planner.heuristic import HeuristicPlanner
+from megatron_paradyse.planner.peak import evaluate
+from megatron_paradyse.planner.policies import CostPolicy
+from megatron_paradyse.planner.problem import Outcome, Problem, problem_less
+from megatron_paradyse.planner.uniform import common_strategies, mixed_plan
+from megatron_paradyse.preview.setup import Setup
+from megatron_paradyse.strategies import RECOMPUTE
+
+LABELS = {ATTENTION: "attention", MLP: "MLP"}
+UNIFORM, UNLIMITED_MEMORY, WITHOUT = "uniform", "unlimited memory", "without"
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A plan that was not chosen. kind: one of the three above; name: of what it is the best."""
+
+    kind: str
+    name: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What training would run at (b, s): planned_length is s rounded up to the alignment.
+
+    edge_seconds: of embedding and head, where the stage has them; profiled: whether the plan's
+    costs were profiled around this length, and not extrapolated.
+    """
+
+    batch_size: int
+    seq_length: int
+    planned_length: int
+    problem: Problem
+    outcome: Outcome
+    edge_seconds: float
+    profiled: bool
+    rivals: tuple[Rival, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Layers, embedding and head, forward and backward."""
+        return self.outcome.seconds + self.edge_seconds
+
+
+def forecast(
+    setup: Setup,
+    seq_length: int,
+    batch_size: int = 1,
+    *,
+    forward_only: bool = False,
+    rivals: bool = True,
+) -> Forecast:
+    """Ask the policy's planner, as training does for a microbatch of this shape."""
+    planned = -(-seq_length // ALIGNMENT) * ALIGNMENT
+    problem = setup.policy.problem(setup.layers, batch_size, planned, forward_only)
+    outcome = setup.policy.planner.plan(problem)
+    found = tuple(_rivals(setup, problem, outcome, planned, batch_size)) if rivals else ()
+    return Forecast(
+        batch_size,
+        seq_length,
+        planned,
+        problem,
+        outcome,
+        edge_seconds(setup, planned, batch_size, forward_only=forward_only),
+        _profiled(setup, outcome, seq_length),
+        found,
+    )
+
+
+def edge_seconds(setup: Setup, s: int, b: int, *, forward_only: bool = False) -> float:
+    """Embedding and head, where the stage has them."""
+    parts = ((EMBEDDING, setup.stage.has_embedding), (HEAD, setup.stage.has_head))
+    costs = [setup.policies.model.operation(MODEL, part, s, b) for part, there in parts if there]
+    return sum(c.forward_seconds if forward_only else c.time_seconds for c in costs)
+
+
+def alone(problem: Problem, names: Sequence[str] | None = None) -> dict[str, Outcome]:
+    """What each strategy would take on all layers; empty where no strategy may run on all."""
+    try:
+        names = common_strategies(problem) if names is None else names
+    except ValueError:
+        return {}
+    outcomes = {name: evaluate(problem, mixed_plan(problem, name, name, 0)) for name in names}
+    return {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+
+
+def preference(outcome: Outcome) -> tuple[bool, float, float]:
+    """Fitting before not; then the faster, or where nothing fits the smaller."""
+    if outcome.fits:
+        return (False, outcome.seconds, outcome.peak_bytes)
+    return (True, outcome.peak_bytes, outcome.seconds)
+
+
+def _rivals(setup: Setup, problem: Problem, chosen: Outcome, s: int, b: int) -> Iterator[Rival]:
+    others = {n: o for n, o in alone(problem).items() if o.plan != chosen.plan}
+    fitting = {name: outcome for name, outcome in others.items() if outcome.fits}
+    if fitting:
+        name = min(fitting, key=lambda n: preference(fitting[n]))
+        yield Rival(UNIFORM, name, fitting[name])
+    if setup.limited:
+        roomy = _unlimited(setup)
+        free = roomy.planner.plan(roomy.problem(setup.layers, b, s, problem.forward_only))
+        judged = evaluate(problem, free.plan)
+        if judged is not None and judged.plan != chosen.plan and not judged.fits:
+            yield Rival(UNLIMITED_MEMORY, "", judged)
+    other = _best_without(setup.policy, problem, chosen)
+    if other is not None:
+        yield other
+
+
+def _unlimited(setup: Setup) -> CostPolicy:
+    return setup.with_budget(UNLIMITED / setup.stage.budget_bytes)
+
+
+def _best_without(policy: CostPolicy, problem: Problem, chosen: Outcome) -> Rival | None:
+    """The best of the plans that do without one of the chosen plan's strategies in one half."""
+    together = problem.granularity != "operation" or isinstance(policy.planner, HeuristicPlanner)
+    used = {(ATTENTION, choice.attention) for choice in chosen.plan.layers.values()}
+    used |= {(MLP, choice.mlp) for choice in chosen.plan.layers.values()}
+    found = []
+    for half, name in sorted(used):
+
+        def drop(of, choice, half=half, name=name) -> bool:
+            return choice.name == name and (together or of == half)
+
+        try:
+            fewer = problem_less(problem, drop)
+            outcome = policy.planner.plan(fewer) if fewer is not None else None
+        except ValueError:  # no strategy is left that all layers may run
+            continue
+        if outcome is not None:
+            found.append(Rival(WITHOUT, name if together else f"{name} {LABELS[half]}", outcome))
+    return min(found, key=lambda rival: preference(rival.outcome), default=None)
+
+
+def _profiled(setup: Setup, outcome: Outcome, s: int) -> bool:
+    model = setup.policies.model
+    used = {(ATTENTION, c.attention) for c in outcome.plan.layers.values()}
+    used |= {(MLP, c.mlp) for c in outcome.plan.layers.values()}
+    used |= {(operation, name.removesuffix(RECOMPUTE)) for operation, name in used}
+    stage = setup.stage
+    used |= {(EMBEDDING, MODEL)} if stage.has_embedding else set()
+    used |= {(HEAD, MODEL)} if stage.has_head else set()
+    known = {(fit.operation, fit.strategy) for fit in model.fits}
+    ranges = [model.profiled_range(name, half) for half, name in used if (half, name) in known]
+    return all(low <= s <= high for low, high in ranges)

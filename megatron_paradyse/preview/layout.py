@@ -1,0 +1,93 @@
+"""Numbers and tables as the commands print them: units, thousands separators, aligned columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from megatron_paradyse.preview.setup import Setup
+
+WIDTH = 100
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def bytes_text(count: float) -> str:
+    """71.25 GiB, or 119.0 MiB below one GiB."""
+    if abs(count) >= GIB:
+        return f"{count / GIB:,.2f} GiB"
+    return f"{count / MIB:,.1f} MiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """12.34 s, or 56.7 ms below a tenth of a second."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    if seconds >= 0.1:
+        return f"{seconds:.4g} s"
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> str:
+    """Columns with two spaces between them, to the right but for those in left."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if i in left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def wrapped(text: str, *, indent: str = "") -> str:
+    """Lines of at most WIDTH characters; later ones are indented by two more."""
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def heading(setup: Setup) -> str:
+    """Which costs, which model, which policy and which budget: four lines."""
+    d, settings = setup.description, setup.policies.settings
+    file, shape = setup.policies.costs.file, setup.description.model
+    lines = [
+        f"costs: {file.path}, {d.source} {d.date}: {d.p} x {d.hardware.name}, {d.interconnect}, "
+        f"{d.dtype}, {d.attention_mask}",
+        f"model: {setup.policies.num_layers:,} layers, h {shape.hidden_size:,}, "
+        f"{shape.num_heads} heads{_depth(setup)}{_stage(setup)}",
+        f"policy: {settings.policy}, granularity {settings.granularity}, strategies "
+        f"{', '.join(setup.policies.costs.strategies)}",
+        f"memory budget of a rank: {_budget(setup)}",
+    ]
+    return "\n".join(wrapped(line) for line in lines)
+
+
+def _depth(setup: Setup) -> str:
+    measured = setup.description.model.num_layers
+    if setup.policies.num_layers == measured:
+        return ""
+    return f" (the file's: {measured:,}; static bytes scaled by estimated parameters)"
+
+
+def _stage(setup: Setup) -> str:
+    grid = setup.grid
+    if grid.num_stages == 1:
+        return ""
+    return (
+        f"; stage {grid.stage} of {grid.num_stages}, layers {setup.layers[0]}-{setup.layers[-1]}, "
+        f"{setup.stage.num_in_flight} microbatches in flight, static bytes by estimated parameters"
+    )
+
+
+def _budget(setup: Setup) -> str:
+    if not setup.limited:
+        return setup.budget
+    margin = setup.stage.margin
+    less = f", less {margin:.0%} for errors of the prediction" if margin else ""
+    return f"{bytes_text(setup.stage.budget_bytes)} ({setup.budget}){less}"

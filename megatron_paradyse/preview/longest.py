@@ -1,0 +1,121 @@
+"""The longest sequence that each strategy on all layers, and ParaDySe, can train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_paradyse.costs.table import MAX_SEQ_LENGTH
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.from_file import ALIGNMENT
+from megatron_paradyse.planner.problem import Outcome, Problem
+from megatron_paradyse.preview.forecast import Forecast, alone, forecast
+from megatron_paradyse.preview.setup import Setup
+from megatron_paradyse.strategies import RECOMPUTE
+
+
+@dataclass(frozen=True)
+class Limit:
+    """tokens: 0 where nothing fits; profiled: the longest profiled length of its operations."""
+
+    strategy: str
+    tokens: int
+    profiled: int
+    outcome: Outcome | None  # at that length
+
+    @property
+    def extrapolated(self) -> bool:
+        return self.tokens > self.profiled
+
+
+@dataclass(frozen=True)
+class Longest:
+    """Limits in multiples of `alignment` tokens: ParaDySe's, and each strategy's alone."""
+
+    batch_size: int
+    alignment: int
+    paradyse: Limit
+    forecast: Forecast | None  # at ParaDySe's limit
+    single: tuple[Limit, ...]
+
+    def best(self, *, recompute: bool = True) -> Limit | None:
+        """The single strategy that reaches furthest; without +recompute if told so."""
+        found = [s for s in self.single if recompute or not s.strategy.endswith(RECOMPUTE)]
+        return max(found, key=lambda limit: limit.tokens, default=None)
+
+    def ratio(self, *, recompute: bool = True) -> float | None:
+        """ParaDySe's limit over the best single strategy's."""
+        best = self.best(recompute=recompute)
+        return self.paradyse.tokens / best.tokens if best is not None and best.tokens else None
+
+
+def find_longest(setup: Setup, batch_size: int = 1) -> Longest:
+    """By bisection on the fitted costs; UserError without a budget."""
+    if not setup.limited:
+        raise UserError(
+            "without a memory budget no sequence is too long: give --memory-budget, such as 76GiB"
+        )
+    step = math.lcm(ALIGNMENT, 2 * setup.description.p)
+    problems: dict[int, Problem] = {}
+
+    def problem(tokens: int) -> Problem:
+        if tokens not in problems:
+            problems[tokens] = setup.policy.problem(setup.layers, batch_size, tokens, False)
+        return problems[tokens]
+
+    def planned(tokens: int) -> Outcome:
+        return setup.policy.planner.plan(problem(tokens))
+
+    names = list(alone(problem(step)))
+    single = []
+    for name in names:
+
+        def fits(tokens: int, name: str = name) -> bool:
+            return alone(problem(tokens), [name])[name].fits
+
+        tokens = longest(fits, step)
+        outcome = alone(problem(tokens), [name])[name] if tokens else None
+        single.append(Limit(name, tokens, _profiled(setup, [name]), outcome))
+    tokens = longest(lambda s: planned(s).fits, step)
+    found = forecast(setup, tokens, batch_size, rivals=False) if tokens else None
+    used = _used(found.outcome) if found else names
+    limit = Limit("ParaDySe", tokens, _profiled(setup, used), found.outcome if found else None)
+    return Longest(batch_size, step, limit, found, tuple(single))
+
+
+def longest(fits: Callable[[int], bool], step: int, *, most: int = MAX_SEQ_LENGTH) -> int:
+    """The largest multiple of step that fits, where doubling and then bisecting finds it; or 0.
+
+    All doublings are tried: where the loss head begins to go in tiles, more tokens can need less.
+    """
+    doublings = [step << i for i in range((most // step).bit_length())]
+    fitting = [tokens for tokens in doublings if fits(tokens)]
+    if not fitting:
+        return 0
+    low = fitting[-1] // step
+    high = 2 * low  # does not fit, or is beyond what is asked
+    if high * step > most:
+        raise UserError(
+            f"{most:,} tokens still fit into this budget: give the memory of one rank, such as "
+            "76GiB"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle * step):
+            low = middle
+        else:
+            high = middle
+    return low * step
+
+
+def _used(outcome: Outcome) -> list[str]:
+    choices = outcome.plan.layers.values()
+    return sorted({name for c in choices for name in (c.attention, c.mlp)})
+
+
+def _profiled(setup: Setup, names: Sequence[str]) -> int:
+    """The longest length at which all that these strategies do, and the edges, were profiled."""
+    wanted = {*names, *(name.removesuffix(RECOMPUTE) for name in names), "model"}
+    fits = [fit for fit in setup.policies.model.fits if fit.strategy in wanted]
+    return min(fit.max_length for fit in fits if fit.operation != "layer")

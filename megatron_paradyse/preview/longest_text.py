@@ -1,0 +1,101 @@
+"""What `megatron-paradyse max-length` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_paradyse.preview.layout import bytes_text, heading, seconds_text, table, wrapped
+from megatron_paradyse.preview.longest import Limit, Longest
+from megatron_paradyse.preview.plan_text import outcome_values
+from megatron_paradyse.preview.setup import Setup
+
+
+def longest_report(setup: Setup, found: Longest) -> str:
+    parts = [heading(setup), _table(found), _paradyse(setup, found), *_notes(setup, found)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _table(found: Longest) -> str:
+    ours = found.paradyse.tokens
+    limits = sorted(found.single, key=lambda limit: -limit.tokens)
+    rows = [_row("ParaDySe (optimal)", found.paradyse, ours, found)]
+    rows += [_row(limit.strategy, limit, ours, found) for limit in limits]
+    header = ["strategy on all layers", "longest, tokens", "of ParaDySe's", "seconds of layers"]
+    return table(header, rows, left=[0])
+
+
+def _row(name: str, limit: Limit, ours: int, found: Longest) -> list[str]:
+    if limit.outcome is None:
+        return [name, "none fits", "-", "-"]
+    mark = "*" if limit.extrapolated else " "
+    share = f"{limit.tokens / ours:.1%}"
+    return [name, f"{limit.tokens:,}{mark}", share, seconds_text(limit.outcome.seconds)]
+
+
+def _paradyse(setup: Setup, found: Longest) -> str:
+    at = found.forecast
+    if at is None:
+        return (
+            f"Not even {found.alignment:,} tokens fit: give a larger budget, or profile on more "
+            "ranks."
+        )
+    lines = [
+        f"ParaDySe at {at.seq_length:,} tokens, {found.batch_size} per microbatch: "
+        f"{at.outcome.plan.runs()}: {seconds_text(at.seconds)} with embedding and head, peak "
+        f"{bytes_text(at.outcome.peak_bytes)} of {bytes_text(at.problem.budget_bytes)}."
+    ]
+    for recompute, words in ((True, "single strategy"), (False, "one without +recompute")):
+        best, ratio = found.best(recompute=recompute), found.ratio(recompute=recompute)
+        if best is not None and ratio is not None:
+            lines.append(f"It reaches {ratio:.3f} times as far as the best {words}, {_name(best)}.")
+    return wrapped(" ".join(lines))
+
+
+def _name(limit: Limit) -> str:
+    return f"{limit.strategy} ({limit.tokens:,})"
+
+
+def _notes(setup: Setup, found: Longest) -> list[str]:
+    lengths = setup.policies.costs.file.table.lengths()
+    notes = [f"Lengths are multiples of {found.alignment:,} tokens."]
+    if any(limit.extrapolated for limit in (found.paradyse, *found.single)):
+        notes.append(
+            f"* beyond what was profiled of it (of all: {lengths[0]:,} to {lengths[-1]:,} tokens): "
+            "extrapolated by the fitted model."
+        )
+    if setup.description.source != "measured":
+        notes.append(f"These costs are {setup.description.source}, not measured on such ranks.")
+    return ["\n".join(wrapped(note) for note in notes)]
+
+
+def longest_values(setup: Setup, found: Longest) -> dict[str, Any]:
+    """The same for machines; seconds and bytes."""
+    d = setup.description
+    return {
+        "costs": setup.policies.costs.file.path,
+        "source": d.source,
+        "date": d.date,
+        "hardware": d.hardware.name,
+        "p": d.p,
+        "num_layers": setup.policies.num_layers,
+        "batch_size": found.batch_size,
+        "alignment": found.alignment,
+        "budget_bytes": setup.stage.budget_bytes,
+        "margin": setup.stage.margin,
+        "static_bytes": setup.stage.static_bytes,
+        "paradyse": _values(found.paradyse),
+        "paradyse_seconds": found.forecast.seconds if found.forecast else None,
+        "single": [_values(limit) for limit in found.single],
+        "ratio_to_best_single": found.ratio(),
+        "ratio_to_best_single_without_recompute": found.ratio(recompute=False),
+    }
+
+
+def _values(limit: Limit) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "strategy": limit.strategy,
+        "tokens": limit.tokens,
+        "extrapolated": limit.extrapolated,
+        "profiled_to": limit.profiled,
+    }
+    return values | (outcome_values(limit.outcome) if limit.outcome is not None else {})

@@ -1,0 +1,89 @@
+"""What a plan's peak consists of, and where in the microbatch it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_paradyse.planner.peak import base_bytes, operations, walk
+from megatron_paradyse.preview.forecast import Forecast
+from megatron_paradyse.preview.setup import Setup
+
+
+@dataclass(frozen=True)
+class PeakParts:
+    """Bytes whose sum is the plan's peak, and the place where it is.
+
+    static: parameters, gradients and optimizer; in_flight: what other microbatches of the pipeline
+    may hold; embedding: what it keeps; gather_buffer: Megatron's, of [s, b, h]; kept: by the layers
+    up to the place; workspace: at the place, above all these.
+    """
+
+    place: str
+    static: int
+    in_flight: int
+    embedding: int
+    gather_buffer: int
+    kept: int
+    workspace: int
+
+
+def peak_parts(setup: Setup, found: Forecast) -> PeakParts:
+    problem, plan = found.problem, found.outcome.plan
+    run = operations(problem, plan)
+    assert run is not None, "the plan is one of the problem's"
+    peaks = walk(problem, run)
+    at = peaks.index(max(peaks))
+    labels = _labels(found)
+    count = len(run)
+    if at == 0 or at == 2 * count + 2:
+        place, before = "the embedding", 0
+    elif at <= count:
+        place, before = f"the forward of {labels[at - 1]}", at
+    elif at == count + 1:
+        place, before = _end(found), count
+    else:
+        before = 2 * count + 2 - at
+        place = f"the backward of {labels[before - 1]}"
+    kept = 0 if problem.forward_only else sum(choice.kept_bytes for choice in run[:before])
+    memory = setup.policy.memory
+    size = (found.planned_length, found.batch_size)
+    base = base_bytes(problem, run)
+    buffer = base - problem.base_bytes
+    embedding = memory.embedding_kept(*size)
+    if not problem.gather_bytes:  # then the buffer is counted there, whatever the plan
+        buffer = setup.stage.buffer_bytes_per_token * size[0] * size[1]
+        embedding -= buffer
+    return PeakParts(
+        place,
+        memory.static_bytes,
+        problem.base_bytes - memory.static_bytes - memory.embedding_kept(*size),
+        embedding,
+        buffer,
+        kept,
+        found.outcome.peak_bytes - base - kept,
+    )
+
+
+def _end(found: Forecast) -> str:
+    if found.problem.tail_bytes > found.problem.head_bytes:
+        return "the end of the layers, with room for another microbatch's backward"
+    return "the loss head"
+
+
+def _labels(found: Forecast) -> list[str]:
+    """One per operation of the plan, in the order in which they run."""
+    labels = []
+    for number in sorted(found.problem.layers):
+        choice = found.outcome.plan[number]
+        if (choice.attention, choice.mlp) in found.problem.layers[number].pairs:
+            labels.append(f"layer {number} ({_both(choice)})")
+        else:
+            labels.append(f"layer {number}'s attention ({choice.attention})")
+            labels.append(f"layer {number}'s MLP ({choice.mlp})")
+    return labels
+
+
+def _both(choice) -> str:
+    if choice.attention == choice.mlp:
+        return choice.attention
+    return f"{choice.attention}/{choice.mlp}"

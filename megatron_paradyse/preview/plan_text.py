@@ -1,0 +1,164 @@
+"""What `megatron-paradyse plan` prints: a table, the rivals of each plan; or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_paradyse.planner.problem import Outcome
+from megatron_paradyse.preview.forecast import (
+    UNIFORM,
+    UNLIMITED_MEMORY,
+    Forecast,
+    Rival,
+)
+from megatron_paradyse.preview.layout import (
+    bytes_text,
+    heading,
+    seconds_text,
+    table,
+    wrapped,
+)
+from megatron_paradyse.preview.peak_parts import peak_parts
+from megatron_paradyse.preview.setup import Setup
+
+ALIKE = 5e-4  # a difference that would print as 0.0%
+PLAN_WIDTH = 52
+
+
+def plan_report(setup: Setup, found: Sequence[Forecast]) -> str:
+    """Everything but --explain."""
+    parts = [heading(setup), _table(setup, found)]
+    parts += [_rivals(setup, one) for one in found]
+    notes = _notes(setup, found)
+    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
+
+
+def _table(setup: Setup, found: Sequence[Forecast]) -> str:
+    limited = setup.limited
+    header = ["tokens", "seconds", "peak", *(["of budget"] if limited else []), "plan"]
+    blank = [""] * (len(header) - 1)
+    rows = []
+    for one in found:
+        share = f"{one.outcome.peak_bytes / one.problem.budget_bytes:.1%}"
+        row = [
+            f"{one.seq_length:,}{'' if one.profiled else '*'}",
+            seconds_text(one.seconds),
+            bytes_text(one.outcome.peak_bytes),
+            *([share if one.outcome.fits else f"{share}!"] if limited else []),
+        ]
+        first, *rest = textwrap.wrap(one.outcome.plan.runs(), PLAN_WIDTH, break_on_hyphens=False)
+        rows += [[*row, first], *([*blank, line] for line in rest)]
+    return table(header, rows, left=[len(header) - 1])
+
+
+def _rivals(setup: Setup, one: Forecast) -> str:
+    lines = [f"{one.seq_length:,} tokens:"]
+    if not one.outcome.fits:
+        lines.append(wrapped(_nothing_fits(setup, one), indent="  "))
+    elif setup.limited and not any(r.kind == UNIFORM for r in one.rivals):
+        lines.append("  no other single strategy fits")
+    lines += [wrapped(rival_text(one, rival), indent="  ") for rival in one.rivals]
+    if not one.rivals:
+        lines.append("  no other plan is possible")
+    return "\n".join(lines)
+
+
+def _nothing_fits(setup: Setup, one: Forecast) -> str:
+    refuses = setup.policies.settings.over_budget == "refuse"
+    then = "training refuses it" if refuses else "training warns and runs this plan of least peak"
+    return (
+        f"no plan fits: the least peak is {bytes_text(one.outcome.exceeds_bytes)} above the "
+        f"budget; {then}"
+    )
+
+
+def rival_text(one: Forecast, rival: Rival) -> str:
+    """What the rival is, and why it lost."""
+    plan = rival.outcome.plan.runs()
+    titles = {
+        UNIFORM: f"the best other single strategy that fits, {rival.name}",
+        UNLIMITED_MEMORY: f"with unlimited memory, {plan}",
+    }
+    title = titles.get(rival.kind, f"the best plan without {rival.name}, {plan}")
+    return f"{title}: {why_it_lost(one, rival.outcome)}"
+
+
+def why_it_lost(one: Forecast, other: Outcome) -> str:
+    """Slower by so many percent of the whole microbatch, or above the budget by so much."""
+    ratio = (other.seconds + one.edge_seconds) / one.seconds - 1
+    if abs(ratio) < ALIKE:
+        speed = "as fast"
+    else:
+        speed = f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
+    if other.fits or not one.outcome.fits:
+        more = other.peak_bytes - one.outcome.peak_bytes
+        size = f"peak {bytes_text(abs(more))} {'higher' if more > 0 else 'lower'}"
+        return f"{speed}, {size}" if more else speed
+    return f"{speed}, but exceeds the budget by {bytes_text(other.exceeds_bytes)}"
+
+
+def _notes(setup: Setup, found: Sequence[Forecast]) -> list[str]:
+    notes = []
+    if any(not one.profiled for one in found):
+        lengths = setup.policies.costs.file.table.lengths()
+        notes.append(
+            f"* outside what was profiled of this plan (of all: {lengths[0]:,} to {lengths[-1]:,} "
+            "tokens): extrapolated by the fitted model"
+        )
+    if any(not one.outcome.fits for one in found):
+        notes.append("! no plan fits: see above")
+    notes.append("seconds: a microbatch's layers, embedding and head" + _passes(found))
+    if setup.description.source != "measured":
+        notes.append(f"these costs are {setup.description.source}, not measured on such ranks")
+    return [wrapped(note) for note in notes]
+
+
+def _passes(found: Sequence[Forecast]) -> str:
+    return ", forward only" if found[0].problem.forward_only else ", forward and backward"
+
+
+def plan_values(setup: Setup, found: Sequence[Forecast]) -> dict[str, Any]:
+    """The same for machines; seconds and bytes."""
+    d = setup.description
+    return {
+        "costs": setup.policies.costs.file.path,
+        "source": d.source,
+        "date": d.date,
+        "hardware": d.hardware.name,
+        "p": d.p,
+        "num_layers": setup.policies.num_layers,
+        "policy": setup.policies.settings.policy,
+        "granularity": setup.policies.settings.granularity,
+        "budget_bytes": setup.stage.budget_bytes if setup.limited else None,
+        "margin": setup.stage.margin,
+        "lengths": [_values(setup, one) for one in found],
+    }
+
+
+def _values(setup: Setup, one: Forecast) -> dict[str, Any]:
+    return {
+        "seq_length": one.seq_length,
+        "batch_size": one.batch_size,
+        "planned_length": one.planned_length,
+        "extrapolated": not one.profiled,
+        **outcome_values(one.outcome),
+        "seconds": one.seconds,
+        "edge_seconds": one.edge_seconds,
+        "peak": dataclasses.asdict(peak_parts(setup, one)),
+        "rivals": [
+            {"kind": rival.kind, "name": rival.name, **outcome_values(rival.outcome)}
+            for rival in one.rivals
+        ],
+    }
+
+
+def outcome_values(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "plan": outcome.plan.runs(),
+        "layer_seconds": outcome.seconds,
+        "peak_bytes": outcome.peak_bytes,
+        "exceeds_bytes": outcome.exceeds_bytes,
+    }

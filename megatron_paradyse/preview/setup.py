@@ -1,0 +1,144 @@
+"""The policy that training would make, from the options of the commands."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_paradyse.costs.description import Description, Hardware
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.from_costs import Stage
+from megatron_paradyse.planner.from_file import (
+    RESERVE_SHARE,
+    UNLIMITED,
+    FilePolicies,
+    parameters,
+    read_costs,
+)
+from megatron_paradyse.planner.pipeline import in_flight
+from megatron_paradyse.planner.policies import CostPolicy
+from megatron_paradyse.policy import cost_policy_kind
+from megatron_paradyse.settings import Settings, make_settings
+from megatron_paradyse.units import parse_bytes
+
+MAX_LAYERS = 100_000
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The pipeline that the costs are planned for; stage counts from 1."""
+
+    num_stages: int = 1
+    stage: int = 1
+    num_microbatches: int | None = None  # default: as many as stages
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A policy by cost, without smoothing: what was planned before has no part in it.
+
+    budget: what the budget is and where it comes from, in words. layers: those of the stage.
+    """
+
+    policies: FilePolicies
+    stage: Stage
+    policy: CostPolicy
+    layers: tuple[int, ...]
+    budget: str
+    grid: Grid
+
+    @property
+    def description(self) -> Description:
+        return self.policies.costs.file.table.description
+
+    @property
+    def limited(self) -> bool:
+        return self.stage.budget_bytes < UNLIMITED
+
+    def with_budget(self, share: float) -> CostPolicy:
+        """The same policy with that share of the memory."""
+        budget = int(self.stage.budget_bytes * share)
+        stage = dataclasses.replace(self.stage, budget_bytes=budget)
+        return self.policies.policy(stage, smooth=False)
+
+
+def make_setup(
+    costs: str,
+    flags: dict[str, Any],
+    config: str | None = None,
+    *,
+    num_layers: int | None = None,
+    grid: Grid | None = None,
+) -> Setup:
+    """flags: values of Settings, None where not given; config: a YAML file of settings.
+
+    UserError for a policy that does not choose by cost, a file without costs, or no room.
+    """
+    grid = grid or Grid()
+    settings = _settings(costs, flags, config)
+    read = read_costs(settings)
+    shape = read.file.table.description.model
+    num_layers = shape.num_layers if num_layers is None else num_layers
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise UserError(f"a model has 1 to {MAX_LAYERS:,} layers, got {num_layers:,}")
+    budget_bytes, budget = _budget(settings, read.file.table.description.hardware)
+    policies = FilePolicies(settings, read, budget_bytes, num_layers=num_layers)
+    layers = _layers(num_layers, grid)
+    first, last = grid.stage == 1, grid.stage == grid.num_stages
+    own = parameters(shape, len(layers), edge=first or last)
+    share = own / parameters(shape, num_layers) if grid.num_stages > 1 else 1.0
+    stage = policies.stage(
+        share=share,
+        has_embedding=first,
+        has_head=last,
+        num_in_flight=in_flight(
+            grid.stage - 1, grid.num_stages, grid.num_microbatches or grid.num_stages
+        ),
+    )
+    policies.check_room(stage, share)
+    policy = policies.policy(stage, smooth=False)
+    return Setup(policies, stage, policy, layers, budget, grid)
+
+
+def _settings(costs: str, flags: dict[str, Any], config: str | None) -> Settings:
+    settings = make_settings(flags, config)
+    if flags.get("policy") is None and cost_policy_kind(settings) is None:
+        settings = dataclasses.replace(settings, policy="optimal")  # the file's is for training
+    if cost_policy_kind(settings) is None:
+        raise UserError(
+            f"policy {settings.policy!r} does not choose by cost: give optimal, heuristic, or "
+            "heuristic:no-prune,no-mix,..."
+        )
+    return dataclasses.replace(settings, cost_model=costs)
+
+
+def _budget(settings: Settings, hardware: Hardware) -> tuple[int, str]:
+    """Bytes of a rank, and the same in words."""
+    if settings.memory_budget is not None:
+        budget = parse_bytes(settings.memory_budget)
+        if budget <= 0:
+            raise UserError(
+                f"a memory budget of {settings.memory_budget} holds nothing: give the memory of a "
+                "rank, such as 76GiB"
+            )
+        return budget, "as given"
+    if hardware.kind == "cuda":
+        reserve = int(RESERVE_SHARE * hardware.memory_bytes)
+        total = f"{hardware.memory_bytes / 2**30:.2f} GiB"
+        return hardware.memory_bytes - reserve, f"{hardware.name}, {total} less {RESERVE_SHARE:.0%}"
+    return UNLIMITED, "none: on a CPU only --memory-budget sets one"
+
+
+def _layers(num_layers: int, grid: Grid) -> tuple[int, ...]:
+    if not 1 <= grid.stage <= grid.num_stages:
+        raise UserError(
+            f"pipeline stage {grid.stage} of {grid.num_stages}: stages are numbered from 1"
+        )
+    if num_layers % grid.num_stages:
+        raise UserError(
+            f"{num_layers} layers do not divide into {grid.num_stages} pipeline stages: give a "
+            "number of stages that divides them"
+        )
+    each = num_layers // grid.num_stages
+    return tuple(range((grid.stage - 1) * each + 1, grid.stage * each + 1))

@@ -1,0 +1,70 @@
+"""Stages and policies of a cost file: what is always there, and Megatron's gather buffer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.from_file import FilePolicies, read_costs
+from megatron_paradyse.settings import Settings
+from tests.train.synthetic_costs import LENGTHS, write_costs
+
+BUFFER = 256 * 4  # bytes a token: h, float32
+LAYERS = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    path = write_costs(tmp_path_factory.mktemp("costs") / "costs.json")
+    return Settings(policy="optimal", cost_model=str(path), head_tile=128)
+
+
+def policies(settings, budget_bytes=150_000_000, **more):
+    return FilePolicies(settings, read_costs(settings), budget_bytes, **more)
+
+
+def problem(settings, s, **parts):
+    made = policies(settings)
+    return made.policy(made.stage(**parts), smooth=False).problem(LAYERS, 1, s, False)
+
+
+def test_the_buffer_is_everybodys_up_to_a_tile_and_megatron_ts_own_above(settings):
+    below, above = problem(settings, 128), problem(settings, 192)
+    static = policies(settings).stage().static_bytes
+    # the embedding keeps 4 bytes a token by the laws; fitted, and rounded to whole bytes
+    assert below.base_bytes == pytest.approx(static + (4 + BUFFER) * 128, abs=1)
+    assert above.base_bytes == pytest.approx(static + 4 * 192, abs=1)
+    assert below.gather_bytes == 0 and above.gather_bytes == BUFFER * 192
+    for options in above.layers.values():
+        for choice in (*options.attention, *options.mlp):
+            assert choice.gathers == (choice.name == "megatron_ts")
+
+
+def test_without_a_head_on_the_stage_only_megatron_ts_has_the_buffer(settings):
+    assert problem(settings, 64, has_head=False).gather_bytes == BUFFER * 64
+
+
+@pytest.mark.parametrize("case", ["no tiles", "in flight", "experts"])
+def test_the_buffer_is_always_there_where_others_may_make_it(case, settings):
+    if case == "no tiles":
+        settings = dataclasses.replace(settings, head_tile="off")
+    made = policies(settings, megatron_mlp=case == "experts")
+    stage = made.stage(num_in_flight=2 if case == "in flight" else 1)
+    found = made.policy(stage, smooth=False).problem(LAYERS, 1, 192, False)
+    assert found.gather_bytes == 0
+    assert found.base_bytes >= stage.static_bytes + BUFFER * 192
+
+
+def test_the_files_static_bytes_hold_the_buffer_of_its_longest_length(settings):
+    assert policies(settings).stage().static_bytes == 1e8 - BUFFER * max(LENGTHS)
+    half = policies(settings).stage(share=0.5)
+    assert half.static_bytes == (1e8 - BUFFER * max(LENGTHS)) / 2
+
+
+def test_what_is_always_there_must_fit(settings):
+    made = policies(settings, 50_000_000)
+    with pytest.raises(UserError, match=r"parameters, gradients and optimizer take 0\.09 GiB"):
+        made.check_room(made.stage())
+    made.check_room(made.stage(share=0.4), 0.4)

@@ -1,0 +1,91 @@
+"""`megatron-paradyse max-length`: the limits are those of the predicted peaks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_paradyse.cli import cli
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.preview.forecast import alone
+from megatron_paradyse.preview.longest import find_longest, longest
+from megatron_paradyse.preview.setup import make_setup
+from tests.train.synthetic_costs import write_costs
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    return str(write_costs(tmp_path_factory.mktemp("costs") / "costs.json"))
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["max-length", *(str(a) for a in arguments)])
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_limits_fit_and_one_step_more_does_not(batch_size, costs):
+    setup = make_setup(costs, {"memory_budget": "400MB"})
+    found = find_longest(setup, batch_size)
+    step = found.alignment
+
+    def problem(tokens):
+        return setup.policy.problem(setup.layers, batch_size, tokens, False)
+
+    assert {limit.strategy for limit in found.single} == set(setup.policies.costs.strategies)
+    for limit in found.single:
+        assert alone(problem(limit.tokens))[limit.strategy].fits and limit.tokens % step == 0
+        assert not alone(problem(limit.tokens + step))[limit.strategy].fits
+    ours = found.paradyse.tokens
+    assert setup.policy.planner.plan(problem(ours)).fits
+    assert not setup.policy.planner.plan(problem(ours + step)).fits
+    assert ours >= max(limit.tokens for limit in found.single) > 0
+
+
+def test_a_mix_of_strategies_reaches_further_than_any_alone(costs):
+    """Halves that keep little beside halves that need little: by the laws of the costs."""
+    found = find_longest(make_setup(costs, {"memory_budget": "1GB"}))
+    ratio = found.ratio()
+    assert ratio is not None and ratio >= 1
+    assert found.ratio(recompute=False) > 1.5  # +recompute keeps a quarter of what metp does
+
+
+def test_the_longest_is_found_behind_lengths_that_do_not_fit():
+    """Where the head begins to go in tiles, more tokens can need less."""
+    assert longest(lambda s: s <= 640 or 1024 <= s <= 5000, 64) == 4992
+    assert longest(lambda s: False, 64) == 0
+    assert longest(lambda s: s <= 64, 64) == 64
+    with pytest.raises(UserError, match="tokens still fit"):
+        longest(lambda s: True, 64)
+
+
+def test_what_is_extrapolated_is_marked(costs):
+    output = run(costs, "--memory-budget", "200MB").output
+    assert "extrapolated by the fitted model" in output
+    rows = {line.split()[0]: line for line in output.splitlines() if "%" in line}
+    assert "*" in rows["metp+recompute"] and "*" not in rows["megatron_ts"]
+    values = json.loads(run(costs, "--memory-budget", "200MB", "--json").output)
+    marked = {row["strategy"] for row in values["single"] if row["tokens"] > 256}
+    assert marked == {row["strategy"] for row in values["single"] if row["extrapolated"]}
+
+
+def test_a_budget_that_nothing_fits_says_so(costs):
+    output = run(costs, "--memory-budget", "100.1MB", "--memory-margin", 0).output
+    assert "Not even 64 tokens fit: give a larger budget" in output
+    assert output.count("none fits") == 5
+
+
+def test_without_a_budget_there_is_no_limit(costs):
+    result = run(costs)
+    assert result.exit_code == 1 and "give --memory-budget, such as 76GiB" in result.output
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_figure_is_drawn_all_or_nothing(suffix, costs, tmp_path):
+    path = tmp_path / f"longest{suffix}"
+    result = run(costs, "--memory-budget", "400MB", "--figure", path)
+    assert result.exit_code == 0, result.output
+    assert path.stat().st_size > 5000 and [p.name for p in tmp_path.iterdir()] == [path.name]
+    refused = run(costs, "--memory-budget", "400MB", "--figure", tmp_path / "x.gif")
+    assert "a figure ends in .png, .svg or .pdf" in refused.output

@@ -1,0 +1,196 @@
+"""`megatron-paradyse plan`: the policy of training, asked beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_paradyse.cli import cli
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.preview import commands
+from megatron_paradyse.preview.explain import explanation
+from megatron_paradyse.preview.forecast import UNIFORM, UNLIMITED_MEMORY, WITHOUT, forecast
+from megatron_paradyse.preview.layout import WIDTH
+from megatron_paradyse.preview.peak_parts import peak_parts
+from megatron_paradyse.preview.setup import Grid, make_setup
+from megatron_paradyse.settings import GRANULARITY_CHOICES
+from tests.train.synthetic_costs import write_costs
+
+LENGTHS = (16, 64, 200, 256, 512)
+BUDGET = {"memory_budget": "150MB"}
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    return str(write_costs(tmp_path_factory.mktemp("costs") / "costs.json"))
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, [str(a) for a in arguments])
+
+
+@pytest.mark.parametrize("command", [["plan", "--lengths", "64,256"], ["max-length"]])
+def test_the_commands_load_neither_torch_nor_megatron_nor_xgboost(command, costs):
+    script = (
+        "import sys\n"
+        "from megatron_paradyse.cli import cli\n"
+        f"cli({[command[0], costs, *command[1:], '--memory-budget', '150MB']}, "
+        "standalone_mode=False)\n"
+        "print(sorted({n.split('.')[0] for n in sys.modules} & {'torch', 'megatron', 'xgboost'}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("policy", ["optimal", "heuristic", "heuristic:no-mix"])
+@pytest.mark.parametrize("granularity", GRANULARITY_CHOICES)
+def test_forecasts_are_what_the_policy_answers(policy, granularity, costs):
+    setup = make_setup(costs, {**BUDGET, "policy": policy, "granularity": granularity})
+    for s in LENGTHS:
+        for forward_only in (False, True):
+            expected = setup.policy.outcome(1, s, setup.layers, forward_only=forward_only)
+            assert forecast(setup, s, forward_only=forward_only).outcome == expected
+
+
+def test_rivals_lose_by_time_or_by_memory(costs):
+    kinds = set()
+    for budget in ("120MB", "150MB", "250MB"):
+        setup = make_setup(costs, {"memory_budget": budget})
+        for s in LENGTHS:
+            one = forecast(setup, s)
+            for rival in one.rivals:
+                kinds.add(rival.kind)
+                assert rival.outcome.plan != one.outcome.plan
+                if rival.kind == UNLIMITED_MEMORY:
+                    assert not rival.outcome.fits
+                elif one.outcome.fits and rival.outcome.fits:
+                    assert rival.outcome.seconds >= one.outcome.seconds * (1 - 1e-9)
+                if rival.kind == WITHOUT:
+                    name, half = rival.name.split()
+                    choices = rival.outcome.plan.layers.values()
+                    assert name not in {getattr(c, half.lower()) for c in choices}
+    assert kinds == {UNIFORM, UNLIMITED_MEMORY, WITHOUT}
+
+
+GRIDS = {"one stage": Grid(), "first of 2": Grid(2, 1), "last of 2": Grid(2, 2, 8)}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_the_parts_of_a_peak_are_its_sum(grid, forward_only, costs):
+    for budget in ("110MB", "150MB"):
+        setup = make_setup(costs, {"memory_budget": budget}, grid=GRIDS[grid])
+        for s in LENGTHS:
+            one = forecast(setup, s, forward_only=forward_only)
+            parts = peak_parts(setup, one)
+            sizes = [value for value in vars(parts).values() if isinstance(value, int)]
+            assert sum(sizes) == one.outcome.peak_bytes and min(sizes) >= 0
+            assert bool(parts.in_flight) == (grid == "first of 2" and not forward_only)
+
+
+def test_explanations_name_costs_fits_peak_and_other_budgets(costs):
+    setup = make_setup(costs, BUDGET)
+    text = explanation(setup, forecast(setup, 250))
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert text.startswith("250 tokens, 1 per microbatch; planned as 256\n")
+    # by the law of tests/train/synthetic_costs.py: 12 + 0.12 s ms; 3,000 and 20,000 bytes a token
+    half = ["42.72", "0.732", "4.883"]
+    assert any(line.split() == ["metp+recompute", *half, *half] for line in text.splitlines())
+    assert "The fastest single strategy, ulysses_z, exceeds the budget by 67.3" in " ".join(
+        text.split()
+    )
+    assert rows["static"][:2] == ["95.1", "MiB"]  # 1e8 less the buffer at 256 tokens
+    for words in (
+        "Lost: with unlimited memory, 1-4 ulysses_z: ",
+        "With 10% more memory, 157.4 MiB",
+    ):
+        assert words in text
+    assert "With 10% less memory, 128.7 MiB: 1-4 metp, 4.4% slower" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_reports_are_at_most_100_columns_and_say_where_costs_come_from(costs):
+    output = run("plan", costs, "--lengths", "64,256,1M", "--memory-budget", "150MB").output
+    assert "simulated 2026-11-21: 4 x synthetic" in output.replace("\n  ", " ")
+    assert "1,048,576*" in output and "extrapolated by the fitted model" in output
+    assert "no plan fits: the least peak is" in output
+    assert max(len(line) for line in output.splitlines() if "costs.json" not in line) <= WIDTH
+
+
+def test_json_holds_what_the_table_says(costs):
+    result = run("plan", costs, "--lengths", "64,256", "--memory-budget", "150MB", "--json")
+    values = json.loads(result.output)
+    assert values["source"] == "simulated" and values["budget_bytes"] == 150_000_000
+    for row in values["lengths"]:
+        parts = [size for size in row["peak"].values() if isinstance(size, int)]
+        assert sum(parts) == row["peak_bytes"] and row["rivals"]
+        assert row["seconds"] == pytest.approx(row["layer_seconds"] + row["edge_seconds"])
+
+
+def test_a_cpu_file_has_no_budget_and_a_gpu_file_its_memory_less_a_reserve(costs, tmp_path):
+    assert "memory budget of a rank: none" in run("plan", costs, "--lengths", "64").output
+    file = read_cost_file(costs)
+    hardware = dataclasses.replace(file.table.description.hardware, kind="cuda")
+    description = dataclasses.replace(file.table.description, hardware=hardware)
+    table = dataclasses.replace(file.table, description=description)
+    write_cost_file(tmp_path / "gpu.json", table, file.require_model())
+    setup = make_setup(str(tmp_path / "gpu.json"), {})
+    assert setup.stage.budget_bytes == (1 << 33) - int(0.05 * (1 << 33))
+
+
+def test_more_layers_have_more_static_bytes_and_longer_plans(costs):
+    four, eight = (make_setup(costs, {}, num_layers=n) for n in (None, 8))
+    assert eight.stage.static_bytes > 1.9 * four.stage.static_bytes
+    assert len(forecast(eight, 64).outcome.plan.layers) == 8
+
+
+def test_settings_of_a_training_are_read_from_its_yaml(costs, tmp_path):
+    config = tmp_path / "settings.yaml"
+    config.write_text("policy: fixed:metp\nlayers: {1-2: [metp]}\nmemory_budget: 150MB\n")
+    output = run("plan", costs, "--lengths", "64", "--config", config, "--json").output
+    values = json.loads(output)
+    assert values["policy"] == "optimal" and values["lengths"][0]["plan"].startswith("1-2 metp")
+
+
+REFUSED = {
+    "strategy": (["--lengths", "64", "--strategies", "metp,foo"], "no strategy named 'foo'"),
+    "unknown here": (
+        ["--lengths", "64", "--strategies", "colossal_z"],
+        "has no costs of colossal_z: profile it, or choose among megatron_ts",
+    ),
+    "lengths": (["--lengths", "1K,x"], "a count is written like 4096, 128K or 1.5M"),
+    "no length": (["--lengths", "0"], "lengths of at least 1 token, such as 1K,32K,300K"),
+    "zero budget": (["--lengths", "64", "--memory-budget", "0GiB"], "holds nothing: give"),
+    "no room": (
+        ["--lengths", "64", "--memory-budget", "50MB"],
+        "parameters, gradients and optimizer take 0.09 GiB of a memory budget of 0.05 GiB",
+    ),
+    "policy": (["--lengths", "64", "--policy", "fixed:metp"], "does not choose by cost: give"),
+    "stages": (["--lengths", "64", "--pipeline-stages", "3"], "4 layers do not divide into 3"),
+    "stage": (["--lengths", "64", "--pipeline-stage", "2"], "stages are numbered from 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_line_with_the_remedy(case, costs):
+    flags, message = REFUSED[case]
+    result = run("plan", costs, *flags)
+    assert result.exit_code != 0 and message in result.output
+    assert len(result.output.splitlines()) == 1 and result.output.startswith("error: ")
+
+
+def test_files_without_costs_are_refused(costs, tmp_path):
+    write_cost_file(tmp_path / "raw.json", read_cost_file(costs).table)
+    assert "run megatron-paradyse fit" in run("plan", tmp_path / "raw.json", "--lengths", 1).output
+    assert "does not exist" in run("plan", tmp_path / "none.json", "--lengths", 1).output
+
+
+def test_choices_in_the_help_are_those_of_the_settings():
+    assert commands.GRANULARITIES == GRANULARITY_CHOICES
