@@ -41,6 +41,7 @@ COMMANDS = {
         "megatron_paradyse.costs.commands:accuracy",
         "Say how wrong the cost models are.",
     ),
+    "report": ("megatron_paradyse.report.commands:report", "Draw a training from its trace."),
 }
 
 
