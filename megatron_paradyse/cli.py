@@ -41,7 +41,15 @@ COMMANDS = {
         "megatron_paradyse.costs.commands:accuracy",
         "Say how wrong the cost models are.",
     ),
+    "train": (
+        "megatron_paradyse.train_command:train",
+        "Start a training that a YAML file describes.",
+    ),
     "report": ("megatron_paradyse.report.commands:report", "Draw a training from its trace."),
+    "doctor": (
+        "megatron_paradyse.doctor.commands:doctor",
+        "Say what this machine lacks for training.",
+    ),
 }
 
 

@@ -24,7 +24,7 @@ MODULES = {
 # Tables of numbers and choices among names: never tensors, never Megatron.
 WITHOUT_TORCH = ("plan", "plan_file", "policy", "settings", "errors", "units", "strategies")
 WITHOUT_TORCH += ("simulator.hardware", "simulator.network", "simulator.models", "train.summary")
-WITHOUT_TORCH += ("report.figures", "report.page")
+WITHOUT_TORCH += ("report.figures", "report.page", "train_command", "doctor.checks")
 # Each may import those after it, besides errors and units; nothing below imports what is above.
 LAYERS = (
     ("cli",),
