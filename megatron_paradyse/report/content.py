@@ -13,6 +13,8 @@ from megatron_paradyse.report.records import Run
 from megatron_paradyse.report.trace_file import Trace
 from megatron_paradyse.train.summary import FixedEstimate
 
+THIS_RUN = ("measured", "predicted")  # names of its curves
+
 
 @dataclass(frozen=True)
 class Curve:

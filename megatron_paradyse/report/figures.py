@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_paradyse.report import cost_figures, plan_figures, run_figures
-from megatron_paradyse.report.content import Content
+from megatron_paradyse.report.content import THIS_RUN, Content
 from megatron_paradyse.report.style import Look, make_figure, save_png, short, to_svg
 from megatron_paradyse.units import format_count
 
@@ -86,11 +86,11 @@ def _share_words(content: Content) -> str:
 
 
 def _cumulative_words(content: Content) -> str:
-    unfit = [one for one in content.fixed if one.num_unfit]
-    best = content.best_fixed
-    said = f"{len(unfit)} of {len(content.fixed)} single strategies do not fit every microbatch"
-    if best is not None:
-        said += f"; the fastest that does is {short(best.name)}"
+    alone = [curve for name, curve in content.cumulative.items() if name not in THIS_RUN]
+    unfit = sum(curve.oom_length is not None for curve in alone)
+    said = f"{unfit} of {len(alone)} single strategies do not fit every microbatch"
+    if content.best_fixed is not None:
+        said += f"; the fastest that does is {short(content.best_fixed.name)}"
     return (
         f"{said}. Curves of single strategies are estimates by the cost model, to be compared "
         "with this run's prediction; each ends where the next peak is predicted over the budget."

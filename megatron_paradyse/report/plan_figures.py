@@ -68,7 +68,7 @@ def draw_plan_map(figure, content: Content, look: Look) -> None:
     if len(layers) <= LAYERS_WITH_LINES:
         axes.hlines([n + 0.5 for n in layers[:-1]], -0.6, len(columns) - 0.4, color="white", lw=1.2)
     axes.set_xlabel("sequence length up to (tokens, K = 1024)")
-    axes.set_ylabel("layer" if step == 1 else f"layer (every {step}th drawn)")
+    axes.set_ylabel("layer" if step == 1 else f"layer (one in {step} drawn)")
     axes.set_title("left half of a column: attention; right half: MLP")
     used = {name for plan in shown.values() for c in plan.values() for name in (c.attention, c.mlp)}
     _legend(figure, [styles[name] for name in styles if name in used], look)
@@ -130,7 +130,8 @@ def draw_shares(figure, content: Content, look: Look) -> None:
                 edgecolor="white",
             )
             what = "layers" if alpha == 1 else "time"
-            axes.bar_label(bar, [f"{percent:.1f}% of {what}"], fontsize=7.5, padding=3)
+            size = 7.5 if len(names) <= 10 else 5.5
+            axes.bar_label(bar, [f"{percent:.1f}% of {what}"], fontsize=size, padding=3)
     axes.set_yticks(range(len(names)), [styles[name].label for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     largest = max([*content.layer_shares.values(), *content.time_shares.values()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_paradyse.report.content import Content
+from megatron_paradyse.report.content import THIS_RUN, Content
 from megatron_paradyse.report.cost_figures import MOST_CURVES, thinned
 from megatron_paradyse.report.style import (
     ACCENT,
@@ -71,7 +71,7 @@ def draw_memory(figure, content: Content, look: Look) -> None:
 def draw_cumulative(figure, content: Content, look: Look) -> None:
     """Time of the layers over microbatches from short to long, beside each strategy alone."""
     curves = content.cumulative
-    names = [name for name in curves if name not in ("measured", "predicted")]
+    names = [name for name in curves if name not in THIS_RUN]
     styles = styles_of(names[:MOST_CURVES])
     axes = figure.add_subplot()
     for name, style in styles.items():

@@ -182,7 +182,7 @@ def warning_lines(trace: Trace) -> list[str]:
     ]
     if trace.microbatches.step > 1:
         lines.append(
-            f"{name}: figures show every {trace.microbatches.step}th of "
+            f"{name}: figures show one in {trace.microbatches.step} of "
             f"{trace.microbatches.count:,} microbatches; sums are of all"
         )
     if trace.summary.shapeless:

@@ -52,6 +52,14 @@ class ShapeTotals:
     predicted_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """One strategy on every layer of one microbatch: predicted seconds, and whether it fits."""
+
+    seconds: float
+    fits: bool
+
+
 @dataclass(frozen=True)
 class FixedEstimate:
     """One strategy everywhere, by the cost model: seconds of what fits, and how many do not."""
@@ -76,6 +84,7 @@ class Summary:
         self._second_shares: defaultdict[str, float] = defaultdict(float)
         self._errors = RunningMedian()
         self._shapes: dict[Shape, ShapeTotals] = {}
+        self._uniforms: dict[Shape, dict[str, Uniform]] = {}
 
     def add(self, microbatches: Sequence[Microbatch]) -> None:
         for microbatch in microbatches:
@@ -154,12 +163,16 @@ class Summary:
         """Of all microbatches that have a prediction and a measurement."""
         return sum(totals.predicted_seconds for totals in self._shapes.values())
 
-    def uniforms(self, shape: Shape) -> dict[str, Outcome]:
-        """What each strategy alone would cost at a shape, by the cost model."""
-        found: dict[str, Outcome] = {}
-        for policy in self._policies:
-            found = policy.uniforms(*shape) | found
-        return found
+    def uniforms(self, shape: Shape) -> dict[str, Uniform]:
+        """What each strategy alone would cost at a shape, by the cost model: computed once."""
+        if shape not in self._uniforms:
+            found: dict[str, Outcome] = {}
+            for policy in self._policies:
+                found = policy.uniforms(*shape) | found
+            self._uniforms[shape] = {
+                name: Uniform(outcome.seconds, outcome.fits) for name, outcome in found.items()
+            }
+        return self._uniforms[shape]
 
     def fixed_estimates(self) -> list[FixedEstimate]:
         """Every strategy alone on the microbatches that have predictions."""

@@ -126,7 +126,7 @@ def test_strategies_over_the_budget_are_told_and_never_the_best(tmp_path, costs)
     assert unfit and "metp+recompute" not in unfit
     assert content.best_fixed is not None and content.best_fixed.name not in unfit
     for name, curve in content.cumulative.items():
-        assert (curve.oom_length is not None) == (name in unfit)
+        assert (curve.oom_length is not None) == (name in unfit), name
         assert all(s < (curve.oom_length or 1 << 40) for s in curve.lengths)
 
 

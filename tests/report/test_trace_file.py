@@ -91,7 +91,7 @@ def test_rows_are_thinned_and_sums_are_of_all(tmp_path, monkeypatch):
     assert [row.iteration for row in trace.microbatches.rows] == list(range(1, 101, 8))
     assert trace.summary.microbatches == 100 and trace.tokens == 100_000
     assert trace.summary.seconds == pytest.approx(10.0)
-    assert "every 8th of 100 microbatches" in warning_lines(trace)[0]
+    assert "one in 8 of 100 microbatches" in warning_lines(trace)[0]
 
 
 def test_memory_stays_bounded_however_different_the_lines_are(tmp_path, monkeypatch):
