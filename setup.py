@@ -13,6 +13,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    package_data={"megatron_paradyse.report": ["page.html"]},
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_paradyse", "megatron_paradyse.*"]),
     install_requires=[
@@ -24,6 +25,7 @@ setup(
         "click",
         "rich",
         "matplotlib",
+        "Jinja2",
         # What megatron.training imports beyond megatron-core's own requirements.
         "accelerate",
         "einops",

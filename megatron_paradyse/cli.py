@@ -49,6 +49,15 @@ COMMANDS = {
         "megatron_paradyse.preview.commands:max_length",
         "Tell the longest sequence that each strategy can train.",
     ),
+    "train": (
+        "megatron_paradyse.train_command:train",
+        "Start a training that a YAML file describes.",
+    ),
+    "report": ("megatron_paradyse.report.commands:report", "Draw a training from its trace."),
+    "doctor": (
+        "megatron_paradyse.doctor.commands:doctor",
+        "Say what this machine lacks for training.",
+    ),
 }
 
 

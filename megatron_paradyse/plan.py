@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_paradyse.errors import UserError
+
 MEGATRON_TS = "megatron_ts"
+MOST_LAYERS = 1024  # of a plan that is read
+_RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))? ([^/,]+)(?:/([^,]+))?")
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,23 @@ class Plan:
             f"{first if first == last else f'{first}-{last}'} {_pair(choice)}"
             for first, last, choice in runs
         )
+
+
+def parse_runs(text: str) -> Plan:
+    """The plan that Plan.runs() wrote; UserError for any other text."""
+    layers: dict[int, LayerChoice] = {}
+    for run in text.split(", "):
+        match = _RUN.fullmatch(run)
+        first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if match is None or not 1 <= first <= last or last - first >= MOST_LAYERS:
+            raise UserError(f"{run!r:.60} is no run of layers such as '1-3 megatron_ts'")
+        choice = LayerChoice(match[3], match[4] or match[3])
+        if not layers.keys().isdisjoint(range(first, last + 1)):
+            raise UserError(f"{text!r:.60} names a layer twice: name each once")
+        layers.update(dict.fromkeys(range(first, last + 1), choice))
+    if len(layers) > MOST_LAYERS:
+        raise UserError(f"a plan of {len(layers)} layers: at most {MOST_LAYERS} are read")
+    return Plan(layers)
 
 
 def _pair(choice: LayerChoice) -> str:

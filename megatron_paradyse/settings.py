@@ -18,6 +18,7 @@ SEQUENCES_CHOICES = ("documents", "fixed")
 LOG_CHOICES = ("megatron", "compact")
 OVER_BUDGET_CHOICES = ("warn", "refuse")
 GRANULARITY_CHOICES = ("operation", "layer", "sequence")
+RUN_FILE_KEY = "paradyse"  # of a file for megatron-paradyse train
 BY_COST = (
     "layers",
     "granularity",
@@ -69,7 +70,8 @@ class Settings:
 def load_yaml_settings(path: str) -> dict[str, Any]:
     """The settings that a YAML file gives, checked against the fields of Settings.
 
-    Raises UserError with the file, the line and the remedy.
+    Of a file for `megatron-paradyse train`, those under its key `paradyse`. Raises UserError with
+    the file, the line and the remedy.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -85,9 +87,17 @@ def load_yaml_settings(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: expected 'key: value' lines")
+    inner = next((value for key, value in root.value if key.value == RUN_FILE_KEY), None)
+    return settings_of(path, root if inner is None else inner)
+
+
+def settings_of(path: str, node: yaml.Node) -> dict[str, Any]:
+    """The settings that a mapping inside a YAML file gives, as load_yaml_settings."""
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path}:{node.start_mark.line + 1}: expected 'key: value' lines")
     known = {field.name for field in dataclasses.fields(Settings)}
     settings: dict[str, Any] = {}
-    for key_node, value_node in root.value:
+    for key_node, value_node in node.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
         key = key_node.value
         if not isinstance(key_node, yaml.ScalarNode) or key not in known:

@@ -23,7 +23,8 @@ MODULES = {
 }
 # Tables of numbers and choices among names: never tensors, never Megatron.
 WITHOUT_TORCH = ("plan", "plan_file", "policy", "settings", "errors", "units", "strategies")
-WITHOUT_TORCH += ("simulator.hardware", "simulator.network", "simulator.models")
+WITHOUT_TORCH += ("simulator.hardware", "simulator.network", "simulator.models", "train.summary")
+WITHOUT_TORCH += ("report.figures", "report.page", "train_command", "doctor.checks")
 # Each may import those after it, besides errors and units; nothing below imports what is above.
 LAYERS = (
     ("cli",),

@@ -17,7 +17,7 @@ A strategy and its +recompute variant share their factors: they run the same cod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +124,13 @@ class Correction:
             return False
         self.seconds, self.bytes = seconds.copy(), peaks.copy()
         return True
+
+    def set_seconds(self, factors: Mapping[str, float]) -> None:
+        """Put given factors into force; names that are not known are left out."""
+        for index, name in enumerate(self.names):
+            most = math.log(MOST_FACTOR)
+            factor = max(factors.get(name, 1.0), 1e-9)
+            self.seconds[index] = min(max(math.log(factor), -most), most)
 
     def drifted(self, ran: Sequence[str]) -> list[str]:
         """What to tell the user of strategies that ran: once for each, a line without newline."""

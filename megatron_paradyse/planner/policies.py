@@ -119,12 +119,16 @@ class CostPolicy:
             self._exceeds(outcome, batch_size, seq_length)
         return outcome
 
-    def uniform(
-        self, strategy: str, batch_size: int, seq_length: int, layer_numbers: Sequence[int]
-    ) -> Outcome | None:
-        """What one strategy on every layer would cost; None where it may not run."""
-        problem = self.problem(tuple(layer_numbers), batch_size, seq_length, False)
-        return evaluate(problem, uniform_plan(tuple(layer_numbers), strategy))
+    def uniforms(
+        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int]
+    ) -> dict[str, Outcome]:
+        """What each strategy alone on every layer would cost, of those that may run everywhere."""
+        numbers = tuple(layer_numbers)
+        problem = self.problem(numbers, batch_size, seq_length, False)
+        outcomes = {
+            name: evaluate(problem, uniform_plan(numbers, name)) for name in self.strategies
+        }
+        return {name: outcome for name, outcome in outcomes.items() if outcome is not None}
 
     def forget(self) -> None:
         """Drop the previous plans that smoothing would keep: as after a restart."""

@@ -56,14 +56,24 @@ class Entry:
 
 def read_entry(path: str, what: str, keys: Sequence[str]) -> Entry:
     """A mapping of no other keys than these; UserError with the line of what is wrong."""
+    return entry_of(path, compose_yaml(path), what, keys)
+
+
+def compose_yaml(path: str) -> yaml.Node | None:
+    """The nodes of a YAML file, None for an empty one; UserError where there are none."""
     try:
-        node = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+        return yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: give an existing YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def entry_of(path: str, node: yaml.Node | None, what: str, keys: Sequence[str]) -> Entry:
+    """A mapping inside a file, as read_entry reads a whole one."""
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path}: {what} is described by 'key: value' lines")
+        place = path if node is None else f"{path}, line {node.start_mark.line + 1}"
+        raise UserError(f"{place}: {what} is described by 'key: value' lines")
     entry = Entry(path, {}, {})
     loader = yaml.SafeLoader("")
     for key_node, value_node in node.value:
@@ -74,6 +84,9 @@ def read_entry(path: str, what: str, keys: Sequence[str]) -> Entry:
             )
         if key in entry.values:
             raise UserError(f"{path}, line {line}: {key} is there twice: keep one")
-        entry.values[key] = loader.construct_object(value_node, deep=True)
+        try:
+            entry.values[key] = loader.construct_object(value_node, deep=True)
+        except yaml.YAMLError as error:
+            raise UserError(f"{path}, line {line}: {' '.join(str(error).split())}") from error
         entry.lines[key] = line
     return entry

@@ -17,6 +17,7 @@ from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.log import IterationLog
+from megatron_paradyse.train.run_record import run_record
 from megatron_paradyse.train.summary import Summary
 from megatron_paradyse.train.telemetry import Microbatch, Telemetry
 from megatron_paradyse.train.trace import Trace
@@ -83,7 +84,9 @@ class Session:
         )
         if cost_policy_kind(self.settings) is None:
             policy = make_policy(self.settings)
-            return attach(policy_of=lambda block: policy)
+            chunks = attach(policy_of=lambda block: policy)
+            self._start_trace(None)
+            return chunks
         if mpu.get_tensor_model_parallel_rank() != 0:
             logging.getLogger("megatron_paradyse.planner").setLevel(logging.ERROR)
         trace = self._trace.path if self._trace else None
@@ -92,7 +95,12 @@ class Session:
         self._made.extend(policy for _, policy in policies.made)
         print_rank_0(policies.describe())
         self._forget_at_saves(policies)
+        self._start_trace(policies)
         return chunks
+
+    def _start_trace(self, policies: CostPolicies | None) -> None:
+        if self._trace is not None:
+            self._trace.start(run_record(self.settings, policies))
 
     def _forget_at_saves(self, policies: CostPolicies) -> None:
         """Smoothing begins anew at every checkpoint: a restart from it then plans alike."""

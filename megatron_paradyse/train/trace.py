@@ -1,6 +1,7 @@
 """The trace: a JSON line per microbatch and per iteration, written by rank 0 of each grid.
 
-kind             "microbatch", "iteration", "correction" or "out_of_memory"
+kind             "run", "microbatch", "iteration", "correction" or "out_of_memory"
+run              at each start: what run_record.py gives
 iteration        from 1, as Megatron counts
 microbatch       batch_size, seq_length (padded), plan (runs of like layers), switched,
                  planner_microseconds, predicted_seconds and predicted_peak_bytes (null where
@@ -47,6 +48,11 @@ class Trace:
                 name = f"{self._path.stem}{place}{self._path.suffix}"
             self._grid = self._path.with_name(name)
         return self._grid
+
+    def start(self, run: dict[str, Any]) -> None:
+        """Write what a training that starts is, on rank 0 of the grid."""
+        if mpu.get_tensor_model_parallel_rank() == 0:
+            self._write([{"kind": "run", **run}])
 
     def iteration(
         self, iteration: int, microbatches: list[Microbatch], values: dict[str, Any]

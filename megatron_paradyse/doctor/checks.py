@@ -1,0 +1,183 @@
+"""The versions that training needs: by metadata, and imported in a process apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+from megatron_paradyse import __version__
+from megatron_paradyse.doctor import FAULT, LACK, OK, Check, machine
+
+PROBE_SECONDS = 120
+MEGATRON = "0.19"
+INSTALL = "pip install -e ."
+APEX = (
+    "git clone https://github.com/NVIDIA/apex && pip install --no-build-isolation "
+    '--config-settings "--build-option=--cpp_ext" --config-settings "--build-option=--cuda_ext" '
+    "./apex"
+)
+# package -> what its lack costs, and what mends it: on a GPU
+ON_GPUS = {
+    "transformer-engine": (
+        "give --transformer-impl local: Megatron's layers run without fused norms",
+        "pip install -e '.[gpu]'",
+    ),
+    "apex": (
+        "give --no-gradient-accumulation-fusion: weight gradients are added in a step of their own",
+        APEX,
+    ),
+    "flash-attn": (
+        "PyTorch's CUDA kernels run the attention",
+        "pip install 'flash-attn>=2.7,<3' --no-build-isolation",
+    ),
+}
+
+
+def check_all() -> list[Check]:
+    """Everything, the machine first."""
+    present = [name for name in ON_GPUS if _version(name)]
+    answers, failure = probe(present)
+    torch = answers.get("torch", {})
+    gpus = torch.get("gpus") or []
+    return [
+        _python(),
+        Check("megatron_paradyse", OK, __version__),
+        _torch(torch, failure),
+        *_backends(torch),
+        _megatron(answers, failure),
+        *(_on_gpus(name, answers, bool(gpus)) for name in ON_GPUS),
+        _needed("numpy"),
+        _xgboost(),
+        *machine.gpus(gpus, torch),
+        *machine.links(len(gpus)),
+        *machine.resources(),
+        *machine.checkout(MEGATRON),
+    ]
+
+
+def probe(names: list[str], *, seconds: float = PROBE_SECONDS) -> tuple[dict[str, Any], str]:
+    """What doctor.probe answers by name, and why it did not answer all: "" if it did."""
+    command = [sys.executable, "-m", "megatron_paradyse.doctor.probe", *names]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    try:
+        process = subprocess.run(
+            command, capture_output=True, env=environment, timeout=seconds, check=False
+        )
+        output, failure = process.stdout, ""
+        if process.returncode:
+            failure = f"ended with code {process.returncode}"
+    except subprocess.TimeoutExpired as error:
+        output, failure = error.stdout or b"", f"no answer within {seconds:g} s"
+    answers: dict[str, Any] = {}
+    begun = ""
+    for line in output.decode("utf-8", "replace").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        begun = values.get("begin", begun)
+        if "name" in values:
+            answers[values["name"]] = values
+    if failure and begun and begun not in answers:
+        answers[begun] = {"error": f"importing it {failure}"}
+    return answers, failure
+
+
+def _version(name: str) -> str:
+    """As installed, "" if it is not."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} ({sys.executable})"
+    return Check("Python", OK, found)  # an older one cannot read this package
+
+
+def _torch(torch: dict[str, Any], failure: str) -> Check:
+    version = _version("torch")
+    if not version:
+        return Check("torch", FAULT, "not installed", "nothing can train", INSTALL)
+    if "version" not in torch:
+        why = torch.get("error") or failure
+        return Check(
+            "torch",
+            FAULT,
+            f"{version}, which cannot be imported: {why}",
+            "nothing can train",
+            "pip install --force-reinstall torch",
+        )
+    build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
+    if not torch["cuda"] and shutil.which("nvidia-smi"):
+        return Check(
+            "torch",
+            LACK,
+            f"{version}, {build}",
+            "GPUs are not used: ranks run on the CPU",
+            "pip install --force-reinstall torch (the build for your CUDA)",
+        )
+    return Check("torch", OK, f"{version}, {build}")
+
+
+def _backends(torch: dict[str, Any]) -> list[Check]:
+    if "version" not in torch:
+        return []
+    checks = []
+    gpus = bool(torch["gpus"])
+    for name, needed in (("gloo", not gpus), ("nccl", gpus)):
+        if torch[name]:
+            checks.append(Check(name, OK, "in this build of torch"))
+        elif needed:
+            cost = f"ranks on {'GPUs' if gpus else 'a CPU'} cannot communicate"
+            remedy = "pip install --force-reinstall torch"
+            checks.append(Check(name, FAULT, "not in this build of torch", cost, remedy))
+    return checks
+
+
+def _megatron(answers: dict[str, Any], failure: str) -> Check:
+    name, version = "megatron-core", _version("megatron-core")
+    remedy = f"pip install 'megatron-core>={MEGATRON},<0.20'"
+    if not version:
+        return Check(name, FAULT, "not installed", "nothing can train", remedy)
+    if not version.startswith(f"{MEGATRON}."):
+        return Check(name, FAULT, version, f"the plugin is made for {MEGATRON}", remedy)
+    answer = answers.get("megatron", {"error": f"importing it {failure or 'gave no answer'}"})
+    if "error" in answer:
+        found = f"{version}, whose training cannot be imported: {answer['error']}"
+        return Check(name, FAULT, found, "nothing can train", INSTALL)
+    return Check(name, OK, version)
+
+
+def _on_gpus(name: str, answers: dict[str, Any], gpus: bool) -> Check:
+    version = _version(name)
+    cost, remedy = ON_GPUS[name]
+    error = answers.get(name, {}).get("error", "")
+    if version and not error:
+        return Check(name, OK, version)
+    found = f"{version}, which cannot be imported: {error}" if version else "not installed"
+    if not gpus:
+        return Check(name, OK, found, "used on GPUs only")
+    return Check(name, LACK, found, cost, remedy)
+
+
+def _needed(name: str) -> Check:
+    version = _version(name)
+    if version:
+        return Check(name, OK, version)
+    return Check(name, FAULT, "not installed", "nothing can train", INSTALL)
+
+
+def _xgboost() -> Check:
+    version = _version("xgboost")
+    if version:
+        return Check("xgboost", OK, version)
+    cost = "megatron-paradyse fit cannot run; a fitted cost file still works"
+    return Check("xgboost", LACK, "not installed", cost, "pip install xgboost")

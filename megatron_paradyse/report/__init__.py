@@ -1,0 +1,1 @@
+"""A trace of a training as one HTML page with figures. No torch."""

@@ -1,0 +1,66 @@
+"""The command `megatron-paradyse report`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from megatron_paradyse.errors import UserError
+
+MOST_TRACES = 256
+
+
+@click.command(
+    epilog="Example: megatron-paradyse report trace.jsonl --costs costs.json --output report.html"
+)
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True)
+@click.option("--costs", metavar="FILE", help="The fitted cost file, for estimates and curves.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    default="report.html",
+    show_default=True,
+    help="The page; its figures as PNG go into the folder FILE-figures beside it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the page's numbers as JSON.")
+def report(traces: tuple[str, ...], costs: str | None, output: str, as_json: bool) -> None:
+    """Draw what training wrote with --paradyse-trace: one HTML page that needs no network.
+
+    With several grids (replicas, pipeline stages), give the trace of each.
+    """
+    from megatron_paradyse.costs.cost_file import read_cost_file
+    from megatron_paradyse.report.content import Content
+    from megatron_paradyse.report.figures import draw_all
+    from megatron_paradyse.report.page import render, write_page
+    from megatron_paradyse.report.trace_file import read_trace, warning_lines
+
+    if len(traces) > MOST_TRACES:
+        raise UserError(f"{len(traces)} traces: give at most {MOST_TRACES}, such as one replica's")
+    page = Path(output)
+    if page.is_dir() or not page.parent.is_dir():
+        raise UserError(f"{output}: give the name of a file in a folder that exists")
+    fitted = None if costs is None else read_cost_file(costs)
+    if fitted is not None:
+        fitted.require_model()
+    content = Content([read_trace(path, fitted) for path in traces], fitted)
+    warnings = [line for trace in content.traces for line in warning_lines(trace)]
+    warnings += content.warnings()
+    for line in warnings:
+        click.echo(f"warning: {line}", err=True)
+    folder = page.with_name(f"{page.stem}-figures")
+    folder.mkdir(exist_ok=True)
+    figures = draw_all(content, os.fspath(folder))
+    write_page(output, render(content, figures, warnings))
+    drawn = [os.fspath(folder / f"{figure.name}.png") for figure in figures if not figure.missing]
+    if as_json:
+        numbers = {**content.as_json(), "output": output, "figures": drawn, "warnings": warnings}
+        click.echo(json.dumps(numbers))
+        return
+    for figure in figures:
+        if figure.missing:
+            click.echo(f"not drawn: {figure.title}: {figure.missing}", err=True)
+    click.echo(f"{len(drawn)} figures in {folder}/, the page is {output}")

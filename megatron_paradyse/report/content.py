@@ -1,0 +1,203 @@
+"""What a report says: numbers from the traces, before any figure or text."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_paradyse.costs.cost_file import CostFile
+from megatron_paradyse.report.records import Run
+from megatron_paradyse.report.trace_file import Trace
+from megatron_paradyse.train.summary import FixedEstimate
+
+THIS_RUN = ("measured", "predicted")  # names of its curves
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Cumulative seconds at ascending lengths; oom_length: where a microbatch does not fit."""
+
+    lengths: tuple[int, ...]
+    seconds: tuple[float, ...]
+    oom_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Content:
+    """The traces of one training, one per grid, and the costs it may have used."""
+
+    traces: Sequence[Trace]
+    costs: CostFile | None
+
+    @property
+    def run(self) -> Run | None:
+        """The last start, as the first trace that tells."""
+        return next((trace.runs[-1] for trace in self.traces if trace.runs), None)
+
+    @cached_property
+    def main(self) -> Trace:
+        """Iterations are the whole job's: alike in every trace, so those of the fullest count."""
+        return max(self.traces, key=lambda trace: trace.iterations.count)
+
+    @property
+    def strategies(self) -> list[str]:
+        """Those that ran, by their share of the layers."""
+        return list(self.layer_shares)
+
+    @cached_property
+    def layer_shares(self) -> dict[str, float]:
+        total = max(sum(t.summary.microbatches for t in self.traces), 1)
+        return self._joined(lambda s: s.layer_shares, lambda s: s.microbatches / total)
+
+    @cached_property
+    def time_shares(self) -> dict[str, float]:
+        total = max(sum(t.summary.seconds for t in self.traces), 1e-9)
+        return self._joined(lambda s: s.time_shares, lambda s: s.seconds / total)
+
+    def _joined(self, shares_of, weight_of) -> dict[str, float]:
+        joined: dict[str, float] = {}
+        for trace in self.traces:
+            weight = weight_of(trace.summary)
+            for name, share in shares_of(trace.summary).items():
+                joined[name] = joined.get(name, 0.0) + weight * share
+        return dict(sorted(joined.items(), key=lambda item: -item[1]))
+
+    @property
+    def time_error(self) -> float | None:
+        """The median of the traces' medians: grids do alike work."""
+        return _middle([trace.summary.median_error for trace in self.traces])
+
+    @property
+    def peak_error(self) -> float | None:
+        return _middle([trace.peak_errors.value for trace in self.traces])
+
+    @property
+    def predicted_seconds(self) -> float:
+        return sum(trace.summary.predicted_seconds for trace in self.traces)
+
+    @cached_property
+    def fixed(self) -> list[FixedEstimate]:
+        """Every strategy alone, summed over the grids; estimates of the cost model."""
+        joined: dict[str, FixedEstimate] = {}
+        for trace in self.traces:
+            for one in trace.summary.fixed_estimates():
+                other = joined.get(one.name, FixedEstimate(one.name, 0.0, 0))
+                joined[one.name] = FixedEstimate(
+                    one.name, other.seconds + one.seconds, other.num_unfit + one.num_unfit
+                )
+        return list(joined.values())
+
+    @property
+    def best_fixed(self) -> FixedEstimate | None:
+        """The fastest single strategy that fits every microbatch."""
+        fitting = [one for one in self.fixed if not one.num_unfit and one.seconds]
+        return min(fitting, key=lambda one: one.seconds, default=None)
+
+    @cached_property
+    def cumulative(self) -> dict[str, Curve]:
+        """Seconds of the layers, microbatches from short to long: "measured", "predicted", and
+        each strategy alone by the cost model.
+        """
+        totals: dict[int, dict[str, float]] = {}
+        unfit: dict[str, int] = {}
+        for trace in self.traces:
+            for shape, sums in trace.summary.shapes:
+                at = totals.setdefault(shape[1], {})
+                at["measured"] = at.get("measured", 0.0) + sums.seconds
+                if sums.num_predicted == sums.count:
+                    at["predicted"] = at.get("predicted", 0.0) + sums.predicted_seconds
+                for name, outcome in trace.summary.uniforms(shape).items():
+                    at[name] = at.get(name, 0.0) + outcome.seconds * sums.count
+                    if not outcome.fits:
+                        unfit[name] = min(unfit.get(name, shape[1]), shape[1])
+        lengths = sorted(totals)
+        names = dict.fromkeys(name for length in lengths for name in totals[length])
+        return {name: _curve(name, lengths, totals, unfit.get(name)) for name in names}
+
+    def warnings(self) -> list[str]:
+        """What of the traces and the costs does not go together."""
+        if self.costs is None or self.run is None:
+            return []
+        if self.run.fingerprint not in ("", self.costs.fingerprint):
+            return [
+                f"{self.costs.path} is not the cost file that this run planned by: estimates and "
+                "the run's predictions do not compare"
+            ]
+        return []
+
+    @property
+    def num_out_of_memory(self) -> int:
+        return sum(trace.num_out_of_memory for trace in self.traces)
+
+    def source(self) -> str:
+        """Whose numbers: for the footer of every figure."""
+        run = self.run
+        parts = []
+        if run is not None:
+            ranks = f"{run.ranks['world']} ranks on {run.hardware.name}"
+            parts.append(f"trained on {ranks}, {run.dtype}, {run.date[:10]}")
+            if run.costs:
+                parts.append(f"predictions by costs {run.costs}")
+        else:
+            parts.append("machine and date of the training are not in the trace")
+        if self.costs is not None and not (run and run.fingerprint == self.costs.fingerprint):
+            d = self.costs.table.description
+            parts.append(f"cost file {d.source} on {d.hardware.name}, p={d.p}, {d.date}")
+        return "; ".join([*parts, f"drawn {datetime.date.today().isoformat()}"])
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers of the top of the page, for machines."""
+        best, iterations = self.best_fixed, self.main.iterations.count
+        return {
+            "iterations": iterations,
+            "microbatches": sum(trace.summary.microbatches for trace in self.traces),
+            "seconds": self.main.seconds,
+            "tokens": self.main.tokens or None,
+            "tokens_per_second": self.main.tokens / self.main.seconds
+            if self.main.tokens and self.main.seconds
+            else None,
+            "longest_sequence_tokens": max(trace.longest for trace in self.traces),
+            "changes_of_plan": sum(trace.summary.switches for trace in self.traces),
+            "layer_shares": self.layer_shares,
+            "time_shares": self.time_shares,
+            "median_error_seconds": self.time_error,
+            "median_error_peak_bytes": self.peak_error,
+            "out_of_memory": self.num_out_of_memory,
+            "costs_corrected_by": None
+            if self.main.corrected is None
+            else self.main.corrected.seconds_factors,
+            "starts": max(len(trace.runs) for trace in self.traces),
+            "memory_budget_bytes": self.run.memory_budget_bytes if self.run else None,
+            "estimates": None
+            if self.costs is None
+            else {
+                "predicted_seconds": self.predicted_seconds,
+                "best_fixed": best and best.name,
+                "best_fixed_seconds": best and best.seconds,
+                "fixed": {
+                    one.name: {"seconds": one.seconds, "would_not_fit": one.num_unfit}
+                    for one in self.fixed
+                },
+            },
+        }
+
+
+def _curve(name, lengths, totals, oom_length: int | None) -> Curve:
+    found, seconds, total = [], [], 0.0
+    for length in lengths:
+        if oom_length is not None and length >= oom_length:
+            break
+        if name not in totals[length]:
+            break
+        total += totals[length][name]
+        found.append(length)
+        seconds.append(total)
+    return Curve(tuple(found), tuple(seconds), oom_length)
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None

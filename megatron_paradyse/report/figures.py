@@ -1,0 +1,208 @@
+"""The figures of a report: when each can be drawn, what it is called, what it says in words."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_paradyse.report import cost_figures, plan_figures, run_figures
+from megatron_paradyse.report.content import THIS_RUN, Content
+from megatron_paradyse.report.style import Look, make_figure, save_png, short, to_svg
+from megatron_paradyse.units import format_count
+
+WIDE, NARROW = Look(), Look(narrow=True)
+NEEDS_COSTS = "give the fitted cost file as --costs"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of figure. missing: why it cannot be drawn, "" if it can; heights in inches."""
+
+    name: str
+    title: str
+    draw: Callable[..., None]
+    words: Callable[[Content], str]
+    missing: Callable[[Content], str]
+    heights: tuple[float, float] = (4.2, 4.4)  # wide, narrow
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure for the page: SVG elements for a wide and a narrow one, or why there is none."""
+
+    name: str
+    title: str
+    words: str
+    wide: str = ""
+    narrow: str = ""
+    missing: str = ""
+
+
+def draw_all(content: Content, folder: str) -> list[Drawn]:
+    """Every figure that the content allows, also as folder/NAME.png."""
+    return [_draw(kind, content, folder) for kind in KINDS]
+
+
+def _draw(kind: Kind, content: Content, folder: str) -> Drawn:
+    missing = kind.missing(content)
+    if missing:
+        return Drawn(kind.name, kind.title, "", missing=missing)
+    svgs = []
+    for look, height in zip((WIDE, NARROW), kind.heights, strict=True):
+        figure = make_figure(
+            functools.partial(kind.draw, content=content, look=look),
+            look,
+            height=height,
+            footer=content.source(),
+        )
+        if look is WIDE:
+            save_png(figure, f"{folder}/{kind.name}.png")
+        svgs.append(to_svg(figure, f"{kind.name}-{'narrow' if look.narrow else 'wide'}"))
+    return Drawn(kind.name, kind.title, kind.words(content), *svgs)
+
+
+def _plan_words(content: Content) -> str:
+    columns, shown = plan_figures.plans_by_length(content, plan_figures.MOST_COLUMNS)
+    if not columns:
+        return "No plan is known."
+    ends = [sorted({c.attention for c in shown[i].values()}) for i in (0, len(columns) - 1)]
+    first, last = (", ".join(short(name) for name in names[:3]) for names in ends)
+    return (
+        f"At up to {format_count(columns[0])} tokens attention runs {first}; at up to "
+        f"{format_count(columns[-1])} tokens {last}. Where a length ran several plans, the most "
+        "frequent is shown; hatched strategies recompute."
+    )
+
+
+def _share_words(content: Content) -> str:
+    names = content.strategies[:3]
+    parts = [
+        f"{short(name)} ran {content.layer_shares[name]:.0%} of the layers and took "
+        f"{content.time_shares[name]:.0%} of their time"
+        for name in names
+    ]
+    return f"{'; '.join(parts)}. Half a layer counts as half of its layer's time."
+
+
+def _cumulative_words(content: Content) -> str:
+    alone = [curve for name, curve in content.cumulative.items() if name not in THIS_RUN]
+    unfit = sum(curve.oom_length is not None for curve in alone)
+    said = f"{unfit} of {len(alone)} single strategies do not fit every microbatch"
+    if content.best_fixed is not None:
+        said += f"; the fastest that does is {short(content.best_fixed.name)}"
+    return (
+        f"{said}. Curves of single strategies are estimates by the cost model, to be compared "
+        "with this run's prediction; each ends where the next peak is predicted over the budget."
+    )
+
+
+def _error_words(content: Content) -> str:
+    said = f"Predicted seconds are off by {content.time_error or 0:.1%} at the median"
+    if content.peak_error is not None:
+        said += f", predicted peaks by {content.peak_error:.1%}"
+    return f"{said}. On the dashed line both are alike."
+
+
+def _memory_words(content: Content) -> str:
+    budget = content.run.memory_budget_bytes if content.run else None
+    failed = content.num_out_of_memory
+    said = "The trace tells no budget" if budget is None else f"Budget {budget / 2**20:,.0f} MiB"
+    return (
+        f"{said}; {failed} record{'' if failed == 1 else 's'} of memory that ran out. "
+        "Peaks are of one rank, everything alive included."
+    )
+
+
+def _length_words(content: Content) -> str:
+    lengths = [trace.lengths.total() for trace in content.traces]
+    longest = max(trace.longest for trace in content.traces)
+    return f"{sum(lengths):,} sequences, the longest of {longest:,} tokens, padding included."
+
+
+def _curve_words(content: Content) -> str:
+    assert content.costs is not None
+    d = content.costs.table.description
+    return (
+        f"Points are {d.source}, lines the fitted model; p={d.p}, {d.dtype}, {d.hardware.name}, "
+        f"{d.date}. Dashed lines and hollow points recompute."
+    )
+
+
+def _needs_microbatches(content: Content) -> str:
+    known = any(trace.summary.microbatches for trace in content.traces)
+    return "" if known else "the trace holds no microbatch"
+
+
+def _needs_costs(content: Content) -> str:
+    if content.costs is None:
+        return NEEDS_COSTS
+    return _needs_microbatches(content)
+
+
+def _needs_predictions(content: Content) -> str:
+    if cost_figures.has_predictions(content):
+        return ""
+    return "the trace holds no predictions: train with --paradyse-policy optimal or heuristic"
+
+
+def _needs_peaks(content: Content) -> str:
+    if run_figures.has_peaks(content):
+        return ""
+    return "the trace holds no peaks: on a CPU they are counted with --paradyse-memory-budget"
+
+
+KINDS = (
+    Kind(
+        "plans",
+        "Which plan runs at which length",
+        plan_figures.draw_plan_map,
+        _plan_words,
+        _needs_microbatches,
+    ),
+    Kind(
+        "shares",
+        "Share of the layers and of their time",
+        plan_figures.draw_shares,
+        _share_words,
+        _needs_microbatches,
+    ),
+    Kind(
+        "cumulative",
+        "Time against sequence length, beside each strategy alone",
+        run_figures.draw_cumulative,
+        _cumulative_words,
+        _needs_costs,
+        (5.0, 6.4),
+    ),
+    Kind(
+        "predictions",
+        "Predicted against measured",
+        cost_figures.draw_predictions,
+        _error_words,
+        _needs_predictions,
+        (4.6, 8.4),
+    ),
+    Kind(
+        "memory",
+        "Memory against the budget",
+        run_figures.draw_memory,
+        _memory_words,
+        _needs_peaks,
+    ),
+    Kind(
+        "lengths",
+        "Lengths of the sequences",
+        plan_figures.draw_lengths,
+        _length_words,
+        _needs_microbatches,
+    ),
+    Kind(
+        "costs",
+        "What each strategy costs",
+        cost_figures.draw_cost_curves,
+        _curve_words,
+        lambda content: NEEDS_COSTS if content.costs is None else "",
+        (7.4, 12.5),
+    ),
+)

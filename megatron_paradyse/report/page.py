@@ -1,0 +1,141 @@
+"""The page: facts in words and figures, in one HTML file that loads nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_paradyse import __version__
+from megatron_paradyse.report.content import Content
+from megatron_paradyse.report.figures import Drawn
+from megatron_paradyse.report.style import short
+
+TEMPLATE = Path(__file__).with_name("page.html")
+TITLE = "Training report"
+
+
+class Fact(NamedTuple):
+    """A line of the top of the page."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def facts(content: Content) -> list[Fact]:
+    """What a reader wants to know first."""
+    numbers = content.as_json()
+    rate, tokens = numbers["tokens_per_second"], numbers["tokens"]
+    found = [
+        Fact("iterations", f"{numbers['iterations']:,}", _starts(numbers["starts"])),
+        Fact("tokens", "not in the trace" if tokens is None else f"{tokens:,}"),
+        Fact(
+            "tokens/s",
+            "not in the trace" if rate is None else f"{rate:,.0f}",
+            f"{numbers['seconds']:,.1f} s of iterations",
+        ),
+        Fact("longest document", f"{numbers['longest_sequence_tokens']:,} tokens"),
+        Fact(
+            "changes of plan",
+            f"{numbers['changes_of_plan']:,}",
+            f"of {numbers['microbatches']:,} microbatches",
+        ),
+        _saved(content),
+        _error(content),
+        Fact("out of memory", f"{content.num_out_of_memory:,}", "records in the trace"),
+    ]
+    return found
+
+
+def _starts(count: int) -> str:
+    return f"{count} starts" if count > 1 else ""
+
+
+def _saved(content: Content) -> Fact:
+    name = "estimated time saved"
+    if content.costs is None:
+        return Fact(name, "not known", "needs --costs")
+    if not content.predicted_seconds:
+        return Fact(name, "not known", "no predictions in the trace")
+    best = content.best_fixed
+    if best is None:
+        return Fact(name, "not known", "estimate: no single strategy fits every microbatch")
+    saved = best.seconds - content.predicted_seconds
+    return Fact(
+        name,
+        f"{saved / best.seconds:.1%}",
+        f"estimate by the cost model: {content.predicted_seconds:.1f} s of the layers where "
+        f"{short(best.name)}, the best single strategy that fits, takes {best.seconds:.1f} s",
+    )
+
+
+def _error(content: Content) -> Fact:
+    name = "prediction error"
+    if content.time_error is None:
+        return Fact(name, "no predictions")
+    peak = content.peak_error
+    return Fact(
+        name,
+        f"{content.time_error:.1%}",
+        "median, of time" + ("" if peak is None else f"; of peaks {peak:.1%}"),
+    )
+
+
+def origin(content: Content) -> str:
+    """One sentence: what ran."""
+    run = content.run
+    files = ", ".join(os.path.basename(trace.path) for trace in content.traces[:4])
+    if len(content.traces) > 4:
+        files += f" and {len(content.traces) - 4} more"
+    if run is None:
+        return f"From {files}, which do not say what ran (traces of an earlier version)."
+    ranks = run.ranks
+    layout = f"tensor {ranks['tensor']}, pipeline {ranks['pipeline']}, data {ranks['data']}"
+    budget = run.memory_budget_bytes
+    return (
+        f"Policy {run.policy} on {ranks['world']} ranks ({layout}) of {run.hardware.name}; "
+        f"{run.model['num_layers']} layers, hidden size {run.model['hidden_size']}, {run.dtype}; "
+        f"memory budget {'none' if budget is None else f'{budget / 2**20:,.0f} MiB a rank'}; "
+        f"started {run.date}, megatron_paradyse {run.version}. From {files}."
+    )
+
+
+def render(content: Content, figures: Sequence[Drawn], warnings: Sequence[str]) -> str:
+    """The page as text; everything from data is escaped."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    ours = content.predicted_seconds
+    fixed = [
+        {
+            "name": one.name,
+            "seconds": "" if one.num_unfit else f"{one.seconds:,.1f}",
+            "over": "" if one.num_unfit or not ours else f"{one.seconds / ours:.2f}",
+            "unfit": f"{one.num_unfit:,}" if one.num_unfit else "",
+        }
+        for one in content.fixed
+    ]
+    return template.render(
+        title=TITLE,
+        origin=origin(content),
+        facts=facts(content),
+        warnings=warnings,
+        figures=figures,
+        fixed=fixed if ours else [],
+        footer=f"{content.source()}; megatron_paradyse {__version__}",
+    )
+
+
+def write_page(path: str, text: str) -> None:
+    """Under a temporary name first: the whole page or none."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        Path(temporary).write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        raise

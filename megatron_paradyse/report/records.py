@@ -1,0 +1,254 @@
+"""The records of a trace (train/trace.py writes them), read as if an enemy had written them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megatron_paradyse.costs.description import Hardware
+from megatron_paradyse.costs.strict import (
+    MAX_INTEGER,
+    ContentError,
+    check_array,
+    check_fields,
+    check_integer,
+    check_number,
+    check_text,
+)
+from megatron_paradyse.costs.table import MAX_BATCH_SIZE, MAX_QUANTITY, MAX_SEQ_LENGTH
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import Plan, parse_runs
+from megatron_paradyse.planner.from_costs import Stage
+
+MOST_PLAN_CHARACTERS = 16_384
+MOST_FACTORS = 200
+MOST_STAGES = 64  # of a rank: one, or its virtual pipeline chunks
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of a training. memory_budget_bytes: None without a limit."""
+
+    date: str
+    version: str
+    policy: str
+    strategies: tuple[str, ...]
+    costs: str  # in words; "" without costs
+    fingerprint: str  # of the cost file
+    memory_budget_bytes: int | None
+    memory_margin: float
+    stages: tuple[Stage, ...]
+    ranks: dict[str, int]
+    hardware: Hardware
+    dtype: str
+    model: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A microbatch that ran, or that ran out of memory; None: not known."""
+
+    iteration: int
+    batch_size: int
+    seq_length: int
+    plan: str
+    switched: bool
+    planner_seconds: float
+    predicted_seconds: float | None
+    predicted_peak_bytes: int | None
+    seconds: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """tokens and longest: of documents; None with sequences of fixed length."""
+
+    iteration: int
+    seconds: float
+    tokens: int | None
+    longest: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """memory_margin is that of the plans; peak_bytes of the microbatch what was alive."""
+
+    microbatch: Microbatch
+    memory_margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """Factors on the costs' seconds, by strategy, in force from the next iteration on."""
+
+    iteration: int
+    seconds_factors: dict[str, float]
+
+
+Record = Run | Microbatch | Iteration | OutOfMemory | Corrected
+
+
+class UnknownKindError(ContentError):
+    """A record of a kind that this version does not know."""
+
+
+def parse_record(line: str) -> Record:
+    """The record of a line; ContentError for whatever else it holds."""
+    try:
+        values = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ContentError("not JSON, or cut off") from error
+    if not isinstance(values, dict):
+        raise ContentError("not an object")
+    kind = values.get("kind")
+    reader = _READERS.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        raise UnknownKindError(f"unknown kind {kind!r:.40}")
+    try:
+        return reader(values)
+    except KeyError as error:
+        raise ContentError(f"{kind} lacks {error.args[0]!r:.40}") from error
+
+
+@lru_cache(256)
+def plan_of(text: str) -> Plan:
+    """The plan of a record; ContentError where it is none."""
+    try:
+        return parse_runs(text)
+    except UserError as error:
+        raise ContentError(str(error)) from error
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def _read_microbatch(values: dict[str, Any]) -> Microbatch:
+    plan = check_text(values["plan"], "plan", max_length=MOST_PLAN_CHARACTERS)
+    plan_of(plan)
+    switched = values["switched"]
+    if not isinstance(switched, bool):
+        raise ContentError(f"switched must be true or false, got {switched!r:.40}")
+    return Microbatch(
+        check_integer(values["iteration"], "iteration", low=0, high=MAX_INTEGER),
+        check_integer(values["batch_size"], "batch_size", low=1, high=MAX_BATCH_SIZE),
+        check_integer(values["seq_length"], "seq_length", low=1, high=MAX_SEQ_LENGTH),
+        plan,
+        switched,
+        _quantity(values["planner_microseconds"], "planner_microseconds") / 1e6,
+        _optional(values, "predicted_seconds"),
+        _optional_bytes(values, "predicted_peak_bytes"),
+        _optional(values, "seconds"),
+        _optional_bytes(values, "peak_bytes"),
+    )
+
+
+def _read_iteration(values: dict[str, Any]) -> Iteration:
+    return Iteration(
+        check_integer(values["iteration"], "iteration", low=0, high=MAX_INTEGER),
+        _quantity(values["seconds"], "seconds"),
+        _optional_bytes(values, "tokens"),
+        _optional_bytes(values, "longest_sequence_tokens"),
+    )
+
+
+def _read_out_of_memory(values: dict[str, Any]) -> OutOfMemory:
+    margin = check_number(values["memory_margin"], "memory_margin", low=0, high=10)
+    return OutOfMemory(_read_microbatch(values), margin)
+
+
+def _read_corrected(values: dict[str, Any]) -> Corrected:
+    factors = values["seconds_factors"]
+    if not isinstance(factors, dict) or len(factors) > MOST_FACTORS:
+        raise ContentError("seconds_factors must be an object of strategies")
+    return Corrected(
+        check_integer(values["iteration"], "iteration", low=0, high=MAX_INTEGER),
+        {
+            check_text(name, "a strategy", max_length=100): check_number(
+                factor, "a factor", low=0, high=1000
+            )
+            for name, factor in factors.items()
+        },
+    )
+
+
+def _read_run(values: dict[str, Any]) -> Run:
+    texts = {name: check_text(values[name], name) for name in ("date", "version", "policy")}
+    names = values["strategies"]
+    names = [] if names is None else check_array(names, "strategies", max_items=100)
+    ranks, model = values["ranks"], values["model"]
+    if not isinstance(ranks, dict) or not isinstance(model, dict):
+        raise ContentError("ranks and model must be objects")
+    layout = {
+        name: check_integer(ranks[name], f"ranks.{name}", low=1, high=1 << 30)
+        for name in ("world", "tensor", "pipeline", "data")
+    }
+    shape = {name: model[name] for name in ("num_layers", "hidden_size")}
+    for name, value in shape.items():
+        check_integer(value, f"model.{name}", low=1, high=1 << 40)
+    stages = check_array(values["stages"], "stages", max_items=MOST_STAGES)
+    return Run(
+        **texts,
+        strategies=tuple(check_text(name, "a strategy", max_length=100) for name in names),
+        costs=_costs(values["costs"]),
+        fingerprint=_fingerprint(values["costs"]),
+        memory_budget_bytes=_optional_bytes(values, "memory_budget_bytes"),
+        memory_margin=check_number(values["memory_margin"], "memory_margin", low=0, high=10),
+        stages=tuple(_read_stage(stage) for stage in stages),
+        ranks=layout,
+        hardware=Hardware(**check_fields(Hardware, values["hardware"], "hardware")),
+        dtype=check_text(values["dtype"], "dtype", max_length=20),
+        model=shape,
+    )
+
+
+def _read_stage(value: Any) -> Stage:
+    fields = dict(check_fields(Stage, value, "a stage"))
+    fields["margin"] = check_number(fields["margin"], "margin", low=0, high=9)
+    if fields["buffer_free_above"] is not None:
+        check_integer(fields["buffer_free_above"], "buffer_free_above", low=0, high=MAX_INTEGER)
+    if not 1 <= fields["num_in_flight"] <= 1 << 20:
+        raise ContentError(f"num_in_flight must be at least 1, got {fields['num_in_flight']}")
+    return Stage(**fields)
+
+
+def _costs(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, dict):
+        raise ContentError("costs must be an object")
+    source, hardware, date = (
+        check_text(value[name], f"costs.{name}") for name in ("source", "hardware", "date")
+    )
+    return f"{source} on {hardware} ({date})"
+
+
+def _fingerprint(costs: dict[str, Any] | None) -> str:
+    return "" if costs is None else check_text(costs["fingerprint"], "costs.fingerprint")
+
+
+def _quantity(value: Any, where: str) -> float:
+    return check_number(value, where, low=0, high=MAX_QUANTITY)
+
+
+def _optional(values: dict[str, Any], name: str) -> float | None:
+    value = values.get(name)
+    return None if value is None else _quantity(value, name)
+
+
+def _optional_bytes(values: dict[str, Any], name: str) -> int | None:
+    value = values.get(name)
+    return None if value is None else check_integer(value, name, low=0, high=MAX_INTEGER)
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Record]] = {
+    "run": _read_run,
+    "microbatch": _read_microbatch,
+    "iteration": _read_iteration,
+    "out_of_memory": _read_out_of_memory,
+    "correction": _read_corrected,
+}

@@ -1,0 +1,105 @@
+"""Figures of a whole run: memory against the budget, time against length."""
+
+from __future__ import annotations
+
+from megatron_paradyse.report.content import THIS_RUN, Content
+from megatron_paradyse.report.cost_figures import MOST_CURVES, thinned
+from megatron_paradyse.report.style import (
+    ACCENT,
+    INK,
+    MUTED,
+    OURS,
+    TIGHT,
+    Look,
+    byte_unit,
+    grid,
+    plain_log_axis,
+    styles_of,
+    token_axis,
+)
+
+
+def has_peaks(content: Content) -> bool:
+    return any(
+        row.peak_bytes or row.predicted_peak_bytes
+        for trace in content.traces
+        for row in trace.microbatches.rows
+    ) or bool(content.num_out_of_memory)
+
+
+def draw_memory(figure, content: Content, look: Look) -> None:
+    """The largest peak of each iteration, measured and predicted, and the budget."""
+    measured: dict[int, int] = {}
+    predicted: dict[int, int] = {}
+    for trace in content.traces:
+        for row in trace.microbatches.rows:
+            for found, value in ((measured, row.peak_bytes), (predicted, row.predicted_peak_bytes)):
+                if value:
+                    found[row.iteration] = max(found.get(row.iteration, 0), value)
+    failed = [oom.microbatch for trace in content.traces for oom in trace.out_of_memory]
+    budgets = [b for b in content.main.budgets if b[1] is not None]
+    largest = [*measured.values(), *predicted.values(), *(m.peak_bytes or 0 for m in failed)]
+    unit, name = byte_unit(max([*largest, *(b or 0 for _, b in budgets)], default=1))
+    axes = figure.add_subplot()
+    series = (
+        ("measured", measured, OURS, "o", OURS),
+        ("predicted", predicted, ACCENT, "^", "none"),
+    )
+    for label, found, colour, marker, face in series:
+        if found:
+            shown = thinned(sorted(found))
+            style = {"color": colour, "marker": marker, "markerfacecolor": face, "markersize": 4}
+            values = [found[i] / unit for i in shown]
+            axes.plot(shown, values, label=label, linestyle="none", **style)
+    if budgets:
+        last = max([*measured, *predicted, *(m.iteration for m in failed), 1])
+        xs = [start + 1 for start, _ in budgets] + [last]
+        ys = [budget / unit for _, budget in budgets if budget]
+        axes.step(xs, [*ys, ys[-1]], where="post", color=INK, linestyle="--", label="budget")
+    points = [(m.iteration, m.peak_bytes / unit) for m in failed if m.peak_bytes]
+    if points:
+        style = {"color": INK, "marker": "X", "markersize": 8, "linestyle": "none"}
+        axes.plot(*zip(*points, strict=True), label="out of memory", **style)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel(f"largest peak memory of a microbatch ({name})")
+    grid(axes)
+    figure.legend(loc="outside upper center", ncols=2 if look.narrow else 4)
+
+
+def draw_cumulative(figure, content: Content, look: Look) -> None:
+    """Time of the layers over microbatches from short to long, beside each strategy alone."""
+    curves = content.cumulative
+    names = [name for name in curves if name not in THIS_RUN]
+    styles = styles_of(names[:MOST_CURVES])
+    axes = figure.add_subplot()
+    for name, style in styles.items():
+        curve = curves[name]
+        look_of = {**style.line, **style.points, "markersize": 3, "linewidth": 1.2}
+        if curve.lengths:
+            axes.plot(curve.lengths, curve.seconds, label=style.label, **look_of)
+        if curve.lengths and curve.oom_length is not None:
+            end = (curve.lengths[-1], curve.seconds[-1])
+            axes.plot(*end, marker="X", markersize=8, color=style.colour)
+    for name, dashes in (("measured", "-"), ("predicted", ":")):
+        if name in curves and curves[name].lengths:
+            line = (curves[name].lengths, curves[name].seconds)
+            axes.plot(*line, color=INK, linewidth=2.4, linestyle=dashes, label=f"this run, {name}")
+    if any(curves[name].oom_length is not None for name in styles):
+        cross = {"marker": "X", "markersize": 8, "color": MUTED, "linestyle": "none"}
+        axes.plot([], [], label="OOM: the next is over the budget", **cross)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    token_axis(axes.xaxis)
+    plain_log_axis(axes.yaxis)
+    axes.set_xlabel("microbatches by sequence length (tokens, K = 1024)")
+    axes.set_ylabel("cumulative time of the layers (s, log scale)")
+    grid(axes)
+    figure.legend(
+        title="single strategies: estimates by the cost model",
+        title_fontsize=8,
+        loc="outside upper center",
+        ncols=2 if look.narrow else 4,
+        **TIGHT,
+    )

@@ -1,0 +1,219 @@
+"""Reads a trace line by line, in bounded memory: sums of everything, a bounded sample of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_paradyse.costs.cost_file import CostFile
+from megatron_paradyse.costs.strict import ContentError
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.policies import CostPolicy
+from megatron_paradyse.report.estimates import cost_policies
+from megatron_paradyse.report.records import (
+    Corrected,
+    Iteration,
+    Microbatch,
+    OutOfMemory,
+    Record,
+    Run,
+    UnknownKindError,
+    parse_record,
+    plan_of,
+)
+from megatron_paradyse.train.summary import RunningMedian, Summary
+
+LONGEST_LINE = 1 << 16  # characters
+MOST_ROWS = 8192  # kept of microbatches and of iterations
+MOST_PLANS = 1024  # that differ
+MOST_STRATEGIES = 200
+MOST_RUNS = MOST_OUT_OF_MEMORY = 1000
+MOST_WARNINGS = 20  # that differ
+BINS_PER_OCTAVE = 4  # of the histogram of lengths
+
+
+class Sample[Row]:
+    """Every n-th row, where n doubles whenever too many are kept."""
+
+    def __init__(self, most: int = MOST_ROWS):
+        self.rows: list[Row] = []
+        self.count, self.step = 0, 1
+        self._most = most
+
+    def add(self, row: Row) -> None:
+        if self.count % self.step == 0:
+            self.rows.append(row)
+            if len(self.rows) > self._most:
+                self.rows = self.rows[::2]
+                self.step *= 2
+        self.count += 1
+
+
+@dataclass
+class Trace:
+    """What one file says: of one grid of ranks."""
+
+    path: str
+    summary: Summary
+    runs: list[Run] = field(default_factory=list)
+    microbatches: Sample[Microbatch] = field(default_factory=Sample)
+    iterations: Sample[Iteration] = field(default_factory=Sample)
+    out_of_memory: list[OutOfMemory] = field(default_factory=list)
+    num_out_of_memory: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    longest: int = 0  # sequence, in tokens
+    lengths: Counter[int] = field(default_factory=Counter)  # sequences by 4 log2(tokens)
+    peak_errors: RunningMedian = field(default_factory=RunningMedian)
+    budgets: list[tuple[int, int | None]] = field(default_factory=list)  # from iteration, bytes
+    warnings: dict[str, tuple[int, int]] = field(default_factory=dict)  # -> first line, count
+    corrected: Corrected | None = None  # the last
+    _plans: dict[str, str] = field(default_factory=dict)
+    _strategies: set[str] = field(default_factory=set)
+    _last_iteration: int = 0
+
+    def add(self, record: Record) -> None:
+        """Count a record; ContentError where that would take too much memory."""
+        if isinstance(record, Microbatch):
+            self._add_microbatch(record)
+        elif isinstance(record, Iteration):
+            self._last_iteration = record.iteration
+            self.iterations.add(record)
+            self.seconds += record.seconds
+            self.tokens += record.tokens or 0
+            self.longest = max(self.longest, record.longest or 0)
+        elif isinstance(record, OutOfMemory):
+            self._last_iteration = record.microbatch.iteration
+            self.num_out_of_memory += 1
+            if len(self.out_of_memory) < MOST_OUT_OF_MEMORY:
+                self.out_of_memory.append(record)
+        elif isinstance(record, Corrected):
+            self.corrected = record
+        elif len(self.runs) < MOST_RUNS:
+            self.runs.append(record)
+            self.corrected = None
+            self.budgets.append((self._last_iteration, record.memory_budget_bytes))
+        else:
+            raise ContentError(f"more than {MOST_RUNS} starts")
+
+    def _add_microbatch(self, row: Microbatch) -> None:
+        plan = self._plans.get(row.plan)
+        if plan is None:
+            plan = self._admit(row.plan)
+        self.longest = max(self.longest, row.seq_length)
+        self.lengths[int(BINS_PER_OCTAVE * math.log2(row.seq_length))] += row.batch_size
+        self.microbatches.add(dataclasses.replace(row, plan=plan))
+        self.summary.count(
+            row.batch_size,
+            row.seq_length,
+            plan_of(row.plan),
+            switched=row.switched,
+            planner_seconds=row.planner_seconds,
+            predicted_seconds=row.predicted_seconds,
+            seconds=row.seconds,
+        )
+        if row.predicted_peak_bytes and row.peak_bytes:
+            self.peak_errors.add(abs(row.predicted_peak_bytes / row.peak_bytes - 1))
+
+    def _admit(self, plan: str) -> str:
+        """A plan not seen before: one text for all its rows, "" where too many differ."""
+        choices = plan_of(plan).layers.values()
+        names = self._strategies | {n for c in choices for n in (c.attention, c.mlp)}
+        if len(names) > MOST_STRATEGIES:
+            raise ContentError(f"more than {MOST_STRATEGIES} strategies")
+        self._strategies = names
+        if len(self._plans) >= MOST_PLANS:
+            return ""
+        return self._plans.setdefault(plan, plan)
+
+    def policies(self, costs: CostFile | None) -> list[CostPolicy]:
+        """Of the last start, with the costs as training has corrected them since."""
+        if costs is None:
+            return []
+        factors = {} if self.corrected is None else self.corrected.seconds_factors
+        return cost_policies(costs, self.runs[-1] if self.runs else None, factors)
+
+    def warn(self, what: str, line: int) -> None:
+        if what not in self.warnings and len(self.warnings) >= MOST_WARNINGS:
+            what = "other faults"
+        first, count = self.warnings.get(what, (line, 0))
+        self.warnings[what] = (first, count + 1)
+
+
+def read_trace(path: str, costs: CostFile | None = None) -> Trace:
+    """Read a trace; costs: fitted, for the estimates of fixed strategies.
+
+    Raises UserError where there is no such file or nothing in it is of a trace; what is wrong with
+    single lines is in the trace's warnings.
+    """
+    if not os.path.isfile(path):
+        what = "is not a regular file" if os.path.lexists(path) else "does not exist"
+        raise UserError(f"{path} {what}: give the file that --paradyse-trace wrote")
+    policies: list = []
+    trace = Trace(path, Summary(policies))
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        for number, line in _lines(stream):
+            if line is None:
+                trace.warn(f"longer than {LONGEST_LINE} characters", number)
+                continue
+            if not line.strip():
+                continue
+            try:
+                record = parse_record(line)
+                trace.add(record)
+                if isinstance(record, Run | Corrected) or not policies:
+                    policies[:] = trace.policies(costs)
+            except UnknownKindError as error:
+                trace.warn(str(error), number)
+            except ContentError as error:
+                unfinished = not line.endswith("\n")
+                trace.warn(
+                    "unfinished (still being written?)" if unfinished else str(error), number
+                )
+    if not trace.summary.microbatches and not trace.iterations.count:
+        reason = next(iter(trace.warnings), "it is empty")
+        raise UserError(
+            f"{path} holds no microbatch and no iteration ({reason}): give the file that "
+            "--paradyse-trace wrote"
+        )
+    return trace
+
+
+def warning_lines(trace: Trace) -> list[str]:
+    """One line for each kind of line that was left out."""
+    name = os.path.basename(trace.path)
+    lines = [
+        f"{name}: line {first} left out: {what}"
+        if count == 1
+        else f"{name}: {count} lines left out, the first is line {first}: {what}"
+        for what, (first, count) in trace.warnings.items()
+    ]
+    if trace.microbatches.step > 1:
+        lines.append(
+            f"{name}: figures show one in {trace.microbatches.step} of "
+            f"{trace.microbatches.count:,} microbatches; sums are of all"
+        )
+    if trace.summary.shapeless:
+        lines.append(
+            f"{name}: {trace.summary.shapeless:,} microbatches of rare shapes are not in the "
+            "estimates"
+        )
+    return lines
+
+
+def _lines(stream) -> Iterator[tuple[int, str | None]]:
+    """Lines by number, from 1; None for one that is too long to be a record."""
+    number = 0
+    while part := stream.readline(LONGEST_LINE):
+        number += 1
+        if len(part) < LONGEST_LINE or part.endswith("\n"):
+            yield number, part
+            continue
+        while rest := stream.readline(LONGEST_LINE):
+            if rest.endswith("\n"):
+                break
+        yield number, None

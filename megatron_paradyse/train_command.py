@@ -1,0 +1,192 @@
+"""`megatron-paradyse train RUN.yaml`: the torchrun command that a YAML file describes.
+
+nproc_per_node: 4            # and other options of torchrun
+environment: {OMP_NUM_THREADS: 1}
+script: pretrain_gpt.py      # of a Megatron-LM checkout; default: this package's own
+megatron: {num-layers: 4}    # flags without dashes: true gives the flag alone, a list values
+paradyse: {policy: optimal}  # settings of configs/example.yaml
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+# Options of torchrun, in the order in which they are given to it.
+LAUNCH_KEYS = (
+    "nnodes",
+    "nproc_per_node",
+    "node_rank",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "rdzv_conf",
+    "master_addr",
+    "master_port",
+    "local_addr",
+    "max_restarts",
+    "monitor_interval",
+    "start_method",
+    "log_dir",
+    "redirects",
+    "tee",
+)
+ELSEWHERE = ("node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
+OWN_KEYS = ("environment", "script", "megatron", "paradyse")
+WITHOUT_FLAG = ("layers",)  # settings that only a YAML file can give
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is run: a command and the environment that it has besides this process's own."""
+
+    command: list[str]
+    environment: dict[str, str]
+
+    def as_line(self) -> str:
+        """For a shell."""
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*assignments, shlex.join(self.command)])
+
+
+@click.command(
+    context_settings=PASS_ON,
+    epilog="Example: megatron-paradyse train configs/train-demo.yaml --dry-run -- --train-iters 2",
+)
+@click.argument("run", metavar="RUN.yaml")
+@click.option("--dry-run", is_flag=True, help="Print the command and end.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON FLAGS]...")
+def train(run: str, dry_run: bool, flags: tuple[str, ...]) -> None:
+    """Start torchrun as RUN.yaml says, after printing the command; further flags win."""
+    launch = read_run(run, flags)
+    click.echo(launch.as_line())
+    if dry_run:
+        return
+    sys.stdout.flush()
+    os.execve(launch.command[0], launch.command, {**os.environ, **launch.environment})
+
+
+def read_run(path: str, more_flags: Sequence[str] = ()) -> Launch:
+    """The launch that a file describes; UserError with the line of what is wrong."""
+    import yaml
+
+    from megatron_paradyse.errors import UserError
+    from megatron_paradyse.simulator.yaml_file import compose_yaml, entry_of
+
+    root = compose_yaml(path)
+    entry = entry_of(path, root, "a run", (*LAUNCH_KEYS, *OWN_KEYS))
+    assert isinstance(root, yaml.MappingNode)
+    nodes = {key.value: value for key, value in root.value}
+    if "nproc_per_node" not in nodes:
+        raise UserError(f"{path}: nproc_per_node is missing: give the number of ranks of a node")
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    if not any(key in nodes for key in ELSEWHERE) and entry.values.get("nnodes", 1) == 1:
+        command.append("--standalone")
+    for key in LAUNCH_KEYS:
+        if key in nodes:
+            command += [f"--{key.replace('_', '-')}", _text(path, key, nodes[key])]
+    if "script" in nodes:
+        command += ["-m", "megatron_paradyse.launch", entry.text("script")]
+    else:
+        command += ["-m", "megatron_paradyse.pretrain_gpt"]
+    if "megatron" in nodes:
+        command += _megatron_flags(path, nodes["megatron"])
+    if "paradyse" in nodes:
+        command += _paradyse_flags(path, nodes["paradyse"])
+    return Launch([*command, *more_flags], _environment(path, nodes.get("environment")))
+
+
+def _megatron_flags(path: str, node: Any) -> list[str]:
+    """Flags with their values as they are written in the file: 1e-4 stays 1e-4."""
+    from megatron_paradyse.errors import UserError
+
+    flags: list[str] = []
+    for key, value in _items(path, "megatron", node):
+        place = f"{path}, line {key.start_mark.line + 1}"
+        name = "--" + str(key.value).lstrip("-").replace("_", "-")
+        if not re.fullmatch(r"--[a-z][a-z0-9-]*", name):
+            raise UserError(f"{place}: {key.value!r:.40} is no flag of Megatron's")
+        if name.startswith("--paradyse"):
+            raise UserError(f"{place}: {key.value} belongs under paradyse, without 'paradyse-'")
+        if name in flags:
+            raise UserError(f"{place}: {key.value} is there twice: keep one")
+        flags += _flag(path, name, value)
+    return flags
+
+
+def _flag(path: str, name: str, node: Any) -> list[str]:
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        return [name, *(_text(path, name, item) for item in node.value)]
+    if node.tag == "tag:yaml.org,2002:null":
+        return []
+    if node.tag == "tag:yaml.org,2002:bool":
+        return [name] if str(node.value).lower() in ("true", "yes", "on") else []
+    return [name, _text(path, name, node)]
+
+
+def _paradyse_flags(path: str, node: Any) -> list[str]:
+    """The settings as flags; those that have none are read from the file itself."""
+    from megatron_paradyse.settings import settings_of
+
+    flags = ["--paradyse"]
+    settings = settings_of(path, node)
+    if any(name in settings for name in WITHOUT_FLAG):
+        flags += ["--paradyse-config", path]
+    for name, value in settings.items():
+        if name in WITHOUT_FLAG or value is False or value is None:
+            continue
+        flags.append(f"--paradyse-{name.replace('_', '-')}")
+        if value is not True:
+            flags.append(",".join(value) if isinstance(value, tuple) else str(value))
+    return flags
+
+
+def _environment(path: str, node: Any) -> dict[str, str]:
+    from megatron_paradyse.errors import UserError
+
+    found: dict[str, str] = {}
+    for key, value in _items(path, "environment", node) if node is not None else ():
+        place = f"{path}, line {key.start_mark.line + 1}"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(key.value)):
+            raise UserError(f"{place}: {key.value!r:.40} is no name of a variable")
+        if key.value in found:
+            raise UserError(f"{place}: {key.value} is there twice: keep one")
+        found[key.value] = _text(path, key.value, value)
+    return found
+
+
+def _items(path: str, what: str, node: Any) -> list[tuple[Any, Any]]:
+    import yaml
+
+    from megatron_paradyse.errors import UserError
+
+    if not isinstance(node, yaml.MappingNode):
+        line = node.start_mark.line + 1
+        raise UserError(f"{path}, line {line}: {what} is described by 'key: value' lines")
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            line = key.start_mark.line + 1
+            raise UserError(f"{path}, line {line}: expected 'key: value' lines")
+    return node.value
+
+
+def _text(path: str, key: str, node: Any) -> str:
+    """A scalar as it is written."""
+    import yaml
+
+    from megatron_paradyse.errors import UserError
+
+    if not isinstance(node, yaml.ScalarNode) or not node.value or not node.value.isprintable():
+        line = node.start_mark.line + 1
+        raise UserError(f"{path}, line {line}: {key}: expected a number or a text")
+    return node.value

@@ -1,0 +1,207 @@
+"""The page: whole, self-contained, true to the trace, and safe from it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_paradyse.cli import cli
+from megatron_paradyse.report.content import Content
+from megatron_paradyse.report.figures import KINDS
+from megatron_paradyse.report.trace_file import read_trace
+from tests.report.samples import (
+    BUDGET,
+    LENGTHS,
+    PLANS,
+    RUN,
+    microbatch,
+    records,
+    write_trace,
+)
+
+NAMES = [kind.name for kind in KINDS]
+HOSTILE = '"><script>alert(1)<img src=x onerror=alert(2)>$\\frac{1}{2}$ &amp;'
+
+
+def report(*arguments: object):
+    return CliRunner().invoke(cli, ["report", *map(str, arguments)])
+
+
+def elements(page: ET.Element, tag: str) -> list[ET.Element]:
+    return [e for e in page.iter() if isinstance(e.tag, str) and e.tag.split("}")[-1] == tag]
+
+
+def test_the_page_is_well_formed_and_has_every_figure_with_words(made):
+    page = ET.parse(made[0] / "page.html").getroot()
+    svgs = elements(page, "svg")
+    assert len(svgs) == 2 * len(NAMES)  # wide and narrow
+    sections = {e.get("id"): e for e in elements(page, "section")}
+    for name in NAMES:
+        images = [e for e in sections[name].iter() if e.get("role") == "img"]
+        assert len(images) == 2 and all(len(e.get("aria-label")) > 40 for e in images)
+        assert elements(sections[name], "figcaption")[0].text
+
+
+def test_every_figure_is_also_a_png_with_labels_and_a_footer(made):
+    folder, numbers = made
+    assert [path.split("/")[-1] for path in numbers["figures"]] == [f"{n}.png" for n in NAMES]
+    for name in NAMES:
+        assert (folder / "page-figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    page = ET.parse(folder / "page.html").getroot()
+    for svg in elements(page, "svg"):
+        texts = " ".join("".join(text.itertext()) for text in elements(svg, "text"))
+        assert "simulated" in texts and re.search(r"drawn\s+20\d\d-", texts), texts[-300:]
+        assert re.search(r"\((tokens|s|ms|%|MiB|GiB)|iteration|microbatches by", texts)
+
+
+def test_the_page_loads_nothing_and_runs_nothing(made):
+    text = (made[0] / "page.html").read_text()
+    page = ET.fromstring(text)
+    assert not elements(page, "script") and not elements(page, "link")
+    for element in page.iter():
+        for name, value in element.attrib.items():
+            name = name.split("}")[-1]
+            assert not name.startswith("on"), name
+            if name in ("href", "src"):
+                assert value.startswith("#"), value
+    for address in set(re.findall(r"https?://[^\s\"'<]+", text)):
+        assert address.startswith("http://www.w3.org/"), address  # names of XML, never fetched
+
+
+def test_ids_are_unique_and_references_meet_them(made):
+    page = ET.parse(made[0] / "page.html").getroot()
+    ids = [e.get("id") for e in page.iter() if e.get("id")]
+    assert len(ids) == len(set(ids))
+    text = (made[0] / "page.html").read_text()
+    used = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text))
+    assert used and {a or b for a, b in used} <= set(ids)
+
+
+def test_the_numbers_are_those_of_the_trace(made):
+    folder, numbers = made
+    assert numbers["iterations"] == 9 and numbers["microbatches"] == 8
+    assert numbers["tokens"] == 9000 and numbers["seconds"] == pytest.approx(4.5)
+    assert numbers["tokens_per_second"] == pytest.approx(2000)
+    assert numbers["longest_sequence_tokens"] == max(LENGTHS)
+    assert numbers["changes_of_plan"] == 7 and numbers["out_of_memory"] == 1
+    assert numbers["starts"] == 2 and numbers["memory_budget_bytes"] == BUDGET
+    assert numbers["median_error_seconds"] == pytest.approx(0.1)
+    assert numbers["median_error_peak_bytes"] == pytest.approx(0.05)
+    # PLANS in turn: 3, 3 and 2 times; by hand the halves of four layers each.
+    shares = {"megatron_ts": 3, "ulysses_z": 3 * 3 / 4, "metp": 3 / 4 * 1 / 3 * 1}
+    assert numbers["layer_shares"]["megatron_ts"] == pytest.approx(shares["megatron_ts"] / 8)
+    assert numbers["layer_shares"]["metp+recompute"] == pytest.approx(2 * 1 / 4 / 8)
+    assert sum(numbers["layer_shares"].values()) == pytest.approx(1)
+    text = (folder / "page.html").read_text()
+    assert "9,000" in text and "8,192 tokens" in text and "2 starts" in text
+
+
+def test_estimates_are_the_cost_models(made, costs):
+    """Time of one strategy on all microbatches that fit, added up by hand."""
+    numbers, model = made[1], costs.require_model()
+    expected = 0.0
+    for i in range(8):
+        s = -(-LENGTHS[i % 4] // 64) * 64
+        expected += 4 * sum(
+            model.operation("metp+recompute", half, s).time_seconds for half in ("attention", "mlp")
+        )
+    estimates = numbers["estimates"]
+    assert estimates["fixed"]["metp+recompute"]["would_not_fit"] == 0
+    assert estimates["fixed"]["metp+recompute"]["seconds"] == pytest.approx(expected)
+    assert estimates["predicted_seconds"] == pytest.approx(8 * 0.11)
+    fitting = {n: v["seconds"] for n, v in estimates["fixed"].items() if not v["would_not_fit"]}
+    assert estimates["best_fixed"] == min(fitting, key=fitting.__getitem__)
+
+
+def test_strategies_over_the_budget_are_told_and_never_the_best(tmp_path, costs):
+    tight = {**RUN, "stages": [{**RUN["stages"][0], "budget_bytes": 210_000_000}]}
+    trace = write_trace(tmp_path / "t.jsonl", records(8, run=tight))
+    content = Content([read_trace(str(trace), costs)], costs)
+    unfit = {one.name for one in content.fixed if one.num_unfit}
+    assert unfit and "metp+recompute" not in unfit
+    assert content.best_fixed is not None and content.best_fixed.name not in unfit
+    for name, curve in content.cumulative.items():
+        assert (curve.oom_length is not None) == (name in unfit), name
+        assert all(s < (curve.oom_length or 1 << 40) for s in curve.lengths)
+
+
+def test_data_that_would_be_code_are_text(tmp_path):
+    """In plans, policy, hardware, kinds and file names."""
+    name = HOSTILE.replace("/", "").replace(",", "")
+    assert "<script>" in name and "onerror" in name
+    run = {**RUN, "policy": HOSTILE, "costs": {**RUN["costs"], "hardware": HOSTILE}}
+    lines = [*records(3, run=run), microbatch(4, plan=f"1-4 {name}"), {"kind": HOSTILE}]
+    trace = write_trace(tmp_path / "<b onclick=x>.jsonl", lines)
+    result = report(trace, "-o", tmp_path / "r.html")
+    assert result.exit_code == 0, result.output
+    page = ET.parse(tmp_path / "r.html").getroot()
+    assert not elements(page, "script") and not elements(page, "img") and not elements(page, "b")
+    assert HOSTILE in "".join(page.itertext())
+    assert all(not a.startswith("on") for e in page.iter() for a in e.attrib)
+    labels = ["".join(text.itertext()) for text in elements(page, "text")]
+    assert any(label.startswith('"><script>') and "$" not in label[:5] for label in labels)
+
+
+def test_a_trace_without_run_or_predictions_is_drawn_as_far_as_it_goes_without_torch(tmp_path):
+    plain = {"predicted_seconds": None, "predicted_peak_bytes": None, "peak_bytes": None}
+    lines = [microbatch(1, **plain), {"kind": "iteration", "iteration": 1, "seconds": 1.0}]
+    trace = write_trace(tmp_path / "t.jsonl", lines)
+    script = (
+        "import sys\nfrom click.testing import CliRunner\nfrom megatron_paradyse.cli import cli\n"
+        f"result = CliRunner().invoke(cli, ['report', {str(trace)!r}, '-o', "
+        f"{str(tmp_path / 'r.html')!r}])\nassert result.exit_code == 0, result.output\n"
+        "found = {name.split('.')[0] for name in sys.modules} & {'torch', 'megatron', 'xgboost'}\n"
+        "assert not found, found\nassert 'matplotlib.pyplot' not in sys.modules\n"
+        "assert '3 figures in' in result.stdout and result.stderr.count('not drawn: ') == 4\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    text = (tmp_path / "r.html").read_text()
+    assert text.count("Not drawn: ") == 4 and "do not say what ran" in text
+    assert "give the fitted cost file as --costs" in text
+
+
+def test_several_grids_are_added_and_iterations_counted_once(tmp_path):
+    paths = [write_trace(tmp_path / f"t-dp{i}-pp0.jsonl", records(4)) for i in range(2)]
+    numbers = Content([read_trace(str(path)) for path in paths], None).as_json()
+    assert numbers["iterations"] == 4 and numbers["tokens"] == 4000
+    assert numbers["microbatches"] == 8
+    assert sum(numbers["layer_shares"].values()) == pytest.approx(1)
+
+
+def test_costs_of_another_file_than_the_runs_are_warned_of(tmp_path, costs):
+    own = {**RUN, "costs": {**RUN["costs"], "fingerprint": costs.fingerprint}}
+    for run, warned in ((RUN, 1), (own, 0), ({**RUN, "costs": None}, 0)):
+        trace = write_trace(tmp_path / "t.jsonl", records(4, run=run))
+        content = Content([read_trace(str(trace), costs)], costs)
+        assert len(content.warnings()) == warned
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/x/y.jsonl"], "does not exist: give the file that --paradyse-trace wrote"),
+        (["TRACE", "-o", "/x/y/r.html"], "in a folder that exists"),
+        (["TRACE", "-o", "/tmp"], "give the name of a file"),
+        (["TRACE", "--costs", "/x.json"], "/x.json does not exist"),
+        (["TRACE"] * 300, "give at most 256"),
+        ([], "Missing argument 'TRACE...'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, message, tmp_path):
+    trace = write_trace(tmp_path / "t.jsonl", records(1))
+    result = report(*(str(trace) if a == "TRACE" else a for a in arguments))
+    assert result.exit_code in (1, 2) and message in result.stderr
+    assert len([line for line in result.stderr.splitlines() if line]) == 1
+
+
+def test_every_plan_of_the_samples_is_in_the_map(made):
+    page = ET.parse(made[0] / "page.html").getroot()
+    (section,) = [e for e in elements(page, "section") if e.get("id") == "plans"]
+    labels = {"".join(text.itertext()) for text in elements(section, "text")}
+    named = {n for plan in PLANS for n in re.findall(r"[a-z_]+(?:\+recompute)?", plan)}
+    assert named <= labels and {"128", "4K", "8K"} <= labels

@@ -1,0 +1,158 @@
+"""Reading a trace: whatever is in it, sums of what is right and a warning for what is not."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.report import records as records_module
+from megatron_paradyse.report import trace_file
+from megatron_paradyse.report.trace_file import read_trace, warning_lines
+from megatron_paradyse.train import summary
+from tests.report.samples import RUN, STAGE, fitted, iteration, microbatch, records, write_trace
+
+GOOD = microbatch(1)
+CORRECTION = {
+    "kind": "correction",
+    "iteration": 1,
+    "seconds_factors": {"megatron_ts": 2.0, "metp": 1.0},
+    "bytes_factors": {"megatron_ts": 1.0, "metp": 1.0},
+}
+BROKEN = {
+    "not JSON": "{'kind': 1}",
+    "no object": "[1, 2]",
+    "unknown kind": '{"kind": "weather", "wind": 3}',
+    "no kind": "{}",
+    "kind of no text": '{"kind": ["run"]}',
+    "nested": "[" * 5000,
+    "huge number": '{"kind": "iteration", "iteration": 1, "seconds": 1e999}',
+    "long number": '{"kind": "iteration", "iteration": 1, "seconds": ' + "9" * 5000 + "}",
+    "not a number": '{"kind": "iteration", "iteration": 1, "seconds": NaN}',
+    "true as number": '{"kind": "iteration", "iteration": true, "seconds": 1}',
+    "negative": '{"kind": "iteration", "iteration": 1, "seconds": -1}',
+    "lacking": '{"kind": "microbatch", "iteration": 1}',
+    "no plan": json.dumps({**GOOD, "plan": "nothing"}),
+    "empty plan": json.dumps({**GOOD, "plan": ""}),
+    "plan of many layers": json.dumps({**GOOD, "plan": "1-999999 metp"}),
+    "layer twice": json.dumps({**GOOD, "plan": "1-2 metp, 2 metp"}),
+    "control characters": json.dumps({**GOOD, "plan": "1 me\u001b[31mtp"}),
+    "half a character": json.dumps({**GOOD, "plan": "1 me\ud800tp"}),
+    "length 0": json.dumps({**GOOD, "seq_length": 0}),
+    "run without stages": json.dumps({**RUN, "stages": 3}),
+    "stage lacking": json.dumps({**RUN, "stages": [{}]}),
+    "stage margin": json.dumps({**RUN, "stages": [{**STAGE, "margin": "x"}]}),
+    "no flight": json.dumps({**RUN, "stages": [{**STAGE, "num_in_flight": 0}]}),
+    "stage buffer": json.dumps({**RUN, "stages": [{**STAGE, "buffer_free_above": "x"}]}),
+    "factors of no strategy": json.dumps({**CORRECTION, "seconds_factors": [1.0]}),
+    "factor of no number": json.dumps({**CORRECTION, "seconds_factors": {"metp": "2"}}),
+    "costs of no text": json.dumps({**RUN, "costs": {**RUN["costs"], "date": 3}}),
+    "too long": json.dumps({**GOOD, "plan": "x" * 100_000}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_line_is_left_out_with_a_warning_that_names_it(name, tmp_path):
+    path = write_trace(tmp_path / "t.jsonl", records(2))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], BROKEN[name], *lines[2:]]) + "\n")
+    trace = read_trace(str(path))
+    assert trace.summary.microbatches == trace.iterations.count == 2
+    (warning,) = warning_lines(trace)
+    assert warning.startswith("t.jsonl: line 3 left out: ") and len(warning) < 300
+
+
+def test_estimates_follow_the_costs_as_training_corrected_them(tmp_path):
+    costs = fitted(tmp_path)
+    seconds = []
+    for more in ([], [CORRECTION]):
+        path = write_trace(tmp_path / "t.jsonl", [*records(2), *more])
+        trace = read_trace(str(path), costs)
+        assert not trace.warnings
+        seconds.append({one.name: one.seconds for one in trace.summary.fixed_estimates()})
+    assert seconds[1]["megatron_ts"] == pytest.approx(2 * seconds[0]["megatron_ts"])
+    assert seconds[1]["metp"] == pytest.approx(seconds[0]["metp"])
+
+
+def test_the_unfinished_last_line_is_told_as_such(tmp_path):
+    path = write_trace(tmp_path / "t.jsonl", records(2))
+    path.write_text(path.read_text() + json.dumps(GOOD)[:40])
+    trace = read_trace(str(path))
+    assert trace.summary.microbatches == 2
+    assert "unfinished (still being written?)" in warning_lines(trace)[0]
+
+
+def test_bytes_that_are_no_text_are_survived(tmp_path):
+    path = write_trace(tmp_path / "t.jsonl", records(2))
+    path.write_bytes(b"\xff\xfe\x00\n" + path.read_bytes())
+    assert read_trace(str(path)).summary.microbatches == 2
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "hello\n", json.dumps(RUN) + "\n"])
+def test_a_file_that_is_no_trace_is_refused_in_one_line(content, tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match="holds no microbatch and no iteration"):
+        read_trace(str(path))
+
+
+@pytest.mark.parametrize(("path", "why"), [("/dev/zero", "not a regular"), ("/x/y", "not exist")])
+def test_what_is_no_file_is_refused(path, why):
+    with pytest.raises(UserError, match=why):
+        read_trace(path)
+
+
+def test_rows_are_thinned_and_sums_are_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_file.Sample.__init__, "__defaults__", (16,))
+    lines = [line for i in range(1, 101) for line in (microbatch(i), iteration(i))]
+    trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))
+    assert trace.microbatches.step == 8 and len(trace.microbatches.rows) <= 16
+    assert [row.iteration for row in trace.microbatches.rows] == list(range(1, 101, 8))
+    assert trace.summary.microbatches == 100 and trace.tokens == 100_000
+    assert trace.summary.seconds == pytest.approx(10.0)
+    assert "one in 8 of 100 microbatches" in warning_lines(trace)[0]
+
+
+def test_memory_stays_bounded_however_different_the_lines_are(tmp_path, monkeypatch):
+    """Every line another plan, length and kind: three times the lines take no more memory."""
+    monkeypatch.setattr(trace_file.Sample.__init__, "__defaults__", (16,))
+    monkeypatch.setattr(trace_file, "MOST_PLANS", 8)
+    monkeypatch.setattr(summary, "MOST_SHAPES", 8)
+
+    def peak_bytes(count: int) -> int:
+        records_module.plan_of.cache_clear()
+        path = tmp_path / f"{count}.jsonl"
+        with path.open("w") as file:
+            for i in range(1, count + 1):
+                plan = ", ".join(
+                    f"{n} {('metp', 'a')[i >> (n - 1) & 1]}/metp" for n in range(1, 30)
+                )
+                file.write(json.dumps(microbatch(i, i, plan)) + "\n")
+                file.write(json.dumps({"kind": f"kind {i}"}) + "\n")
+        tracemalloc.start()
+        trace = read_trace(str(path))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert trace.summary.microbatches == count
+        assert len(trace.warnings) <= trace_file.MOST_WARNINGS + 1
+        return peak
+
+    assert peak_bytes(900) < 1.2 * peak_bytes(300)
+
+
+def test_too_many_strategies_are_left_out_not_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_file, "MOST_STRATEGIES", 5)
+    lines = [microbatch(i, plan=f"1-4 strategy_{i}") for i in range(1, 10)]
+    trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))
+    assert trace.summary.microbatches == 5
+    assert "4 lines left out" in warning_lines(trace)[0]
+
+
+def test_budgets_follow_the_starts(tmp_path):
+    again = {**RUN, "memory_budget_bytes": 400}
+    lines = [*records(3), again, *records(2, run=None)]
+    trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))
+    assert trace.budgets == [(0, RUN["memory_budget_bytes"]), (3, 400)]
+    assert len(trace.runs) == 2

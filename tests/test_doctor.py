@@ -1,0 +1,138 @@
+"""`megatron-paradyse doctor`: what is there, what its lack costs, and that nothing can hang it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_paradyse.cli import cli
+from megatron_paradyse.doctor import FAULT, LACK, OK, checks, commands, machine
+
+TORCH = {"name": "torch", "version": "2.15", "cuda": "13.2", "gloo": True, "nccl": True}
+CPU = {"torch": {**TORCH, "gpus": []}, "megatron": {"name": "megatron"}}
+GPU = {**CPU, "torch": {**TORCH, "gpus": [{"name": "H100", "memory_bytes": 80 << 30}]}}
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """The checks for the answers of a probe, with packages installed or not."""
+
+    def ask(answers, failure="", *, without=(), extra=()):
+        def version(name):
+            if name in without:
+                raise metadata.PackageNotFoundError(name)
+            return "0.19.2" if name == "megatron-core" else "1.0"
+
+        hidden = {"transformer-engine", "apex", "flash-attn"} - set(extra)
+        without = {*without, *hidden}
+        monkeypatch.setattr(checks.metadata, "version", version)
+        monkeypatch.setattr(checks, "probe", lambda names: (answers, failure))
+        return {check.name: check for check in checks.check_all()}
+
+    return ask
+
+
+def test_this_machine_can_train_and_says_what_it_has():
+    """The real probe, in a process of its own."""
+    result = CliRunner().invoke(cli, ["doctor", "--json"])
+    values = json.loads(result.stdout)
+    assert result.exit_code == 0 and values["can_train"]
+    states = {check["name"]: check for check in values["checks"]}
+    assert states["torch"]["found"].startswith(metadata.version("torch"))
+    assert states["megatron-core"]["state"] == states["gloo"]["state"] == OK
+    assert all(c["cost"] for c in values["checks"] if c["state"] != OK)
+
+
+def test_on_a_cpu_the_packages_of_gpus_are_no_lack(found):
+    states = found(CPU)
+    assert {states[n].state for n in ("transformer-engine", "apex", "flash-attn")} == {OK}
+    assert states["GPUs"].state == LACK and "slow" in states["GPUs"].cost
+
+
+def test_on_a_gpu_every_lack_has_a_cost_and_a_command(found):
+    states = found(GPU)
+    assert "PyTorch's CUDA kernels run" in states["flash-attn"].cost
+    assert "--transformer-impl local" in states["transformer-engine"].cost
+    assert "--no-gradient-accumulation-fusion" in states["apex"].cost
+    for check in states.values():
+        assert check.state == OK or (check.cost and check.remedy), check
+    assert states["GPU 0"].found == "H100, 80.0 GiB"
+
+
+def test_a_package_that_is_installed_and_does_not_load_says_why(found):
+    broken = {**GPU, "flash-attn": {"error": "ImportError: undefined symbol"}}
+    check = found(broken, extra=["flash-attn"])["flash-attn"]
+    assert check.state == LACK and "cannot be imported: ImportError: undefined" in check.found
+
+
+@pytest.mark.parametrize(
+    ("without", "name", "state", "words"),
+    [
+        ("xgboost", "xgboost", LACK, "fit cannot run; a fitted cost file still works"),
+        ("numpy", "numpy", FAULT, "nothing can train"),
+        ("torch", "torch", FAULT, "nothing can train"),
+        ("megatron-core", "megatron-core", FAULT, "nothing can train"),
+    ],
+)
+def test_a_missing_package_costs_what_it_costs(found, without, name, state, words):
+    check = found(CPU, without=[without])[name]
+    assert check.state == state and words in check.cost and "pip install" in check.remedy
+
+
+def test_a_backend_that_is_missing_where_it_is_needed_is_a_fault(found):
+    assert found({**CPU, "torch": {**CPU["torch"], "gloo": False}})["gloo"].state == FAULT
+    assert found({**GPU, "torch": {**GPU["torch"], "nccl": False}})["nccl"].state == FAULT
+    assert "nccl" not in found({**CPU, "torch": {**CPU["torch"], "nccl": False}})
+
+
+@pytest.mark.parametrize(
+    ("program", "seconds", "why"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 60, "ended with code -11"),
+        ("import signal; signal.pause()", 1, "no answer within 1 s"),
+    ],
+)
+def test_an_import_that_crashes_or_hangs_is_named(program, seconds, why, monkeypatch, tmp_path):
+    """A stand-in for python that begins to import torch, and then does what the case says."""
+    fake = tmp_path / "python"
+    fake.write_text(f'#!{sys.executable}\nprint(\'{{"begin": "torch"}}\', flush=True)\n{program}\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(checks.sys, "executable", str(fake))
+    answers, failure = checks.probe([], seconds=seconds)
+    assert why in failure and why in answers["torch"]["error"]
+    check = checks._torch(answers["torch"], failure)
+    assert check.state == FAULT and why in check.found
+
+
+def test_the_exit_code_is_1_where_training_cannot_run(monkeypatch):
+    fault = commands.Check("torch", FAULT, "not\x1b installed", "nothing", "pip install -e .")
+    monkeypatch.setattr(checks, "check_all", lambda: [fault])
+    result = CliRunner().invoke(cli, ["doctor"])
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[0].startswith("fault torch: not")
+    assert "mend: pip install -e ." in result.stdout
+    assert result.stdout.endswith("training cannot run here\n")
+
+
+def test_a_checkout_of_another_version_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
+    (check,) = machine.checkout("0.19")
+    assert check.state == LACK and "holds no pretrain_gpt.py" in check.found
+    (tmp_path / "pretrain_gpt.py").touch()
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    info = tmp_path / "megatron/core/package_info.py"
+    for minor, state in (("19", OK), ("20", LACK)):
+        info.write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 0\n")
+        (check,) = machine.checkout("0.19")
+        assert check.state == state and f"0.{minor}.0" in check.found
+
+
+def test_links_are_read_from_the_rows_of_gpus_alone(monkeypatch):
+    table = "     GPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X\n\nLegend:\n  SYS = PCIe and NUMA"
+    monkeypatch.setattr(machine, "_tool", lambda *command: table)
+    assert [check.found for check in machine.links(2)] == ["NV18"]
+    assert machine.links(1) == []

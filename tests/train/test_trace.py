@@ -1,0 +1,57 @@
+"""What a training writes about itself, read by the report as it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_paradyse.report.estimates import ALIGNMENT
+from megatron_paradyse.report.trace_file import read_trace
+from tests.train.harness import train, write_documents
+from tests.train.synthetic_costs import write_costs
+
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+MICROBATCHES = ["--micro-batch-size", 1, "--global-batch-size", 2, "--train-iters", 2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, [40, 60, 30, 64] * 10)
+    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", *TP2, *MICROBATCHES]
+
+
+def test_a_trace_says_first_what_runs_and_the_report_reads_all_of_it(data, tmp_path):
+    costs = write_costs(tmp_path / "costs.json")
+    path = tmp_path / "trace.jsonl"
+    flags = ["--paradyse-policy", "optimal", "--paradyse-cost-model", costs]
+    flags += ["--paradyse-accept-costs", "--paradyse-memory-budget", "150MB"]
+    train(tmp_path, *data, *flags, "--paradyse-trace", path, ranks=2)
+    assert json.loads(path.read_text().splitlines()[0])["kind"] == "run"
+    trace = read_trace(str(path))
+    assert trace.warnings == {} and trace.budgets == [(0, 150_000_000)]
+    (run,) = trace.runs
+    assert run.policy == "optimal" and run.costs.startswith("simulated on synthetic")
+    assert run.ranks == {"world": 2, "tensor": 2, "pipeline": 1, "data": 1}
+    assert run.model == {"num_layers": 4, "hidden_size": 64} and run.dtype == "float32"
+    (stage,) = run.stages
+    assert stage.budget_bytes == 150_000_000 and stage.has_embedding and stage.has_head
+    assert trace.summary.microbatches == 4 and trace.iterations.count == 2
+    assert trace.summary.median_error is not None and trace.longest >= 60
+
+
+def test_a_trace_of_a_fixed_policy_has_neither_costs_nor_stages(data, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    train(tmp_path, *data, "--paradyse-trace", path, ranks=2)
+    trace = read_trace(str(path))
+    (run,) = trace.runs
+    assert trace.warnings == {} and run.policy == "fixed:megatron_ts"
+    assert (run.costs, run.stages, run.memory_budget_bytes) == ("", (), None)
+    assert trace.summary.layer_shares == {"megatron_ts": 1.0}
+
+
+def test_the_report_aligns_lengths_as_training_does():
+    from megatron_paradyse.train import choosing
+
+    assert choosing.ALIGNMENT == ALIGNMENT
