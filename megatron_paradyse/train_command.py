@@ -136,17 +136,21 @@ def _flag(path: str, name: str, node: Any) -> list[str]:
 
 def _paradyse_flags(path: str, node: Any) -> list[str]:
     """The settings as flags; those that have none are read from the file itself."""
-    from megatron_paradyse.settings import settings_of
+    from megatron_paradyse.settings import Settings, settings_of
 
     flags = ["--paradyse"]
     settings = settings_of(path, node)
     if any(name in settings for name in WITHOUT_FLAG):
         flags += ["--paradyse-config", path]
     for name, value in settings.items():
-        if name in WITHOUT_FLAG or value is False or value is None:
+        is_switch = isinstance(value, bool)
+        if name in WITHOUT_FLAG or value is None:
             continue
-        flags.append(f"--paradyse-{name.replace('_', '-')}")
-        if value is not True:
+        if is_switch and value == getattr(Settings, name):
+            continue
+        no = "no-" if value is False else ""
+        flags.append(f"--paradyse-{no}{name.replace('_', '-')}")
+        if not is_switch:
             flags.append(",".join(value) if isinstance(value, tuple) else str(value))
     return flags
 

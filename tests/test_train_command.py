@@ -91,6 +91,8 @@ def test_every_setting_reaches_the_training(tmp_path):
         "smoothing": 0.1,
         "verify_plans": True,
         "balance": True,
+        "correction": False,
+        "profile": False,
         "trace": "t.jsonl",
         "log": "compact",
         "sequences": "documents",
@@ -107,6 +109,7 @@ def test_every_setting_reaches_the_training(tmp_path):
     assert pairs["--paradyse-memory-margin"] == "0.05"
     assert pairs["--paradyse-head-tile"] == "off"
     assert pairs["--paradyse-accept-costs"].startswith("--")
+    assert {"--paradyse-no-correction", "--paradyse-no-profile"} < set(flags)
     assert pairs["--paradyse-config"] == path
     for name in set(settings) - set(WITHOUT_FLAG):
         assert f"--paradyse-{name.replace('_', '-')}" in flags
