@@ -162,7 +162,7 @@ def read_trace(path: str, costs: CostFile | None = None) -> Trace:
                 trace.warn(
                     "unfinished (still being written?)" if unfinished else str(error), number
                 )
-    if not trace.summary.microbatches and not trace.iterations.count:
+    if not (trace.summary.microbatches or trace.iterations.count or trace.num_out_of_memory):
         reason = next(iter(trace.warnings), "it is empty")
         raise UserError(
             f"{path} holds no microbatch and no iteration ({reason}): give the file that "
