@@ -150,10 +150,10 @@ def read_trace(path: str, costs: CostFile | None = None) -> Trace:
                 continue
             try:
                 record = parse_record(line)
-                if isinstance(record, Run) and costs is not None:
-                    policies[:] = cost_policies(costs, record)
-                elif costs is not None and not policies:
-                    policies[:] = cost_policies(costs, None)
+                if costs is not None and not policies:
+                    policies[:] = cost_policies(costs, record if isinstance(record, Run) else None)
+                elif costs is not None and isinstance(record, Run) and record.stages:
+                    policies[:] = cost_policies(costs, record)  # a start that chooses by cost
                 trace.add(record)
             except UnknownKindError as error:
                 trace.warn(str(error), number)
