@@ -14,7 +14,7 @@ from megatron_paradyse.cli import COMMANDS, cli
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.findall(
-    r"^\| `([a-z ]+)` \| .* \| `(megatron-paradyse .*)` \|$",
+    r"^\| `([a-z -]+)` \| .* \| `(megatron-paradyse .*)` \|$",
     (ROOT / "docs/commands.md").read_text(),
     re.M,
 )

@@ -111,7 +111,7 @@ def test_every_setting_reaches_the_training(tmp_path):
     assert pairs["--paradyse-accept-costs"].startswith("--")
     assert {"--paradyse-no-correction", "--paradyse-no-profile"} < set(flags)
     assert pairs["--paradyse-config"] == path
-    for name in set(settings) - set(WITHOUT_FLAG):
+    for name in set(settings) - {*WITHOUT_FLAG, "correction", "profile"}:
         assert f"--paradyse-{name.replace('_', '-')}" in flags
     assert load_yaml_settings(path)["layers"][2].mlp == ("metp",)
 

@@ -140,6 +140,11 @@ def _needs_costs(content: Content) -> str:
     return _needs_microbatches(content)
 
 
+def _needs_measurements(content: Content) -> str:
+    known = content.costs is not None and content.costs.table.measurements
+    return "" if known else NEEDS_COSTS
+
+
 def _needs_predictions(content: Content) -> str:
     if cost_figures.has_predictions(content):
         return ""
@@ -202,7 +207,7 @@ KINDS = (
         "What each strategy costs",
         cost_figures.draw_cost_curves,
         _curve_words,
-        lambda content: NEEDS_COSTS if content.costs is None else "",
+        _needs_measurements,
         (7.4, 12.5),
     ),
 )

@@ -44,7 +44,7 @@ def facts(content: Content) -> list[Fact]:
         ),
         _saved(content),
         _error(content),
-        Fact("out of memory", f"{content.num_out_of_memory:,}", "records in the trace"),
+        Fact("out of memory", f"{content.num_out_of_memory:,}", "records, one of each rank"),
     ]
     return found
 
@@ -94,8 +94,10 @@ def origin(content: Content) -> str:
     ranks = run.ranks
     layout = f"tensor {ranks['tensor']}, pipeline {ranks['pipeline']}, data {ranks['data']}"
     budget = run.memory_budget_bytes
+    starts = max(len(trace.runs) for trace in content.traces)
+    last = f"Last of {starts} starts: policy" if starts > 1 else "Policy"
     return (
-        f"Policy {run.policy} on {ranks['world']} ranks ({layout}) of {run.hardware.name}; "
+        f"{last} {run.policy} on {ranks['world']} ranks ({layout}) of {run.hardware.name}; "
         f"{run.model['num_layers']} layers, hidden size {run.model['hidden_size']}, {run.dtype}; "
         f"memory budget {'none' if budget is None else f'{budget / 2**20:,.0f} MiB a rank'}; "
         f"started {run.date}, megatron_paradyse {run.version}. From {files}."

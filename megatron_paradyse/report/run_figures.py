@@ -37,7 +37,7 @@ def draw_memory(figure, content: Content, look: Look) -> None:
                 if value:
                     found[row.iteration] = max(found.get(row.iteration, 0), value)
     failed = [oom.microbatch for trace in content.traces for oom in trace.out_of_memory]
-    budgets = [b for b in content.main.budgets if b[1] is not None]
+    budgets = sorted(b for b in content.main.budgets if b[1] is not None)
     largest = [*measured.values(), *predicted.values(), *(m.peak_bytes or 0 for m in failed)]
     unit, name = byte_unit(max([*largest, *(b or 0 for _, b in budgets)], default=1))
     axes = figure.add_subplot()

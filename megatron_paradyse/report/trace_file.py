@@ -131,11 +131,13 @@ class Trace:
         return self._plans.setdefault(plan, plan)
 
     def policies(self, costs: CostFile | None) -> list[CostPolicy]:
-        """Of the last start, with the costs as training has corrected them since."""
+        """Of the last start that chose by cost, with the costs as it has corrected them since."""
         if costs is None:
             return []
         factors = {} if self.corrected is None else self.corrected.seconds_factors
-        return cost_policies(costs, self.runs[-1] if self.runs else None, factors)
+        by_cost = [run for run in self.runs if run.stages]
+        last: Run | None = next(reversed(by_cost or self.runs), None)
+        return cost_policies(costs, last, factors)
 
     def warn(self, what: str, line: int) -> None:
         if what not in self.warnings and len(self.warnings) >= MOST_WARNINGS:
@@ -174,7 +176,7 @@ def read_trace(path: str, costs: CostFile | None = None) -> Trace:
                 trace.warn(
                     "unfinished (still being written?)" if unfinished else str(error), number
                 )
-    if not trace.summary.microbatches and not trace.iterations.count:
+    if not (trace.summary.microbatches or trace.iterations.count or trace.num_out_of_memory):
         reason = next(iter(trace.warnings), "it is empty")
         raise UserError(
             f"{path} holds no microbatch and no iteration ({reason}): give the file that "

@@ -205,3 +205,21 @@ def test_every_plan_of_the_samples_is_in_the_map(made):
     labels = {"".join(text.itertext()) for text in elements(section, "text")}
     named = {n for plan in PLANS for n in re.findall(r"[a-z_]+(?:\+recompute)?", plan)}
     assert named <= labels and {"128", "4K", "8K"} <= labels
+
+
+def test_a_trace_of_nothing_but_memory_that_ran_out_is_drawn(tmp_path):
+    failed = {**microbatch(1), "kind": "out_of_memory", "memory_margin": 0.03}
+    result = report(write_trace(tmp_path / "t.jsonl", [RUN, failed]), "-o", tmp_path / "r.html")
+    assert result.exit_code == 0 and "1 figures in" in result.stdout
+    assert "1 record of memory that ran out" in (tmp_path / "r.html").read_text()
+
+
+def test_a_later_start_without_costs_leaves_the_estimates_to_the_one_that_chose(tmp_path, costs):
+    tight = {**RUN, "stages": [{**RUN["stages"][0], "budget_bytes": 210_000_000}]}
+    fixed = {**RUN, "policy": "fixed:metp", "strategies": None, "costs": None, "stages": []}
+    once, twice = (
+        read_trace(str(write_trace(tmp_path / f"{i}.jsonl", records(8, run=tight) + more)), costs)
+        for i, more in enumerate(([], [fixed]))
+    )
+    assert once.summary.fixed_estimates() == twice.summary.fixed_estimates()
+    assert len(twice.runs) == 2
