@@ -79,7 +79,7 @@ def read_run(path: str, more_flags: Sequence[str] = ()) -> Launch:
     import yaml
 
     from megatron_paradyse.errors import UserError
-    from megatron_paradyse.simulator.yaml_file import compose_yaml, entry_of
+    from megatron_paradyse.yaml_file import compose_yaml, entry_of
 
     root = compose_yaml(path)
     entry = entry_of(path, root, "a run", (*LAUNCH_KEYS, *OWN_KEYS))

@@ -7,13 +7,15 @@ taken from a named one with `like: a100-80g`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.simulator.yaml_file import Entry, read_entry
+from megatron_paradyse.yaml_file import Entry, read_entry
 
 GIB = 1 << 30
+MEMORY_TOLERANCE = 0.1  # a driver takes its share, and some count GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,16 @@ DEVICES: dict[str, Device] = {
         attention_backward_efficiency=0.50,
     ),
 }
+
+
+def known_name(full_name: str, memory_bytes: int) -> str | None:
+    """The name above of a GPU that calls itself so, such as "NVIDIA H200"; None for others."""
+    for name, device in DEVICES.items():
+        kind = name.partition("-")[0].upper()
+        near = abs(memory_bytes / device.memory_bytes - 1) < MEMORY_TOLERANCE
+        if near and re.search(rf"\b{kind}\b", full_name):
+            return name
+    return None
 
 
 def find_device(text: str) -> Device:

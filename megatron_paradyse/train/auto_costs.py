@@ -27,7 +27,6 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.simulator.hardware import DEVICES
 from megatron_paradyse.train.describe import versions
 
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
@@ -208,13 +207,10 @@ class Search:
         """The simulator's name of this device, if it knows it."""
         if not torch.cuda.is_available():
             return None
+        from megatron_paradyse.simulator.hardware import known_name
+
         properties = torch.cuda.get_device_properties(0)
-        for name, device in DEVICES.items():
-            kind = name.partition("-")[0].upper()
-            like = abs(properties.total_memory / device.memory_bytes - 1) < 0.1
-            if re.search(rf"\b{kind}\b", properties.name) and like:
-                return name
-        return None
+        return known_name(properties.name, properties.total_memory)
 
     def _announce(self, way: str, file) -> None:
         table = file.table

@@ -8,7 +8,7 @@ from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.description import MASKS
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator import commands
-from megatron_paradyse.simulator.hardware import DEVICES, find_device
+from megatron_paradyse.simulator.hardware import DEVICES, find_device, known_name
 from megatron_paradyse.simulator.models import MODELS, model_flags
 from megatron_paradyse.simulator.network import BETWEEN_NODES, LINKS, find_network
 
@@ -76,3 +76,18 @@ def test_named_models_are_flags_and_given_flags_come_after():
 def test_the_command_knows_the_masks_and_is_listed():
     assert commands.MASKS == MASKS
     assert "simulate" in cli.list_commands(None)
+
+
+@pytest.mark.parametrize(
+    ("full_name", "gib", "name"),
+    [
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40g"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80g"),
+        ("NVIDIA A10", 22.5, None),
+        ("NVIDIA H100 NVL", 93.6, None),
+    ],
+)
+def test_a_gpu_is_known_by_its_own_name_and_memory(full_name, gib, name):
+    assert known_name(full_name, int(gib * 2**30)) == name
