@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_paradyse.report.estimates import ALIGNMENT
+from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.report.trace_file import read_trace
 from tests.train.harness import train, write_documents
 from tests.train.synthetic_costs import write_costs
