@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import finish, options
-from benchmarks.max_length_real import real
+from benchmarks.max_length_real import SHAPES, real
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.table import Constants, CostTable
 from megatron_paradyse.planner import evaluate
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--folder", help="keep the simulated cost files here, and reuse them")
     parser.add_argument("--models", default=",".join(LENGTHS), help="comma-separated")
     parser.add_argument("--real", action="store_true", help="on 4 CPU ranks instead")
+    parser.add_argument("--shape", choices=SHAPES, default="gpt", help="--real: of the model")
     parser.add_argument("--costs", help="--real: a fitted cost file of the model, not a profile")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -14,6 +14,15 @@ from megatron_paradyse.preview.longest import find_longest
 from megatron_paradyse.preview.setup import make_setup
 
 BUDGET = "80MiB"
+# What the paper's models have besides the sizes, which here are the demo's.
+SHAPES = {
+    "gpt": [],
+    "llama": [
+        *("--swiglu", "--ffn-hidden-size", "688", "--normalization", "RMSNorm"),
+        *("--position-embedding-type", "rope", "--disable-bias-linear"),
+        "--untie-embeddings-and-output-weights",
+    ],
+}
 FACTORS = (0.95, 1.05)
 ENFORCED = {"ParaDySe": "optimal"}
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def real(folder: Path, arguments) -> None:
     """Predicted limits without a margin, against what the ranks really need."""
-    flags = [str(text) for pair in MODEL.items() for text in pair]
+    flags = [str(text) for pair in MODEL.items() for text in pair] + SHAPES[arguments.shape]
     costs = arguments.costs or profile_and_fit(folder, flags, PROFILED, False)
     given = {"policy": "optimal", "memory_budget": BUDGET, "memory_margin": 0.0}
     found = find_longest(make_setup(costs, given))
@@ -39,8 +48,10 @@ def real(folder: Path, arguments) -> None:
         "right": sum(row["fits"] == (row["factor"] < 1) for row in rows),
         "enforced": enforced,
     }
-    configuration = {"ranks": RANKS, "budget": BUDGET, "margin": 0, **MODEL}
-    finish("max_length_real", result, configuration, arguments)
+    shape = arguments.shape
+    configuration = {"ranks": RANKS, "budget": BUDGET, "margin": 0, "shape": shape, **MODEL}
+    name = "max_length_real" if shape == "gpt" else f"max_length_real_{shape}"
+    finish(name, result, configuration, arguments)
 
 
 def _enforced(limits: dict[str, int], costs: str, flags: list[str]) -> list[dict]:
@@ -58,10 +69,8 @@ def _enforced(limits: dict[str, int], costs: str, flags: list[str]) -> list[dict
 
 
 def _train(policy: str, tokens: int, costs: str, flags: list[str]) -> dict:
-    kept = [part for i in range(0, len(flags), 2) if flags[i] != "--seq-length"
-            for part in flags[i : i + 2]]  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), "-m", "megatron_paradyse.pretrain_gpt", *kept]
+    command += ["--nproc-per-node", str(RANKS), "-m", "megatron_paradyse.pretrain_gpt", *flags]
     command += ["--seq-length", str(tokens), "--micro-batch-size", "1", "--global-batch-size", "1"]
     command += ["--tensor-model-parallel-size", str(RANKS), "--sequence-parallel", "--mock-data"]
     command += ["--tokenizer-type", "NullTokenizer", "--train-iters", "2", "--lr", "1e-4"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import multiprocessing
 import os
 import sys
 import time
@@ -189,6 +190,7 @@ def show_user_errors_in_one_line() -> None:
         elif isinstance(error, UserError) or _is_out_of_memory(error):
             sys.stdout.flush()
             _report(" ".join(str(error).split())[:2000])
+            _end_helpers()
             os._exit(2)  # other ranks may wait in a collective: leave without waiting for them
         else:
             if _lost_peer(error):
@@ -196,6 +198,12 @@ def show_user_errors_in_one_line() -> None:
             show_traceback(kind, error, traceback)
 
     sys.excepthook = hook
+
+
+def _end_helpers() -> None:
+    """End the processes that saving a checkpoint has started: _exit would leave them behind."""
+    for child in multiprocessing.active_children():
+        child.terminate()
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -136,7 +136,7 @@ def test_a_profile_goes_on_where_it_stopped_and_refuses_another_model(profiled):
     assert after == before
     points = [event for event in events if "share" in event]
     assert len(points) == len(before) and all(event["resumed"] for event in points)
-    _, _, stderr = run_profile(output, code=1, model={"--hidden-size": 32})
+    _, _, stderr = run_profile(output, code=2, model={"--hidden-size": 32})
     assert "model.hidden_size: 64 in the file, 32 in the run" in stderr
 
 

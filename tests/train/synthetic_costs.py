@@ -24,12 +24,18 @@ LAWS = {
 }
 
 
-def write_costs(path: Path, *, scale_bytes: float = 1.0, static_bytes: float = 1e8) -> Path:
-    """scale_bytes multiplies all that a microbatch takes."""
+def write_costs(
+    path: Path,
+    *,
+    scale_bytes: float = 1.0,
+    scale_seconds: float = 1.0,
+    static_bytes: float = 1e8,
+) -> Path:
+    """scale_bytes and scale_seconds multiply all that the layers of a microbatch take."""
     measurements = []
     for s in LENGTHS:
         for name, (overhead, per_token, kept, workspace) in LAWS.items():
-            seconds = overhead + per_token * s
+            seconds = scale_seconds * (overhead + per_token * s)
             kept_bytes = kept * s * scale_bytes
             bytes_ = (kept_bytes, workspace * s * scale_bytes / 2, workspace * s * scale_bytes)
             for operation in ("attention", "mlp"):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from tests.train.harness import (
+    run_bounded,
     run_forked,
     train_under_torchrun,
     with_defaults,
@@ -66,10 +70,7 @@ def test_training_refuses_with_one_line_and_leaves_no_rank(case, data, tmp_path)
         run = train_under_torchrun(tmp_path, *data, *flags, ranks=2, timeout_seconds=120)
         code, stderr = run.code, run.stderr
     else:
-        argv = [str(tmp_path / "record"), "module", *with_defaults([*data, *flags])]
-        code, _, stderr = run_forked(
-            "tests.train.driver", argv, ranks=2, folder=tmp_path, timeout_seconds=120
-        )
+        code, stderr = start(tmp_path, *data, *flags, ranks=2)
     assert code not in (0, 124)  # 124: a rank was left, and ended at the limit
     errors = [line for line in stderr.splitlines() if line.startswith("error")]
     assert len(errors) == 1 and message in errors[0], stderr[-3000:]
@@ -81,15 +82,45 @@ def test_training_refuses_with_one_line_and_leaves_no_rank(case, data, tmp_path)
 def test_unknown_yaml_key_is_named_with_its_line(data, tmp_path):
     config = tmp_path / "paradyse.yaml"
     config.write_text("policy: fixed:megatron_ts\npolizy: fixed:metp\n")
-    run = train_under_torchrun(
-        tmp_path, *data, "--paradyse-config", config, ranks=1, timeout_seconds=120
-    )
-    assert run.code != 0
-    assert f"{config}:2: unknown key 'polizy': known are" in run.stderr
+    code, stderr = start(tmp_path, *data, "--paradyse-config", config, ranks=1)
+    assert code not in (0, 124)
+    assert f"{config}:2: unknown key 'polizy': known are" in stderr
 
 
 def test_debug_shows_the_traceback(data, tmp_path):
-    flags = ["--paradise", "--paradyse-debug"]
-    run = train_under_torchrun(tmp_path, *data, *flags, ranks=1, timeout_seconds=120)
-    assert run.code != 0
-    assert "Traceback" in run.stderr and "UserError" in run.stderr
+    code, stderr = start(tmp_path, *data, "--paradise", "--paradyse-debug", ranks=1)
+    assert code not in (0, 124)
+    assert "Traceback" in stderr and "UserError" in stderr
+
+
+def start(folder, *flags, ranks):
+    """The exit code and stderr of a training on forked ranks; 124: it was ended at its limit."""
+    argv = [str(folder / "record"), "module", *with_defaults(flags)]
+    code, _, stderr = run_forked(
+        "tests.train.driver", argv, ranks=ranks, folder=folder, timeout_seconds=120
+    )
+    return code, stderr
+
+
+HELPER = """
+import multiprocessing, sys
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.plugin import show_user_errors_in_one_line
+
+if __name__ == "__main__":
+    show_user_errors_in_one_line()
+    helper = multiprocessing.get_context("spawn").Manager()  # as Megatron's checkpoints have one
+    print(helper._process.pid, flush=True)
+    raise UserError("enough: stop")
+"""
+
+
+def test_an_error_leaves_no_helper_process(tmp_path):
+    script = tmp_path / "helper.py"
+    script.write_text(HELPER)
+    code, stdout, stderr = run_bounded([sys.executable, str(script)], timeout_seconds=60)
+    assert code == 2 and stderr.strip() == "error: enough: stop"
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{int(stdout)}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{int(stdout)}").exists()

@@ -19,10 +19,10 @@ from tests.train.harness import (
 )
 from tests.train.synthetic_costs import write_costs
 
-ITERATIONS = 12
+ITERATIONS = 6  # benchmarks/loss_curves.py: 200
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
-ONE_EACH = ["--micro-batch-size", 1, "--global-batch-size", 4, "--lr", "1e-3"]
+ONE_EACH = ["--micro-batch-size", 1, "--global-batch-size", 2, "--lr", "1e-3"]
 ONE_EACH += ["--seq-length", 256, "--max-position-embeddings", 256]
 BUDGET = ["--paradyse-memory-budget", "150MB"]
 
@@ -53,7 +53,7 @@ def records(path, kind="microbatch"):
 
 GRIDS = {
     "tp4": (4, TP4),
-    "tp2-pp2": (4, [*TP2, "--pipeline-model-parallel-size", 2]),
+    "tp2-pp2": (4, [*TP2, "--pipeline-model-parallel-size", 2, "--global-batch-size", 4]),
     "tp2-dp2": (4, TP2),
 }
 
@@ -71,7 +71,7 @@ def test_switching_by_cost_follows_the_losses_of_megatron_ts(grid, data, costs, 
     np.testing.assert_allclose(run.values("loss"), fixed.values("loss"), rtol=1e-4)
     found = [r for path in tmp_path.glob("trace*.jsonl") for r in records(path)]
     assert len(list(tmp_path.glob("trace*.jsonl"))) == {"tp4": 1}.get(grid, 2)
-    expected = ITERATIONS * 4 * (2 if grid == "tp2-pp2" else 1)
+    expected = ITERATIONS * {"tp2-pp2": 4 * 2}.get(grid, 2)  # each stage writes its own
     assert len(found) == expected
     assert all(r["predicted_peak_bytes"] <= 150e6 / 1.03 + 1 for r in found)
     plans = {r["plan"] for r in found}
@@ -107,8 +107,9 @@ def test_each_length_runs_the_cheapest_strategy_without_a_budget(data, costs, tm
         assert record["plan"] == f"1-4 {min(seconds, key=seconds.__getitem__)}"
 
 
-def test_measured_times_correct_the_costs_alike_on_every_rank(data, costs, tmp_path):
-    """Invented costs are far from the truth: predictions come closer, and no rank plans alone."""
+def test_measured_times_correct_the_costs_alike_on_every_rank(data, tmp_path):
+    """Far from the truth by a factor of 10 or more, predictions come closer by e; ranks agree."""
+    costs = write_costs(tmp_path / "costs.json", scale_seconds=0.05)
     trace = tmp_path / "trace.jsonl"
     chosen = [flag for flag in by_cost(costs) if flag != "--paradyse-no-correction"]
     flags = [*data, *TP2, *chosen, "--paradyse-trace", trace, "--train-iters", 14]
@@ -121,7 +122,8 @@ def test_measured_times_correct_the_costs_alike_on_every_rank(data, costs, tmp_p
         for r in records(paths[0])
     }
     before, after = [e for i, e in errors.items() if i in (3, 4)], [errors[i] for i in (13, 14)]
-    assert np.median(after) < 0.7 * np.median(before)
+    assert np.median(before) > 2
+    assert np.median(after) < np.median(before) - 1
 
 
 def test_a_run_without_costs_measures_them_once(data, tmp_path):
@@ -140,19 +142,19 @@ def test_a_run_without_costs_measures_them_once(data, tmp_path):
 
 @pytest.mark.parametrize("policy", ["optimal", "heuristic"])
 def test_a_restart_plans_and_learns_alike(policy, data, costs, tmp_path):
-    """Started again from the checkpoint of iteration 4 of 8: the same plans and losses."""
-    flags = [*data, *TP2, *by_cost(costs, policy), *BUDGET, "--train-iters", 8]
+    """Started again from the checkpoint of iteration 3 of 6: the same plans and losses."""
+    flags = [*data, *TP2, *by_cost(costs, policy), *BUDGET, "--train-iters", 6]
     flags += ["--paradyse-smoothing", 0.4]
-    saved = ["--save", tmp_path / "saved", "--save-interval", 4]
+    saved = ["--save", tmp_path / "saved", "--save-interval", 3]
     whole_trace, rest_trace = tmp_path / "whole.jsonl", tmp_path / "rest.jsonl"
     whole = train(tmp_path / "whole", *flags, *saved, "--paradyse-trace", whole_trace, ranks=2)
-    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("4")
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
     load = ["--load", tmp_path / "saved", "--paradyse-trace", rest_trace]
     rest = train(tmp_path / "rest", *flags, *load, ranks=2)
-    np.testing.assert_allclose(rest.values("loss"), whole.values("loss")[4:], rtol=1e-6)
+    np.testing.assert_allclose(rest.values("loss"), whole.values("loss")[3:], rtol=1e-6)
     shapes = ("iteration", "microbatch", "seq_length", "plan")
     again = [[r[key] for key in shapes] for r in records(rest_trace)]
-    assert again == [[r[key] for key in shapes] for r in records(whole_trace) if r["iteration"] > 4]
+    assert again == [[r[key] for key in shapes] for r in records(whole_trace) if r["iteration"] > 3]
 
 
 def test_memory_that_ran_out_is_traced_and_teaches_the_next_start(data, tmp_path):
@@ -168,8 +170,11 @@ def test_memory_that_ran_out_is_traced_and_teaches_the_next_start(data, tmp_path
     assert "start again with this --paradyse-trace" in errors[0]
     found = records(trace, "out_of_memory")
     assert found and found[0]["predicted_peak_bytes"] <= 3_000_000 < found[0]["peak_bytes"]
-    again = train_under_torchrun(tmp_path, *flags, ranks=2, timeout_seconds=120)
-    assert "plans that ran out of memory: the budget is at most" in again.stdout
+    argv = [str(tmp_path / "record"), "module", *with_defaults(flags)]
+    _, stdout, _ = run_forked(
+        "tests.train.driver", argv, ranks=2, folder=tmp_path, timeout_seconds=120
+    )
+    assert "plans that ran out of memory: the budget is at most" in stdout
 
 
 def test_evaluation_plans_forwards_alone(tmp_path, costs):
@@ -180,7 +185,7 @@ def test_evaluation_plans_forwards_alone(tmp_path, costs):
     trace = tmp_path / "trace.jsonl"
     run = train(tmp_path, *flags, "--paradyse-trace", trace, ranks=2)
     assert {r["iteration"] for r in records(trace)} == {1, 2, 3, 4}
-    assert len(records(trace)) == 16  # evaluations are not microbatches of training
+    assert len(records(trace)) == 8  # evaluations are not microbatches of training
     assert "validation loss at iteration 4" in run.stdout
 
 

@@ -51,6 +51,7 @@ RANDOM = ["--paradyse-policy", "random:1"]
 def test_fifty_iterations_of_random_plans_follow_stock_megatron(tmp_path):
     """Another plan for every microbatch, layer and operation; losses within 1e-4 all the way."""
     flags = ["--mock-data", *TP2, "--train-iters", 50, "--lr", "1e-3", "--num-layers", 3]
+    flags += ["--global-batch-size", 4]  # two microbatches
     ours = ["--paradyse", "--paradyse-sequences", "fixed", *RANDOM]
     stock = train(tmp_path / "stock", *flags, ranks=2)
     run = train(tmp_path / "ours", *flags, *ours, ranks=2)
