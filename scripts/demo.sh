@@ -2,13 +2,14 @@
 # The whole story in one run: real documents -> costs measured -> plans -> a GPT trained under a memory
 # budget with switching, beside two fixed strategies -> report. No download, no GPU needed.
 #
-# RANKS, BUDGET, ITERATIONS, OUT and MODEL (Megatron flags) change it: on 8 GPUs, for instance,
+# RANKS, BUDGET, ITERATIONS, LENGTHS, OUT and MODEL (Megatron flags) change it: on 8 GPUs, for instance,
 #   RANKS=8 BUDGET=40GiB MODEL="--num-layers 16 --hidden-size 4096 ... --bf16" make demo
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RANKS=${RANKS:-4}
-ITERATIONS=${ITERATIONS:-16}
+ITERATIONS=${ITERATIONS:-10}
+LENGTHS=${LENGTHS:-128,512,2K,4K,8K} # at which costs are measured
 BUDGET=${BUDGET:-128MiB}
 OUT=${OUT:-demo-output}
 FIRST=${FIRST:-megatron_ts} # fast, and short of memory
@@ -28,12 +29,12 @@ $PARADYSE data prepare "$corpus" --output-prefix "$OUT/corpus" --overwrite
 $PARADYSE data lengths "$OUT/corpus"
 
 echo "== 2. Measure what every strategy costs here, and fit it"
-$PARADYSE profile --nproc "$RANKS" --output "$OUT/costs-raw.json" \
+$PARADYSE profile --nproc "$RANKS" --output "$OUT/costs-raw.json" --lengths "$LENGTHS" \
     "${model[@]}" "${grid[@]}" --data-path "$OUT/corpus"
 $PARADYSE fit "$OUT/costs-raw.json" -o "$OUT/costs.json" >"$OUT/fit.log"
 
 echo "== 3. What it would run at which length, within $BUDGET a rank"
-$PARADYSE plan "$OUT/costs.json" --lengths 128,512,2K,4K,8K --memory-budget "$BUDGET"
+$PARADYSE plan "$OUT/costs.json" --lengths "$LENGTHS" --memory-budget "$BUDGET"
 
 # train NAME FLAGS...: the same documents for everyone; the log is NAME.log, the trace NAME.jsonl.
 train() {
@@ -49,7 +50,7 @@ train() {
     local pid=$!
     # Megatron says much more than a reader wants; all of it is in the log.
     tail --pid=$pid -n +1 -f "$log" 2>/dev/null |
-        grep --line-buffered -E '^(iteration|error|paradyse:|> paradyse)|^  [a-z_+]+ +[-+0-9]|^  (predicted|estimated)' || true
+        grep --line-buffered -E '^(iteration|error|paradyse:|> paradyse)|^  (megatron|ulysses|colossal|metp)[a-z_+]* +[-+0-9]|^  (predicted|estimated)' || true
     wait $pid
 }
 
