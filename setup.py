@@ -45,6 +45,7 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "types-PyYAML",
         ],

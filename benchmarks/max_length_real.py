@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.common import finish, spawn
 from benchmarks.dynamic_workload import MODEL, PROFILED, RANKS, profile_and_fit
+from megatron_paradyse.data.writer import DatasetWriter
 from megatron_paradyse.preview.longest import find_longest
 from megatron_paradyse.preview.setup import make_setup
 
@@ -22,6 +25,7 @@ SHAPES = {
         *("--position-embedding-type", "rope", "--disable-bias-linear"),
         "--untie-embeddings-and-output-weights",
     ],
+    "bert": ["--paradyse-model", "bert"],
 }
 FACTORS = (0.95, 1.05)
 ENFORCED = {"ParaDySe": "optimal"}
@@ -42,7 +46,7 @@ def real(folder: Path, arguments) -> None:
     os.environ["MAX_LENGTH"] = json.dumps({**task, "output": str(output)})
     spawn("benchmarks.max_length_rank", flags, ranks=RANKS, timeout_seconds=3000)
     rows = json.loads(output.read_text())
-    enforced = [] if arguments.quick else _enforced(limits, costs, flags)
+    enforced = [] if arguments.quick else _enforced(folder, limits, costs, flags)
     result = {
         "rows": rows,
         "right": sum(row["fits"] == (row["factor"] < 1) for row in rows),
@@ -54,7 +58,7 @@ def real(folder: Path, arguments) -> None:
     finish(name, result, configuration, arguments)
 
 
-def _enforced(limits: dict[str, int], costs: str, flags: list[str]) -> list[dict]:
+def _enforced(folder: Path, limits: dict[str, int], costs: str, flags: list[str]) -> list[dict]:
     """Two iterations of the user's command under --paradyse-memory-budget, and how they ended."""
     rows = []
     for name, policy in ENFORCED.items():
@@ -62,20 +66,37 @@ def _enforced(limits: dict[str, int], costs: str, flags: list[str]) -> list[dict
             tokens = int(factor * limits[name]) // (2 * RANKS) * (2 * RANKS)
             rows.append(
                 {"strategy": name, "factor": factor, "tokens": tokens}
-                | _train(policy, tokens, costs, flags)
+                | _train(folder / f"{tokens}", policy, tokens, costs, flags)
             )
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
-def _train(policy: str, tokens: int, costs: str, flags: list[str]) -> dict:
+def _train(data: Path, policy: str, tokens: int, costs: str, flags: list[str]) -> dict:
+    """On one document of that many tokens; its last one is a label only."""
+    vocab_size = int(MODEL["--vocab-size"]) - 1  # the last one is a BERT's mask token
+    with DatasetWriter(str(data), vocab_size + 1) as writer:
+        writer.add_tokens(np.random.default_rng(0).integers(vocab_size, size=tokens + 1))
+        writer.end_document()
+        writer.commit(
+            tokenizer="none",
+            tokenizer_parameters={},
+            vocab_size=vocab_size + 1,
+            eod=None,
+            append_eod=False,
+            num_empty_documents=0,
+            source="random tokens",
+            source_parameters={},
+        )
+    module = "pretrain_bert" if "bert" in flags else "pretrain_gpt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), "-m", "megatron_paradyse.pretrain_gpt", *flags]
+    command += ["--nproc-per-node", str(RANKS), "-m", f"megatron_paradyse.{module}", *flags]
     command += ["--seq-length", str(tokens), "--micro-batch-size", "1", "--global-batch-size", "1"]
-    command += ["--tensor-model-parallel-size", str(RANKS), "--sequence-parallel", "--mock-data"]
-    command += ["--tokenizer-type", "NullTokenizer", "--train-iters", "2", "--lr", "1e-4"]
+    command += ["--tensor-model-parallel-size", str(RANKS), "--sequence-parallel"]
+    command += ["--data-path", str(data), "--split", "1,0,0", "--train-iters", "2", "--lr", "1e-4"]
     command += ["--eval-iters", "0", "--eval-interval", "100", "--num-workers", "0", "--paradyse"]
-    command += ["--paradyse-sequences", "fixed", "--paradyse-policy", policy]
+    command += ["--paradyse-mask-token", str(vocab_size)] if "bert" in flags else []
+    command += ["--paradyse-policy", policy]
     command += ["--paradyse-memory-budget", BUDGET, "--log-interval", "1"]
     if not policy.startswith("fixed"):
         command += ["--paradyse-cost-model", costs, "--paradyse-accept-costs"]

@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 class PlannedMicrobatch(PackedSeqParams):
     """Megatron's packed-sequence parameters of a microbatch, and its plan.
 
-    original is what Megatron passed: None for unpacked sequences. seed differs between
-    microbatches and between data-parallel replicas, and is the same after a restart.
+    original is what Megatron passed: None for unpacked sequences. documents: what strategies must
+    know of padding (strategies/contract.py). seed differs between microbatches and between
+    data-parallel replicas, and is the same after a restart.
     """
 
     plan: Plan = field(default_factory=lambda: Plan({}))
     original: PackedSeqParams | None = None
+    documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -108,7 +110,11 @@ class MicrobatchHook:
         original = kwargs.get("packed_seq_params")
         fields = {} if original is None else _fields(original)
         kwargs["packed_seq_params"] = PlannedMicrobatch(
-            **fields, plan=planned.plan, original=original, seed=seed
+            **fields,
+            plan=planned.plan,
+            original=original,
+            documents=_documents(kwargs.get("attention_mask")),
+            seed=seed,
         )
         if self._observer is not None and torch.is_grad_enabled():
             self._observer.begins(planned, hidden)
@@ -149,6 +155,23 @@ class MicrobatchHook:
 
 def _fields(params: PackedSeqParams) -> dict:
     return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+
+
+def _documents(mask: Tensor | None) -> tuple | None:
+    """Of a padding mask [b, 1, 1, s], true at padding: each sequence's tokens as one document.
+
+    None where nothing is padded, and for other masks, which kernels do not need.
+    """
+    if mask is None or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
+        return None
+    s = mask.shape[3]
+    valid = ~mask[:, 0, 0]
+    lengths = valid.sum(1)
+    inner = valid & (torch.arange(s, device=mask.device) >= lengths[:, None])
+    if bool(inner.any()):
+        raise UserError("padding inside a sequence: --paradyse takes padding at its end only")
+    found = lengths.tolist()
+    return None if min(found) == s else tuple(((0, length),) for length in found)
 
 
 def _drop_other_buffers(num_elements: int) -> None:

@@ -1,6 +1,7 @@
 """Megatron's own layer specs with attention and MLP that can switch their strategy.
 
-Give it to Megatron as --spec megatron_paradyse.layer_specs gpt_layer_spec; --paradyse does.
+Give one to Megatron as --spec megatron_paradyse.layer_specs gpt_layer_spec, or bert_layer_spec;
+--paradyse does.
 """
 
 from __future__ import annotations
@@ -8,6 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from megatron.core.models.bert.bert_layer_specs import (
+    bert_layer_local_spec,
+    get_bert_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
@@ -37,9 +42,18 @@ def gpt_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmo
     Parameters keep Megatron's names, shapes, shards and initialisation. Mixture-of-experts layers
     keep Megatron's MLP.
     """
-    block = _get_block_submodules(
-        config.transformer, default_layer_spec(config, vp_stage), vp_stage
-    )
+    return _switchable_block(config, default_layer_spec(config, vp_stage), vp_stage)
+
+
+def bert_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """As gpt_layer_spec, of Megatron's bidirectional BERT layer."""
+    uses_engine = config.transformer.transformer_impl == "transformer_engine"
+    layer = get_bert_layer_with_transformer_engine_spec() if uses_engine else bert_layer_local_spec
+    return _switchable_block(config, layer, vp_stage)
+
+
+def _switchable_block(config, spec, vp_stage: int | None) -> TransformerBlockSubmodules:
+    block = _get_block_submodules(config.transformer, spec, vp_stage)
     fused_kernel = config.transformer.attention_backend not in (
         AttnBackend.local,
         AttnBackend.unfused,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
@@ -36,12 +37,13 @@ def attach_edges(model_chunks: list, *, head_tile: str | int) -> list:
     for module in (m for chunk in model_chunks for m in chunk.modules()):
         if type(module) is RotaryEmbedding:
             module.__class__ = OneTableRotaryEmbedding
-        if isinstance(module, GPTModel) and head_tile != OFF:
+        if isinstance(module, GPTModel | BertModel) and head_tile != OFF:
             tile = _tile(module.config, module.vocab_size, head_tile)
             if module.pre_process:
                 _tile_embedding(module.embedding, tile)
             if module.post_process:
                 _become(module.output_layer, TiledOutputLayer, tile)
+            if module.post_process and isinstance(module, GPTModel):
                 module.register_forward_pre_hook(_ask_for_losses, with_kwargs=True)
     return model_chunks
 
@@ -81,6 +83,7 @@ class TiledOutputLayer(ColumnParallelLinear):
             labels,
             self.tp_group,
             tile=self.tile,
+            bias=self.bias,
             token_weights=loss_mask,
             take_weight_gradient=functools.partial(
                 _take_weight_gradient, weight, fused=self.gradient_accumulation_fusion
@@ -88,7 +91,7 @@ class TiledOutputLayer(ColumnParallelLinear):
         )
 
 
-def losses_in_tiles(model: GPTModel, labels: Tensor | None):
+def losses_in_tiles(model: GPTModel | BertModel, labels: Tensor | None):
     """Megatron's output_processor for a microbatch, or None where its own head should run.
 
     That is where logits are wanted (no labels, inference), and where all fit into one tile.

@@ -64,6 +64,7 @@ class Settings:
     sequences: str = "documents"
     order: str = "shuffled"
     long_documents: str = "split"
+    mask_token: int | None = None  # of a BERT
     head_tile: str | int = "auto"  # tokens, auto or off
 
 
@@ -148,6 +149,10 @@ def _checked(name: str, value: Any, where: str) -> Any:
         return value
     if name == "head_tile":
         return _checked_head_tile(value, where)
+    if name == "mask_token":
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UserError(f"{where}: {value!r} is not a token id such as 103")
+        return value
     if name == "strategies":
         return _names(value, where)
     if name == "layers":

@@ -173,6 +173,7 @@ class SwitchableSelfAttention(SelfAttention):
         return Microbatch(
             seq_length=rows * self.pg_collection.tp.size(),
             batch_size=batch_size,
+            documents=planned.documents,
             rope=None if rotary_pos_emb is None else rotary_pos_emb[:, 0, 0, :],
             dropout_seed=planned.dropout_seed(self.layer_number),
         )
@@ -240,7 +241,12 @@ class CoreAttention(MegatronModule):
     ):
         planned = packed_seq_params
         seed = planned.dropout_seed(self.layer_number) if planned is not None else 0
-        microbatch = Microbatch(query.shape[0], query.shape[1], dropout_seed=seed)
+        microbatch = Microbatch(
+            query.shape[0],
+            query.shape[1],
+            documents=planned.documents if planned is not None else None,
+            dropout_seed=seed,
+        )
         task = AttentionTask(
             attention_shape(self, training=self.training),
             microbatch,

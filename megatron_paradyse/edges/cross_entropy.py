@@ -48,14 +48,16 @@ def tiled_cross_entropy(
     group: ProcessGroup,
     *,
     tile: int,
+    bias: Tensor | None = None,
     token_weights: Tensor | None = None,
     take_weight_gradient: Callable[[Tensor], Tensor | None] | None = None,
 ) -> Tensor:
-    """x [s/p, b, h], weight [v/p, h], labels [b, s] -> losses [b, s], in float32 at least.
+    """x [s/p, b, h], weight [v/p, h], bias [v/p], labels [b, s] -> losses [b, s].
 
-    tile: at most so many tokens' logits exist at a time. token_weights [b, s]: what the gradient
-    of the losses will be a multiple of. take_weight_gradient: gets the weight's gradient in float32
-    at least and returns the one for autograd (default: in the weight's dtype).
+    Losses are in float32 at least. tile: at most so many tokens' logits exist at a time.
+    token_weights [b, s]: what the gradient of the losses will be a multiple of.
+    take_weight_gradient: gets the weight's gradient in float32 at least and returns the one for
+    autograd (default: in the weight's dtype).
 
     Backward: grad_x [s/p, b, h] and the whole gradient of the rank's shard. Sends (p-1) s/p b h
     values for x, as many for its gradient, and 2 (p-1) s b for the softmax; when tiles run again, x
@@ -64,7 +66,9 @@ def tiled_cross_entropy(
     """
     head = _Head(group, tile, take_weight_gradient or (lambda grad: grad.to(weight.dtype)))
     wanted = torch.is_grad_enabled() and token_weights is not None and x.dtype != torch.float16
-    return _TiledCrossEntropy.apply(x, weight, labels, token_weights if wanted else None, head)
+    return _TiledCrossEntropy.apply(
+        x, weight, bias, labels, token_weights if wanted else None, head
+    )
 
 
 @dataclass(frozen=True)
@@ -76,50 +80,52 @@ class _Head:
 
 @dataclass
 class _Gradients:
-    """Of the input and of the weight, for losses weighted by token_weights; None if not needed."""
+    """For losses weighted by token_weights; None where not needed."""
 
     x: Tensor | None
     weight: Tensor | None
+    bias: Tensor | None
 
 
 class _TiledCrossEntropy(Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, token_weights, head):
+    def forward(ctx, x, weight, bias, labels, token_weights, head):
         losses = labels.new_empty(labels.shape, dtype=_wide(x.dtype))
         ctx.head, ctx.at_once = head, None
-        ctx.save_for_backward(x, weight, labels, token_weights)
+        ctx.save_for_backward(x, weight, bias, labels, token_weights)
         gradients = None
-        if token_weights is not None and any(ctx.needs_input_grad[:2]):
-            gradients = _new_gradients(x, weight, ctx.needs_input_grad)
-        _run_tiles(x, weight, labels, head, losses, gradients, token_weights)
+        if token_weights is not None and any(ctx.needs_input_grad[:3]):
+            gradients = _new_gradients(x, weight, bias, ctx.needs_input_grad)
+        _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights)
         ctx.at_once = gradients
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight, labels, token_weights = ctx.saved_tensors
+        x, weight, bias, labels, token_weights = ctx.saved_tensors
         gradients, ctx.at_once = ctx.at_once, None
         factor = None if gradients is None else _common_factor(grad, token_weights)
         if factor is None:
             gradients = None  # gone before the new ones come
-            gradients = _new_gradients(x, weight, ctx.needs_input_grad)
-            _run_tiles(x, weight, labels, ctx.head, None, gradients, grad)
+            gradients = _new_gradients(x, weight, bias, ctx.needs_input_grad)
+            _run_tiles(x, weight, bias, labels, ctx.head, None, gradients, grad)
         else:
-            for tensor in (gradients.x, gradients.weight):
+            for tensor in (gradients.x, gradients.weight, gradients.bias):
                 if tensor is not None:
                     tensor.mul_(factor)
         grad_weight, gradients.weight = gradients.weight, None
         if grad_weight is not None:
             grad_weight = ctx.head.take_weight_gradient(grad_weight)
-        return gradients.x, grad_weight, None, None, None
+        grad_bias = None if gradients.bias is None else gradients.bias.to(bias.dtype)
+        return gradients.x, grad_weight, grad_bias, None, None, None
 
 
-def _run_tiles(x, weight, labels, head, losses, gradients, token_weights) -> None:
+def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) -> None:
     """Fill losses [b, s] if given, and gradients for losses weighted by token_weights if given."""
     p, scattering, written = head.group.size(), None, None
     for rows, x_tile in _gathered_tiles(x, head):
-        logits = F.linear(x_tile, weight)  # [p t, b, v/p]
+        logits = F.linear(x_tile, weight, bias)  # [p t, b, v/p]
         targets = _Targets.of(of_tile(labels, rows, p), weight.shape[0], head.group.rank())
         exponentials, factor, loss = _exponentials_(logits, targets, head.group)
         if losses is not None:
@@ -135,6 +141,8 @@ def _run_tiles(x, weight, labels, head, losses, gradients, token_weights) -> Non
                 scattering, written = reduce_scatter_async(grad @ weight, head.group), rows
             if gradients.weight is not None:
                 _add_product_(gradients.weight, grad.flatten(0, 1).t(), x_tile.flatten(0, 1))
+            if gradients.bias is not None:
+                gradients.bias += grad.sum((0, 1), dtype=gradients.bias.dtype)
             del grad
         else:
             del exponentials, logits
@@ -207,11 +215,14 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _new_gradients(x: Tensor, weight: Tensor, needs_input_grad) -> _Gradients:
+def _new_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs_input_grad) -> _Gradients:
     wide = _wide(weight.dtype)
     return _Gradients(
         x=torch.empty_like(x) if needs_input_grad[0] else None,
         weight=torch.zeros_like(weight, dtype=wide) if needs_input_grad[1] else None,
+        bias=torch.zeros_like(bias, dtype=wide)
+        if bias is not None and needs_input_grad[2]
+        else None,
     )
 
 

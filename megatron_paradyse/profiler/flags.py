@@ -14,6 +14,7 @@ from megatron_paradyse.errors import UserError
 DROPPED = {
     "--paradyse": 0,
     "--paradyse-policy": 1,
+    "--paradyse-mask-token": 1,
     "--paradyse-cost-model": 1,
     "--paradyse-memory-budget": 1,
     "--paradyse-smoothing": 1,

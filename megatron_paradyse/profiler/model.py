@@ -23,13 +23,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args, training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_paradyse.costs.table import Constants
 from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.live_bytes import Meter
 from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.plan import Plan, uniform_plan
+from megatron_paradyse.train.model_kind import model_config
 
 OPTIMIZER_STEPS = 7
 
@@ -89,7 +90,7 @@ def model_configuration(num_layers: int) -> tuple[Any, GivenPolicy]:
     args = get_args()
     args.num_layers = args.encoder_num_layers = num_layers
     policy = GivenPolicy()
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    container = pretrain_cfg_container_from_args(args, model_config(args))
     container.model.pre_wrap_hooks += [
         functools.partial(attach_hooks, policy_of=lambda _: policy),
         functools.partial(attach_edges, head_tile=args.paradyse_settings.head_tile),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import mpu, tensor_parallel
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.utils import make_viewless_tensor
 from megatron.training import get_args
 from torch import Tensor
@@ -137,17 +138,20 @@ class Operations:
         if gpt.decoder.final_layernorm is not None:
             hidden = gpt.decoder.final_layernorm(hidden)
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
-        losses = gpt._postprocess(
-            hidden_states=hidden,
-            input_ids=batch["tokens"],
-            position_ids=batch["position_ids"],
-            labels=batch["labels"],
-            rotary_pos_emb=None,
-            rotary_pos_cos=None,
-            rotary_pos_sin=None,
-            loss_mask=batch["loss_mask"],
-            output_processor=losses_in_tiles(gpt, batch["labels"]),
-        )
+        if isinstance(gpt, BertModel):
+            losses = gpt.head(hidden, batch["labels"], batch["loss_mask"])
+        else:
+            losses = gpt._postprocess(
+                hidden_states=hidden,
+                input_ids=batch["tokens"],
+                position_ids=batch["position_ids"],
+                labels=batch["labels"],
+                rotary_pos_emb=None,
+                rotary_pos_cos=None,
+                rotary_pos_sin=None,
+                loss_mask=batch["loss_mask"],
+                output_processor=losses_in_tiles(gpt, batch["labels"]),
+            )
         return loss_function(batch["loss_mask"], losses)[0], None
 
 

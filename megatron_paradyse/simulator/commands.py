@@ -82,7 +82,7 @@ def simulate(
     from megatron_paradyse.simulator.run import Options
 
     device = find_device(gpu)
-    megatron, usual_mask = model_flags(model, flags, ranks=ranks, dtype=dtype)
+    megatron = model_flags(model, flags, ranks=ranks, dtype=dtype, mask=mask)
     options = Options(
         device=device,
         network=find_network(interconnect or device.interconnect, ranks),
@@ -91,7 +91,6 @@ def simulate(
         else default_lengths(parse_count(max_length), p=ranks, count=LENGTHS),
         strategies=strategies_to_profile(None if strategies is None else strategies.split(",")),
         batch_sizes=batch_sizes,
-        mask=mask or usual_mask,
         state_bytes=state_bytes,
     )
     if os.path.isdir(output):

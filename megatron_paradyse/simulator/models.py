@@ -9,7 +9,6 @@ rows, the last of which stands for all beyond it, as Megatron's --max-position-e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_paradyse.errors import UserError
@@ -19,66 +18,55 @@ GROUP_FLAGS = ["--fake-process-group"]  # of p ranks, of which this is one; it m
 NO_DROPOUT = {"--attention-dropout": 0, "--hidden-dropout": 0}
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    flags: dict[str, Any]
-    mask: str
-
-
-MODELS = {
-    "bert": NamedModel(
-        {
-            "--num-layers": 24,
-            "--hidden-size": 1024,
-            "--num-attention-heads": 16,
-            "--vocab-size": 30522,
-            "--max-position-embeddings": 8192,
-        },
-        mask="bidirectional",
-    ),
-    "llama": NamedModel(
-        {
-            "--num-layers": 8,
-            "--hidden-size": 8192,
-            "--num-attention-heads": 64,
-            "--ffn-hidden-size": 22016,
-            "--vocab-size": 32000,
-            "--max-position-embeddings": 8192,
-            "--swiglu": True,
-            "--normalization": "RMSNorm",
-            "--position-embedding-type": "rope",
-            "--disable-bias-linear": True,
-            "--untie-embeddings-and-output-weights": True,
-        },
-        mask="causal",
-    ),
-    "gpt": NamedModel(
-        {
-            "--num-layers": 8,
-            "--hidden-size": 12288,
-            "--num-attention-heads": 96,
-            "--vocab-size": 50257,
-            "--max-position-embeddings": 8192,
-        },
-        mask="causal",
-    ),
+MODELS: dict[str, dict[str, Any]] = {
+    "bert": {
+        "--paradyse-model": "bert",
+        "--num-layers": 24,
+        "--hidden-size": 1024,
+        "--num-attention-heads": 16,
+        "--vocab-size": 30522,
+        "--max-position-embeddings": 8192,
+    },
+    "llama": {
+        "--num-layers": 8,
+        "--hidden-size": 8192,
+        "--num-attention-heads": 64,
+        "--ffn-hidden-size": 22016,
+        "--vocab-size": 32000,
+        "--max-position-embeddings": 8192,
+        "--swiglu": True,
+        "--normalization": "RMSNorm",
+        "--position-embedding-type": "rope",
+        "--disable-bias-linear": True,
+        "--untie-embeddings-and-output-weights": True,
+    },
+    "gpt": {
+        "--num-layers": 8,
+        "--hidden-size": 12288,
+        "--num-attention-heads": 96,
+        "--vocab-size": 50257,
+        "--max-position-embeddings": 8192,
+    },
 }
+MASKS = {"causal": "gpt", "bidirectional": "bert"}  # the model that has it
 DTYPES = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
 
 
 def model_flags(
-    model: str | None, given: Sequence[str], *, ranks: int, dtype: str
-) -> tuple[list[str], str]:
-    """Megatron's flags of a named model, a YAML file, or neither; and the attention mask.
+    model: str | None,
+    given: Sequence[str],
+    *,
+    ranks: int,
+    dtype: str,
+    mask: str | None = None,
+) -> list[str]:
+    """Megatron's flags of a named model, a YAML file, or neither.
 
-    The given flags come last and win.
+    mask: "causal" or "bidirectional" whatever the model's is. The given flags come last and win.
     """
     flags: list[str] = []
-    mask = "causal"
     if model in MODELS:
-        named = MODELS[model]
-        mask = named.mask
-        for name, value in {**named.flags, **NO_DROPOUT}.items():
+        for name, value in {**MODELS[model], **NO_DROPOUT}.items():
             flags += [name] if value is True else [name, str(value)]
     elif model is not None:
         if not model.endswith((".yaml", ".yml")):
@@ -88,10 +76,10 @@ def model_flags(
         flags += model_file_flags(model)
     if not {"--bf16", "--fp16"} & {*flags, *given}:
         flags += DTYPES[dtype]
-    flags += given
+    flags += [*(["--paradyse-model", MASKS[mask]] if mask else []), *given]
     if "--seq-length" not in flags:
         flags += ["--seq-length", "2048"]
     if "--max-position-embeddings" not in flags:
         flags += ["--max-position-embeddings", "8192"]
     flags += ["--no-initialization", *GROUP_FLAGS]
-    return megatron_flags(flags, model_path=None, ranks=ranks), mask
+    return megatron_flags(flags, model_path=None, ranks=ranks)

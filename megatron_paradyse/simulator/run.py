@@ -50,7 +50,6 @@ class Options:
     lengths: tuple[int, ...]
     strategies: tuple[str, ...]
     batch_sizes: tuple[int, ...] = (1,)
-    mask: str = "causal"
     state_bytes: float | None = None
     fused: bool = True
 
@@ -88,7 +87,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
         if options.fused:
             stack.enter_context(fused_functions(device))
         with device:
-            model = build_layer(bidirectional=options.mask == "bidirectional")
+            model = build_layer()
             before = device.live_bytes
             grow_gather_buffer(model, max(options.lengths) * max(options.batch_sizes))
             buffer_bytes = device.live_bytes - before
@@ -136,7 +135,7 @@ def _measurement(options: Options, model, device, operations, strategy: str, ope
     except UserError as error:
         return Measurement(strategy, operation, s, b, status_of(error))
     found = []
-    causal = options.mask == "causal"
+    causal = attention_shape(model.layer.self_attention, training=True).causal
     for rank in ranks_that_differ(strategy, operation, p=options.p, causal=causal):
         with attention_as_rank(model, rank):
             found.append(_costs(operations.get(operation, strategy), device))
@@ -201,13 +200,14 @@ def _description(options: Options, num_layers: int) -> Description:
     from megatron.training import get_args
 
     from megatron_paradyse.train.describe import model_shape, versions
+    from megatron_paradyse.train.model_kind import MASKS
 
     device = options.device
     return Description(
         model=model_shape(num_layers),
         p=options.p,
         dtype=str(get_args().params_dtype).removeprefix("torch."),
-        attention_mask=options.mask,
+        attention_mask=MASKS[get_args().paradyse_model],
         attention_kernel="simulated: one fused kernel",
         hardware=Hardware(
             name=device.name, kind="cuda", memory_bytes=device.memory_bytes, num_devices=options.p

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args, training
 from megatron.training.arguments import parse_and_validate_args
@@ -27,7 +26,8 @@ from megatron_paradyse.edges import cross_entropy
 from megatron_paradyse.profiler.model import ProfiledModel, model_configuration
 from megatron_paradyse.simulator.traffic import Place
 from megatron_paradyse.strategies import aligned_heads
-from megatron_paradyse.train.batch import derive_batch
+from megatron_paradyse.train.batch import derive_batch, derive_masked_batch
+from megatron_paradyse.train.model_kind import BERT
 
 
 def start_megatron(flags: Sequence[str], *, p: int, rank: int) -> None:
@@ -41,7 +41,7 @@ def start_megatron(flags: Sequence[str], *, p: int, rank: int) -> None:
     get_args().check_for_nan_in_loss_and_grad = False  # that check wants a value
 
 
-def build_layer(*, bidirectional: bool) -> ProfiledModel:
+def build_layer() -> ProfiledModel:
     """A model of one layer in Megatron's wrappers, without an optimizer."""
     container, policy = model_configuration(1)
     with _parameters_of_dtype(get_args().params_dtype):
@@ -57,12 +57,7 @@ def build_layer(*, bidirectional: bool) -> ProfiledModel:
         )
     for chunk in chunks:
         chunk.train()
-    model = ProfiledModel(chunks, None, None, policy)
-    if bidirectional:
-        attention = model.layer.self_attention
-        for module in (attention, attention.core_attention):
-            module.attn_mask_type = AttnMaskType.no_mask
-    return model
+    return ProfiledModel(chunks, None, None, policy)
 
 
 @contextlib.contextmanager
@@ -131,9 +126,13 @@ def attention_as_rank(model: ProfiledModel, rank: int) -> Iterator[None]:
 def read_anywhere(raw: Iterator[dict]) -> dict:
     """The microbatch as a rank has it that got it from the first one."""
     tokens = next(raw)["tokens"]
-    payload = torch.empty(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.int64)
+    b, s = tokens.shape[0], tokens.shape[1] - 1
+    masked = get_args().paradyse_model == BERT
+    payload = torch.empty(b, 1 + (2 * s if masked else s + 1), dtype=torch.int64)
     lengths = payload[:, 0]
     last = get_args().max_position_embeddings - 1
+    if masked:
+        return derive_masked_batch(payload[:, 1:], None, max_position=last)
     return derive_batch(payload[:, 1:], lengths, max_position=last)
 
 

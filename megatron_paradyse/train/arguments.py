@@ -26,9 +26,8 @@ from megatron_paradyse.settings import (
 )
 from megatron_paradyse.strategies import RECOMPUTE, get_strategy, parse_strategy_name
 from megatron_paradyse.strategies.contract import AttentionShape
+from megatron_paradyse.train.model_kind import BERT, GPT, SPECS
 from megatron_paradyse.units import parse_bytes
-
-SPEC = ["megatron_paradyse.layer_specs", "gpt_layer_spec"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -40,6 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--paradyse-config",
         metavar="FILE",
         help="YAML file with the settings below, less 'paradyse-'",
+    )
+    add(
+        "--paradyse-model",
+        choices=tuple(SPECS),
+        help="gpt (default), or bert: bidirectional, masked tokens are predicted; pretrain_bert "
+        "sets it, a profile for it needs it",
+    )
+    add(
+        "--paradyse-mask-token",
+        type=int,
+        metavar="ID",
+        help="what stands for a masked token in a BERT's input (default: the tokenizer's)",
     )
     add(
         "--paradyse-policy",
@@ -167,11 +178,12 @@ def before_validation(args: argparse.Namespace) -> None:
 
     Raises UserError for a combination that cannot run.
     """
+    args.paradyse_model = args.paradyse_model or GPT
     if not args.paradyse:
         given = [
             f"--{name.replace('_', '-')}"
             for name, value in vars(args).items()
-            if name.startswith("paradyse_") and value not in (None, False)
+            if name.startswith("paradyse_") and value not in (None, False, GPT)
         ]
         given = [flag for flag in given if flag != "--paradyse-debug"]
         if given:
@@ -184,14 +196,16 @@ def before_validation(args: argparse.Namespace) -> None:
     }
     args.paradyse_settings = make_settings(flags, args.paradyse_config)
     _check_model(args)
+    _check_bert(args)
     _check_edges(args)
     _check_strategies(args)
+    spec = SPECS[args.paradyse_model]
     if args.spec is None:
-        args.spec = SPEC
-    elif list(args.spec) != SPEC:
+        args.spec = spec
+    elif list(args.spec) != spec:
         raise UserError(
             f"--spec {' '.join(args.spec)} with --paradyse: leave --spec out, or give "
-            f"--spec {' '.join(SPEC)}"
+            f"--spec {' '.join(spec)}"
         )
     args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
     if args.paradyse_settings.sequences == "documents":
@@ -239,6 +253,24 @@ def _check_model(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
 
 
+def _check_bert(args: argparse.Namespace) -> None:
+    settings = args.paradyse_settings
+    if args.paradyse_model != BERT:
+        if settings.mask_token is not None:
+            raise UserError(
+                f"--paradyse-mask-token {settings.mask_token} has no effect on a GPT: leave "
+                "it out, or train with megatron_paradyse.pretrain_bert"
+            )
+        return
+    if settings.sequences != "documents":
+        raise UserError(
+            f"--paradyse-sequences {settings.sequences} with a BERT: it trains on documents: leave "
+            "it out"
+        )
+    if args.num_experts:
+        raise UserError(f"--num-experts {args.num_experts} with a BERT: leave --num-experts out")
+
+
 def _check_edges(args: argparse.Namespace) -> None:
     if args.paradyse_settings.head_tile == "off":
         return
@@ -270,7 +302,7 @@ def _check_strategies(args: argparse.Namespace) -> None:
         num_heads=heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
         head_dim=args.kv_channels or args.hidden_size // heads,
-        causal=True,
+        causal=args.paradyse_model == GPT,
         softmax_scale=1.0,
     )
     settings = args.paradyse_settings

@@ -28,6 +28,7 @@ from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.describe import versions
+from megatron_paradyse.train.model_kind import GPT
 
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
 LIMIT_SECONDS = 150  # until a quick profile that hangs is given up
@@ -129,6 +130,7 @@ class Search:
         if self._settings.strategies:
             command += ["--strategies", ",".join(self._settings.strategies)]
         command += ["--", *sys.argv[1:], "--paradyse-head-tile", str(self._settings.head_tile)]
+        command += ["--paradyse-model", self._args.paradyse_model]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
         environment |= {
             "MASTER_PORT": port,
@@ -175,6 +177,7 @@ class Search:
         command += ["--ranks", str(p), "-o", str(raw), "--max-length", str(self._args.seq_length)]
         command += ["--batch-sizes", str(self._args.micro_batch_size)]
         command += ["--dtype", str(dtype).removeprefix("torch."), "--", *sys.argv[1:]]
+        command += ["--paradyse-model", self._args.paradyse_model]
         self._run(command, SIMULATION_SECONDS, "the simulation failed")
         self._fit(raw)
 
@@ -272,6 +275,7 @@ def _key(args: argparse.Namespace, settings: Settings) -> str:
     }
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
     values |= {"head_tile": repr(settings.head_tile), "strategies": repr(settings.strategies)}
+    values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
     values |= {"device": device, "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -8,13 +8,18 @@ from megatron.training import get_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
+from megatron_paradyse.train.masking import NOT_PREDICTED, mask_tokens
+from megatron_paradyse.train.model_kind import BERT
+
 
 def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
     """Read a microbatch on the group's first rank and broadcast it, in Megatron's form.
 
-    Returns tokens, labels, position_ids (int64) and loss_mask (float32), each [b, s], and
-    attention_mask None; all None on a pipeline stage that needs none of them. Padding has
-    loss_mask 0. Moves 8 b (s + 2) bytes over the group.
+    Returns tokens, labels, position_ids (int64) and loss_mask (float32), each [b, s]; all None on a
+    pipeline stage that needs none of them. loss_mask is 1 where a token is predicted. A BERT's
+    attention_mask is [b, s], true where a token is no padding, on every stage; it is None where
+    nothing is padded, and always for a GPT, which needs none. Moves at most 8 b (2 s + 1) bytes
+    over the group.
     """
     group = mpu.get_tensor_model_parallel_group()
     source = mpu.get_tensor_model_parallel_src_rank()
@@ -26,22 +31,58 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
         shape.copy_(torch.tensor(batch["tokens"].shape))
     torch.distributed.broadcast(shape, source, group=group)
     num_sequences, width = shape.tolist()
-    columns = width + 1 if edge else 1  # the lengths, then the tokens where they are needed
-    payload = torch.empty(num_sequences, columns, dtype=torch.int64, device=device)
+    s, masked = width - 1, get_args().paradyse_model == BERT
+    columns = (2 * s if masked else s + 1) if edge else 0
+    payload = torch.empty(num_sequences, 1 + columns, dtype=torch.int64, device=device)
     if batch is not None:
         payload[:, 0] = batch["lengths"]
         if edge:
-            payload[:, 1:] = batch["tokens"]
+            payload[:, 1:] = _masked(batch, s) if masked else batch["tokens"]
     torch.distributed.broadcast(payload, source, group=group)
     lengths = payload[:, 0]
     if torch.is_grad_enabled():  # evaluation does not count towards Megatron's FLOP statistics
         _count(lengths)
+    padded = masked and min(lengths.tolist()) < s
+    positions = torch.arange(s, device=device)
+    attention_mask = positions < lengths[:, None] if padded else None
     if not edge:
-        names = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
-        return dict.fromkeys(names)
-    return derive_batch(
-        payload[:, 1:], lengths, max_position=get_args().max_position_embeddings - 1
+        names = ("tokens", "labels", "position_ids", "loss_mask")
+        return {**dict.fromkeys(names), "attention_mask": attention_mask}
+    last = get_args().max_position_embeddings - 1
+    if masked:
+        return derive_masked_batch(payload[:, 1:], attention_mask, max_position=last)
+    return derive_batch(payload[:, 1:], lengths, max_position=last)
+
+
+def _masked(batch: dict, s: int) -> torch.Tensor:
+    """[b, 2 s]: a document's tokens less its last one, which ends it, masked; then the labels."""
+    args = get_args()
+    iteration = getattr(args, "curr_iteration", 0) or 0
+    inputs, labels = mask_tokens(
+        batch["tokens"][:, :s],
+        batch["lengths"],
+        share=args.mask_prob,
+        mask_token=args.paradyse_settings.mask_token or 0,  # given, unless this is a profile
+        vocab_size=args.vocab_size or args.padded_vocab_size,
+        # An evaluation masks alike every time, an epoch of the training not.
+        seed=(args.seed, iteration if torch.is_grad_enabled() else -1),
     )
+    return torch.cat([inputs, labels], 1)
+
+
+def derive_masked_batch(
+    columns: torch.Tensor, attention_mask: torch.Tensor | None, *, max_position: int
+) -> dict:
+    """A BERT's microbatch from b rows of s inputs and s labels."""
+    inputs, labels = columns.chunk(2, 1)
+    positions = torch.arange(inputs.shape[1], device=columns.device).clamp(max=max_position)
+    return {
+        "tokens": inputs.contiguous(),
+        "labels": labels.clamp(min=0),
+        "position_ids": positions.expand(inputs.shape[0], -1).contiguous(),
+        "loss_mask": (labels != NOT_PREDICTED).float(),
+        "attention_mask": attention_mask,
+    }
 
 
 def derive_batch(tokens: torch.Tensor, lengths: torch.Tensor, *, max_position: int) -> dict:

@@ -12,6 +12,7 @@ from megatron.training import get_args
 
 from megatron_paradyse.costs.description import Description, Hardware, ModelShape
 from megatron_paradyse.machine import cpu_name
+from megatron_paradyse.train.model_kind import MASKS
 
 
 def describe(num_layers: int) -> Description:
@@ -21,7 +22,7 @@ def describe(num_layers: int) -> Description:
         model=model_shape(num_layers),
         p=args.tensor_model_parallel_size,
         dtype=str(args.params_dtype).removeprefix("torch."),
-        attention_mask="causal",
+        attention_mask=MASKS[args.paradyse_model],
         attention_kernel=f"{args.transformer_impl}, {_name(args.attention_backend)}",
         hardware=hardware(),
         interconnect=args.distributed_backend,

@@ -1,10 +1,13 @@
 """What pretrain_gpt.py of a Megatron-LM checkout gives to pretrain(): here on the wheel alone.
 
+And the same for a BERT, of which Megatron-LM core_v0.19 has the model and no script.
+
 Without --paradyse, or with --paradyse-sequences fixed, data are Megatron's GPTDataset.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -17,12 +20,13 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers
 from megatron.training import training as megatron_training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.batch import document_batch
+from megatron_paradyse.train.model_kind import model_config
 
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 LAUNCH = "run it through megatron_paradyse.launch with a checkout's pretrain_gpt.py"
@@ -30,14 +34,34 @@ LAUNCH = "run it through megatron_paradyse.launch with a checkout's pretrain_gpt
 
 def pretrain_gpt() -> None:
     """Parse Megatron's flags and train."""
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    _pretrain(parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"}))
+
+
+def pretrain_bert() -> None:
+    """Parse Megatron's flags and train on masked tokens."""
+    args = parse_and_validate_args()
+    settings = args.paradyse_settings
+    token = settings.mask_token
+    if token is None:
+        token = getattr(build_tokenizer(args), "mask", None)
+    if token is None or not 0 <= token < args.padded_vocab_size:
+        problem = "the tokenizer has no mask token" if token is None else f"mask token {token}"
+        raise UserError(
+            f"{problem}, of a vocabulary of {args.padded_vocab_size}: give --paradyse-mask-token "
+            "ID, of a token that the data do not have"
+        )
+    args.paradyse_settings = dataclasses.replace(settings, mask_token=token)
+    _pretrain(args)
+
+
+def _pretrain(args) -> None:
     for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):
         if getattr(args, name, False):
             raise UserError(f"--{name.replace('_', '-')} is not in this entry point: {LAUNCH}")
     datasets = _provide_datasets
     datasets.is_distributed = True  # type: ignore[attr-defined]
     megatron_training.pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pretrain_cfg_container_from_args(args, model_config(args)),
         datasets,
         ModelType.encoder_or_decoder,
         forward_step,

@@ -20,14 +20,17 @@ SECONDS_TO_BE_ENDED = 20
 SECONDS_FOR_RANK_0 = 5
 
 _installed = False
+_model: str | None = None
 
 
-def install() -> None:
+def install(*, model: str | None = None) -> None:
     """Make Megatron know --paradyse; call it before pretrain_gpt.py imports from Megatron.
 
-    On a machine without a GPU the CPU platform is put under Megatron first.
+    model: the value of --paradyse-model unless it is given. On a machine without a GPU the CPU
+    platform is put under Megatron first.
     """
-    global _installed
+    global _installed, _model
+    _model = model or _model
     if _installed:
         return
     _installed = True
@@ -63,7 +66,9 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
         def provider(parser):
             parser = extra_args_provider(parser) if extra_args_provider else parser
             parser.error = functools.partial(_parser_error, parser)
-            return add_arguments(parser)
+            parser = add_arguments(parser)
+            parser.set_defaults(paradyse_model=_model)
+            return parser
 
         args = parse_args(provider, ignore_unknown_args)
         if on_cpu:

@@ -22,11 +22,11 @@ def main() -> None:
     if given.pop("whole_rings", False):
         short_rings.WHOLE = 1 << 20
     output, p = given.pop("output"), given.pop("p")
-    flags, mask = model_flags(None, given.pop("flags"), ranks=p, dtype=given.pop("dtype"))
+    flags = model_flags(None, given.pop("flags"), ranks=p, dtype=given.pop("dtype"))
     device = find_device("a100-80g")
     network = find_network(given.pop("interconnect", device.interconnect), p)
     for name in ("lengths", "strategies", "batch_sizes"):
         if name in given:
             given[name] = tuple(given[name])
-    options = Options(device=device, network=network, **{"mask": mask, **given})
+    options = Options(device=device, network=network, **given)
     write_cost_file(output, simulate(options, flags, lambda line: None))

@@ -23,6 +23,7 @@ LLAMA = [
     *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
     "--untie-embeddings-and-output-weights",
 ]
+BERT = [*GPT, "--paradyse-model", "bert"]
 COMMON = ["--seq-length", 512, "--max-position-embeddings", 512]
 COMMON += ["--attention-dropout", 0, "--hidden-dropout", 0]
 
@@ -52,7 +53,9 @@ def _on_real_ranks(folder: Path, flags: list, p: int) -> list:
     return json.loads(output.read_text())
 
 
-@pytest.mark.parametrize(("flags", "p"), [(GPT, 2), (LLAMA, 4)], ids=["gpt-2", "llama-4"])
+@pytest.mark.parametrize(
+    ("flags", "p"), [(GPT, 2), (LLAMA, 4), (BERT, 2)], ids=["gpt-2", "llama-4", "bert-2"]
+)
 def test_bytes_are_those_of_real_ranks(flags, p, tmp_path):
     """Of every strategy, with and without recompute, and of embedding and head."""
     table = simulated(tmp_path / "fake", flags, p)

@@ -1,6 +1,6 @@
 """A rank that trains through an entry point and writes what every iteration measured.
 
-    driver RECORD (module | script PATH) <Megatron flags>
+    driver RECORD (module | bert | script PATH) <Megatron flags>
 
 RECORD.json gets a list of {iteration, loss, grad_norm} in full precision from the last rank.
 """
@@ -40,13 +40,13 @@ def record_iterations(path: str) -> None:
 
 def main() -> None:
     record, entry = sys.argv[1], sys.argv[2]
-    plugin.install()
+    plugin.install(model="bert" if entry == "bert" else None)
     record_iterations(record)
-    if entry == "module":
-        sys.argv = ["pretrain_gpt", *sys.argv[3:]]
-        from megatron_paradyse.train.gpt import pretrain_gpt
+    if entry in ("module", "bert"):
+        sys.argv = ["pretrain", *sys.argv[3:]]
+        from megatron_paradyse.train import gpt
 
-        pretrain_gpt()
+        gpt.pretrain_bert() if entry == "bert" else gpt.pretrain_gpt()
     else:
         script = sys.argv[3]
         sys.argv = [script, *sys.argv[4:]]

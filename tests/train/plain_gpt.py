@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch, float64, from a Megatron state dict: the oracle of the CPU platform."""
+"""A GPT and a BERT in plain PyTorch, float64, from a Megatron state dict: the oracles."""
 
 from __future__ import annotations
 
@@ -11,26 +11,43 @@ def plain_losses(weights: dict[str, torch.Tensor], tokens, labels, *, num_layers
     embedding = weights["embedding.word_embeddings.weight"]
     positions = weights["embedding.position_embeddings.weight"]
     x = embedding[tokens] + positions[: tokens.shape[1]]  # [b, s, h]
+    visible = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
     for layer in range(num_layers):
-        w = {
-            name.removeprefix(f"decoder.layers.{layer}."): value
-            for name, value in weights.items()
-            if name.startswith(f"decoder.layers.{layer}.")
-        }
-        x = x + _attention(_norm(x, w, "input_layernorm"), w, num_heads)
-        hidden = _linear(_norm(x, w, "pre_mlp_layernorm"), w, "mlp.linear_fc1")
-        x = x + _linear(F.gelu(hidden, approximate="tanh"), w, "mlp.linear_fc2")
+        x = _layer(x, _below(weights, f"decoder.layers.{layer}."), num_heads, visible)
     x = _norm(x, weights, "decoder.final_layernorm")
     return F.cross_entropy((x @ embedding.T).transpose(1, 2), labels, reduction="none")
 
 
-def _attention(x, w, num_heads):
+def plain_masked_losses(weights, tokens, labels, lengths, *, num_layers, num_heads):
+    """Per-token losses [b, s] of a BERT of such layers, bidirectional over lengths [b] tokens."""
+    embedding = weights["embedding.word_embeddings.weight"]
+    positions = weights["embedding.position_embeddings.weight"]
+    x = embedding[tokens] + positions[: tokens.shape[1]]
+    visible = (torch.arange(tokens.shape[1]) < lengths[:, None])[:, None, None, :]
+    for layer in range(num_layers):
+        x = _layer(x, _below(weights, f"encoder.layers.{layer}."), num_heads, visible)
+    x = _norm(x, weights, "encoder.final_layernorm")
+    x = _norm(F.gelu(_linear(x, weights, "lm_head.dense")), weights, "lm_head.layer_norm")
+    logits = x @ embedding.T + weights["output_layer.bias"]
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def _below(weights, prefix):
+    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+
+
+def _layer(x, w, num_heads, visible):
+    x = x + _attention(_norm(x, w, "input_layernorm"), w, num_heads, visible)
+    hidden = _linear(_norm(x, w, "pre_mlp_layernorm"), w, "mlp.linear_fc1")
+    return x + _linear(F.gelu(hidden, approximate="tanh"), w, "mlp.linear_fc2")
+
+
+def _attention(x, w, num_heads, visible):
     b, s, h = x.shape
     qkv = _linear(x, w, "self_attention.linear_qkv").view(b, s, num_heads, 3, h // num_heads)
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [b, n, s, d]
     scores = q @ k.transpose(2, 3) / (h // num_heads) ** 0.5
-    mask = torch.ones(s, s, dtype=torch.bool).tril()
-    probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    probabilities = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     out = (probabilities @ v).transpose(1, 2).reshape(b, s, h)
     return _linear(out, w, "self_attention.linear_proj")
 

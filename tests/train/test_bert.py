@@ -1,0 +1,127 @@
+"""A BERT: bidirectional layers, padding, masked tokens, the loss head with and without tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_paradyse.strategies import strategy_names
+from megatron_paradyse.train.masking import NOT_PREDICTED, mask_tokens
+from tests.train.harness import run_forked, train, with_defaults, write_documents
+from tests.train.synthetic_costs import write_costs
+
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
+CASES = {"1-whole": (1, []), "4-whole": (4, TP4), "2-tiles": (2, [*TP2, "--paradyse-head-tile", 8])}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_plan_gives_the_losses_and_gradients_of_a_plain_bert(case, tmp_path):
+    """Float64 oracle, one sequence padded; on one rank megatron.core's BertModel agrees too."""
+    ranks, flags = CASES[case]
+    code, stdout, stderr = run_forked(
+        "tests.train.compare_bert",
+        with_defaults(["--paradyse", "--num-layers", 2, *flags]),
+        ranks=ranks,
+        folder=tmp_path,
+        timeout_seconds=240,
+    )
+    assert code == 0, stdout[-2000:] + stderr[-4000:]
+    assert stdout.count("compared ") == 2 * len(strategy_names()) + 3 + (ranks == 1), stdout
+
+
+def masked(tokens, lengths, seed=1, share=0.15):
+    return mask_tokens(tokens, lengths, share=share, mask_token=999, vocab_size=500, seed=(seed,))
+
+
+def test_masks_are_of_the_published_shares_and_of_the_tokens_alone():
+    tokens = torch.randint(500, (2, 20_000), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([20_000, 3])
+    inputs, labels = masked(tokens, lengths)
+    predicted = labels != NOT_PREDICTED
+    assert predicted.sum(1).tolist() == [3000, 1]
+    assert not predicted[1, 3:].any()
+    torch.testing.assert_close(labels[predicted], tokens[predicted])
+    torch.testing.assert_close(inputs[~predicted], tokens[~predicted])
+    became = inputs[0][predicted[0]]
+    assert abs((became == 999).double().mean() - 0.8) < 0.03
+    assert abs((became == labels[0][predicted[0]]).double().mean() - 0.1) < 0.03
+    again, other = masked(tokens, lengths), masked(tokens, lengths, seed=2)
+    torch.testing.assert_close(again[0], inputs)
+    assert (other[1][0] != labels[0]).any()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, np.random.default_rng(3).integers(2, 90, size=200).tolist())
+    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3",
+            "--paradyse-mask-token", 63, "--micro-batch-size", 2]  # fmt: skip
+
+
+GRIDS = {
+    "tp2": (2, TP2),
+    "tp2-dp2": (4, TP2),
+    "tp2-pp2": (4, [*TP2, "--pipeline-model-parallel-size", 2]),
+}
+
+
+@pytest.fixture(scope="module")
+def one(data, tmp_path_factory):
+    """The losses of four iterations on one rank, and its checkpoint of the second."""
+    folder = tmp_path_factory.mktemp("one")
+    flags = [*data, "--save", folder / "saved", "--save-interval", 2]
+    run = train(folder, *flags, ranks=1, entry=("bert",))
+    (folder / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    losses = run.values("loss")
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    return losses, folder / "saved"
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_restart_on_another_grid_with_other_plans_follows(grid, data, one, tmp_path):
+    """The same masked tokens on every stage and after a restart; losses to 1e-4."""
+    ranks, flags = GRIDS[grid]
+    losses, saved = one
+    flags = [*data, *flags, "--load", saved, "--paradyse-policy", "random:1"]
+    run = train(tmp_path, *flags, ranks=ranks, entry=("bert",))
+    np.testing.assert_allclose(run.values("loss"), losses[2:], rtol=1e-4)
+
+
+REFUSED = {
+    "no mask token": (
+        ["--paradyse"],
+        "the tokenizer has no mask token, of a vocabulary of 64: give",
+    ),
+    "beyond": (
+        ["--paradyse", "--paradyse-mask-token", 72],
+        "mask token 72, of a vocabulary of 64: give --paradyse-mask-token",
+    ),
+    "fixed": (["--paradyse", "--paradyse-sequences", "fixed"], "a BERT: it trains on documents"),
+    "a GPT": (
+        ["--paradyse", "--paradyse-model", "gpt", "--paradyse-mask-token", 5],
+        "--paradyse-mask-token 5 has no effect on a GPT",
+    ),
+    "costs of a GPT": (
+        ["--paradyse", "--paradyse-mask-token", 5, "--paradyse-cost-model", "COSTS"],
+        "these costs are not of this run: ",
+    ),
+    "plain": ([], "--paradyse-model has no effect without --paradyse: add --paradyse"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_are_one_line(case, data, tmp_path):
+    flags, message = REFUSED[case]
+    if "COSTS" in flags:
+        flags = [*flags[:-1], write_costs(tmp_path / "costs.json")]
+    code, _, stderr = run_forked(
+        "tests.train.driver",
+        [str(tmp_path / "record.json"), "bert", *with_defaults([*data[:2], *flags])],
+        ranks=1,
+        folder=tmp_path,
+        timeout_seconds=60,
+    )
+    errors = [line for line in stderr.splitlines() if line.startswith("error")]
+    assert code == 2 and len(errors) == 1 and message in errors[0], stderr[-2000:]
