@@ -1,4 +1,1 @@
-"""The paper's results again, one command each: simulated at its scale, measured at this machine's.
-
-Nothing in megatron_paradyse imports this package.
-"""
+"""The paper's results: run for real, and simulated at its scale. scripts/ calls these modules."""

@@ -18,11 +18,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 import megatron_paradyse
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
-from megatron_paradyse.costs.model import HYBRID
-from megatron_paradyse.costs.table import MODEL, CostTable
+from megatron_paradyse.costs.model import HYBRID, PAPER
+from megatron_paradyse.costs.table import (
+    ATTENTION,
+    BYTES_ONLY,
+    LAYER,
+    MLP,
+    MODEL,
+    MODEL_OPERATIONS,
+    OK,
+    CostTable,
+    Measurement,
+)
+from megatron_paradyse.preview.longest import find_longest
+from megatron_paradyse.preview.setup import make_setup
+from reproduction.names import FIXED
 from reproduction.options import ROOT
 
 DEVICE, RANKS, DTYPE = "a100-80g", 8, "bfloat16"
@@ -36,6 +51,8 @@ LENGTHS = {
 }
 TILED, UNTILED = "tiled", "untiled"
 HEADS = (TILED, UNTILED)
+PAPER_SPARSE = "paper-sparse"  # the published fit of the simulated lengths alone
+PUBLISHED_LENGTHS = 32
 CHEAPEST = "megatron_ts"  # where only embedding and head are wanted
 AT_ONCE = int(os.environ.get("JOBS", "2"))  # simulations
 
@@ -54,8 +71,18 @@ class ModelCosts:
             table = read_cost_file(self._raw(head)).table
             if head == UNTILED:
                 table = with_edges_of(read_cost_file(self._raw(TILED)).table, table)
-            write_cost_file(path, table, fit_table(table, kind))
+            if kind == PAPER:
+                table = published_profile(table, self._limits(head))
+            fit = HYBRID if kind == HYBRID else PAPER
+            write_cost_file(path, table, fit_table(table, fit))
         return path
+
+    def _limits(self, head: str) -> dict[str, int]:
+        """The longest sequence of each of the paper's strategies alone."""
+        flags = {"policy": "optimal", "strategies": ",".join(FIXED)}
+        flags |= {"head_tile": "off"} if head == UNTILED else {}
+        found = find_longest(make_setup(str(self.path(HYBRID, head)), flags))
+        return {limit.strategy: limit.tokens for limit in found.single}
 
     def _raw(self, head: str) -> Path:
         path = self.folder / f"{self.model}-{head}-raw.json"
@@ -74,6 +101,26 @@ def with_edges_of(layers: CostTable, edges: CostTable) -> CostTable:
     kept = layers.only(lambda m: m.strategy != MODEL).measurements
     taken = edges.only(lambda m: m.strategy == MODEL).measurements
     return dataclasses.replace(edges, measurements=(*taken, *kept))
+
+
+def published_profile(table: CostTable, limits: dict[str, int]) -> CostTable:
+    """What a profile for the published fit would be: every strategy up to the longest that fits.
+
+    The paper profiles until memory runs out, and does not say at how many lengths: 32, log-spaced,
+    valued by the package's fit. Embedding and head: up to the longest of all.
+    """
+    model, shortest = fit_table(table, HYBRID), table.lengths()[0]
+    step = 2 * table.description.p
+    measurements = []
+    for strategy, longest in {**limits, MODEL: max(limits.values())}.items():
+        spaced = np.geomspace(shortest, max(longest, 2 * shortest), PUBLISHED_LENGTHS)
+        for s in sorted({round(s / step) * step for s in spaced}):
+            for operation in MODEL_OPERATIONS if strategy == MODEL else (ATTENTION, MLP):
+                costs = dataclasses.astuple(model.operation(strategy, operation, s))
+                measurements.append(Measurement(strategy, operation, s, 1, OK, *costs))
+    # The gather buffer in the static bytes has the longest length's size.
+    end = Measurement(CHEAPEST, LAYER, table.lengths()[-1], 1, BYTES_ONLY)
+    return dataclasses.replace(table, measurements=(*measurements, end))
 
 
 def run_simulator(output: Path, model: str, flags: list[str], *, ranks: int) -> None:

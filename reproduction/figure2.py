@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from reproduction import costs, headlines
+from reproduction import authors_fits, costs, headlines
 from reproduction.names import AS_PUBLISHED, PARADYSE, POLICIES, SIMULATED
 from reproduction.panels import figure2_rows, simulate_panel
 from reproduction.tables import FIGURE2, origin, update_table
@@ -32,6 +32,14 @@ def run(arguments: argparse.Namespace) -> None:
         summary["crossovers"] += headlines.crossover_rows(of_model, limits)
         print(f"figure 2: {model} simulated", file=sys.stderr)
     _write(arguments, policies, rows, summary)
+    if "bert" in arguments.models:
+        update_table(
+            arguments.output / "authors_fits.csv",
+            authors_fits.COLUMNS,
+            authors_fits.fits_rows(arguments.distributions),
+            made=authors_fits.SOURCE,
+            replaces=lambda r: r["distribution"] in arguments.distributions,
+        )
     _assert(summary["check"])
 
 

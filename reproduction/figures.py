@@ -28,6 +28,7 @@ from reproduction.names import (
     PARADYSE,
     POLICIES,
     SHUFFLED,
+    SIMULATED,
     SORTED,
     title,
 )
@@ -151,8 +152,9 @@ def _footer(table: Table, order: str) -> str:
         SHUFFLED: "documents shuffled, as people train: a training ends at its first document "
         "that does not fit",
     }
-    return (
-        f"{table.origin}. Lengths drawn from the published distributions; {orders[order]}. "
-        "Forward and backward; batch size 1. Single strategies and ParaDySe with the head in "
-        "tiles, ParaDySe as published with Megatron's own head."
-    )
+    words = f"{table.origin}. Lengths drawn from the published distributions; {orders[order]}. "
+    words += "Forward and backward; batch size 1."
+    if table.origin.startswith(SIMULATED):
+        words += " Single strategies and ParaDySe with the head in tiles, ParaDySe as published "
+        words += "with Megatron's own head."
+    return words

@@ -41,10 +41,11 @@ from reproduction.tables import origin, update_table
 
 COLUMNS = (
     *("model", "distribution", "peer", "global_batch", "documents", "documents_that_fit"),
-    *("max_tokens", "static_bytes", "peer_seconds", "paradyse_seconds"),
+    *("max_tokens", "static_bytes", "peer_seconds", "busy_share", "paradyse_seconds"),
 )
 SIZES = (1, 2, 4, 8)
 RING = "megatron_cz"
+TOKENS = (512, 4 << 10, 16 << 10, 64 << 10, 256 << 10)  # of a rank, at which costs are simulated
 GLOBAL_BATCH = 100  # documents
 WHOLE_BYTES, SHARED_BYTES = 2 + 4, 12  # of a parameter: on every rank, and over all of them
 FREE_BYTES_PER_SECOND = 1e15
@@ -82,6 +83,7 @@ def _rows(of_model: costs.ModelCosts, distribution: str) -> list[dict]:
     for strategy in (RING, RING + RECOMPUTE):
         peer = Peer(of_model, strategy)
         fitting = [t for t in lengths if t <= peer.max_tokens and t in seconds]
+        taken, busy = peer.schedule_seconds(fitting) if fitting else (None, None)
         rows.append(
             {
                 "model": of_model.model,
@@ -92,7 +94,8 @@ def _rows(of_model: costs.ModelCosts, distribution: str) -> list[dict]:
                 "documents_that_fit": len(fitting),
                 "max_tokens": peer.max_tokens,
                 "static_bytes": int(static_bytes),
-                "peer_seconds": peer.schedule_seconds(fitting) if fitting else None,
+                "peer_seconds": taken,
+                "busy_share": busy,
                 "paradyse_seconds": sum(seconds[t] or 0.0 for t in fitting) if fitting else None,
             }
         )
@@ -117,23 +120,27 @@ class Peer:
         self.max_tokens = SIZES[-1] * self.tokens_per_rank
         self._seconds: dict[tuple[int, int], float] = {}
 
-    def schedule_seconds(self, lengths: Sequence[int]) -> float:
-        """Of all global batches; the best of what a rank may be set to hold at most."""
+    def schedule_seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
+        """Of all global batches, and the share of it in which ranks are busy.
+
+        The fastest of what a rank may be set to hold at most.
+        """
         longest_tokens = max(lengths)
         limits = [self.tokens_per_rank // 2**i for i in range(len(SIZES))]
         limits = [limit for limit in limits if SIZES[-1] * limit >= longest_tokens]
         return min(self._scheduled(lengths, limit) for limit in limits)
 
-    def _scheduled(self, lengths: Sequence[int], tokens_per_rank: int) -> float:
-        total = 0.0
+    def _scheduled(self, lengths: Sequence[int], tokens_per_rank: int) -> tuple[float, float]:
+        total = busy = 0.0
         for start in range(0, len(lengths), GLOBAL_BATCH):
             batch = dict(enumerate(lengths[start : start + GLOBAL_BATCH]))
             for group in schedule(batch.items(), tokens_per_rank):
-                total += max(
+                seconds = [
                     sum(self._document_seconds(batch[document], size) for document, size in rank)
                     for rank in group
-                )
-        return total
+                ]
+                total, busy = total + max(seconds), busy + sum(seconds) / SIZES[-1]
+        return total, busy / total
 
     def _document_seconds(self, tokens: int, size: int) -> float:
         key = (aligned(tokens), size)
@@ -185,7 +192,7 @@ def _cost_file(of_model: costs.ModelCosts, size: int) -> Path:
     if path.is_file():
         return path
     raw = path.with_name(f"{path.stem}-raw.json")
-    flags = ["--lengths", costs.LENGTHS[of_model.model]]
+    flags = ["--lengths", ",".join(str(size * tokens) for tokens in TOKENS)]
     flags += ["--strategies", f"{RING},{RING}{RECOMPUTE}"]
     if size > 1:
         network = path.with_name(f"{path.stem}-network.json")

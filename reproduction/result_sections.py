@@ -12,6 +12,7 @@ from reproduction.names import (
     PARADYSE,
     SHUFFLED,
     SIMULATED,
+    framework_name,
     title,
 )
 from reproduction.tables import Table
@@ -45,7 +46,8 @@ def ablations(files: Files) -> str:
 def _ablation_cell(found: Table | None, framework: str, panel=("gpt", "grch38")) -> str:
     if found is None:
         return NOT_RUN
-    rows = found.where(model=panel[0], distribution=panel[1], framework=framework)
+    rows = found.where(model=panel[0], distribution=panel[1])
+    rows = [row for row in rows if framework_name(row["framework"]) == framework]
     return _contribution(rows[0]) if rows else "-"
 
 
@@ -72,7 +74,7 @@ def contributions(found: Table | None) -> str:
         }
         cells = [_contribution(of_name[panel]) if panel in of_name else "-" for panel in panels]
         rows.append([name, *cells, verdict(found, name)])
-    header = ["", *(f"{title(m)}, {title(d)}" for m, d in panels), "does it help?"]
+    header = ["", *(f"{title(m)}, {title(d)}" for m, d in panels), "the whole, against this"]
     head = "## Every part, every panel (simulated)"
     return "\n\n".join([head, differences.CONTRIBUTIONS, table(header, rows)])
 
@@ -81,7 +83,7 @@ WORTH = 0.001  # of the time, below which nothing is called a gain
 
 
 def verdict(found: Table, framework: str) -> str:
-    """In how many panels the whole is faster, or reaches further, than without this part."""
+    """In how many panels the whole framework is faster, or reaches further, than this one."""
     whole = framework.split(":")[0]
     faster = slower = further = panels = 0
     for row in found.where(framework=framework):
@@ -92,14 +94,11 @@ def verdict(found: Table, framework: str) -> str:
         faster += float(row["ci_low"]) > WORTH
         slower += float(row["ci_high"]) < -WORTH
         further += int(full[0]["max_tokens"]) > 1.001 * int(row["max_tokens"])
-    words = []
-    if faster:
-        words.append(f"saves time in {faster} of {panels}")
-    if further:
-        words.append(f"reaches further in {further} of {panels}")
-    if slower:
-        words.append(f"costs time in {slower} of {panels}")
-    return "; ".join(words) if faster or further else "; ".join([*words, "does not help"])
+    counted = (("faster", faster), ("reaches further", further), ("slower", slower))
+    words = [f"{word} in {count} of {panels}" for word, count in counted if count]
+    if not faster and not further:
+        words.append("**does not help**")
+    return "; ".join(words)
 
 
 def case_study(files: Files) -> str:
@@ -111,8 +110,12 @@ def case_study(files: Files) -> str:
         [part, f"{value:g}", seconds(parts[part]) if part in parts else NOT_RUN]
         for part, value in reported.items()
     ]
-    hot = seconds(parts["switch"]) if "switch" in parts else NOT_RUN
-    rows.append(["switch while training", "not given", hot])
+    others = {name: name for name in parts if name not in reported}
+    others["switch"] = "switch while training"
+    rows += [
+        [named, "not given", seconds(parts[name]) if name in parts else NOT_RUN]
+        for name, named in others.items()
+    ]
     made = f" ({found.origin})" if found else ""
     sections = [
         "## Case study: a restart against a switch",
@@ -163,13 +166,14 @@ def peer(found: Table | None) -> str:
             tokens(r["max_tokens"]) if int(r["max_tokens"]) else "does not fit",
             f"{r['documents_that_fit']} of {r['documents']}",
             seconds(r["peer_seconds"]),
+            percent(float(r["busy_share"])) if r["busy_share"] else "-",
             seconds(r["paradyse_seconds"]),
             _ratio(r),
         ]
         for r in found.rows
     ]
     header = ["", "state of a rank, GiB", "longest", "documents it fits", "peer, s (estimate)"]
-    header += ["ParaDySe, s", "ParaDySe over the peer"]
+    header += ["its ranks are busy", "ParaDySe, s", "ParaDySe over the peer"]
     head = "## A peer: Megatron's hybrid context parallelism (an estimate from simulated costs)"
     return "\n\n".join([head, differences.PEER, table(header, rows)])
 

@@ -17,7 +17,7 @@ from reproduction.tables import Table, read_table
 NAMES = (
     *(f"{name}-{form}" for name in ("figure2", "table5", "case_study") for form in FORMS),
     *("headlines-simulated", "crossovers-simulated", "check-simulated", "peer-simulated"),
-    "table3",
+    *("authors_fits", "table3"),
 )
 FIGURES = tuple(f"{name}-{form}.png" for form in FORMS for name in ("figure2", "figure2-shuffled"))
 

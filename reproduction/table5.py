@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_paradyse.costs.model import HYBRID
 from megatron_paradyse.strategies import RECOMPUTE
 from reproduction import costs
-from reproduction.costs import UNTILED, ModelCosts
+from reproduction.costs import PAPER_SPARSE, UNTILED, ModelCosts
 from reproduction.documents import document_lengths, in_order
 from reproduction.frameworks import (
     Framework,
@@ -25,7 +26,15 @@ from reproduction.frameworks import (
     ours,
     until_out_of_memory,
 )
-from reproduction.names import AS_PUBLISHED, FIXED, PARADYSE, SIMULATED, SORTED, title
+from reproduction.names import (
+    AS_PUBLISHED,
+    FIXED,
+    PARADYSE,
+    SIMULATED,
+    SORTED,
+    WITHOUT_HALVES,
+    title,
+)
 from reproduction.tables import TABLE5, origin, update_table
 
 RESAMPLES, CONFIDENCE, SEED = 2000, 0.95, 5
@@ -42,7 +51,7 @@ def our_frameworks() -> list[Framework]:
         *frameworks,
         _ours("without forest", forest=False),
         _ours("without mixing", flags={"granularity": "sequence"}),
-        _ours("without halves apart", flags={"granularity": "layer"}),
+        _ours(WITHOUT_HALVES, flags={"granularity": "layer"}),
         _ours("without recompute", flags={"strategies": ",".join(FIXED)}),
         _ours("without tiles", head=UNTILED),
         _ours("heuristic for optimal", flags={"policy": "heuristic"}),
@@ -61,6 +70,8 @@ def published_frameworks() -> list[Framework]:
         _published("without forest", forest=False),
         _published("without smoothing", flags={"policy": "heuristic:no-smoothing"}),
         _published("without mixing", flags={"policy": "heuristic:no-mix"}),
+        _published("profiled at few lengths, beyond memory", fit=PAPER_SPARSE),
+        _published("with our fit", fit=HYBRID),
     ]
 
 

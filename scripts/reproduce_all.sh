@@ -17,9 +17,6 @@ run() {
 }
 run table3 "$@"
 run figure2 "$@"
-if ! $simulated; then # simulated, the first run has both
-    run figure2 --as-published "$@"
-fi
 run table5 "$@"
 run case_study "$@"
 if $simulated; then

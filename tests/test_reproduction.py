@@ -18,10 +18,10 @@ from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.planner import evaluate
 from reproduction import headlines, published, results, table3
 from reproduction.compared import compare, least, most
-from reproduction.costs import HEADS, ModelCosts
+from reproduction.costs import HEADS, ModelCosts, published_profile
 from reproduction.curves import curve, curves
 from reproduction.frameworks import FixedRunner, Ran, Runner, aligned, as_published, ours
-from reproduction.names import FIXED, SHUFFLED, SORTED
+from reproduction.names import FIXED, SHUFFLED, SORTED, framework_name
 from reproduction.table5 import contribution
 from reproduction.tables import FIGURE2, read_table, update_table, write_table
 from tests.costs.synthetic import make_table
@@ -115,6 +115,28 @@ def test_published_ablations_save_what_the_paper_prints():
     printed = (0.0, 11.80, -0.13, 0.49, 1.03, 1.29, 0.04)
     for row, percent in zip(published.ABLATIONS, printed, strict=True):
         assert 100 * row.saved_share == pytest.approx(percent, abs=0.0051)
+
+
+def test_measured_and_simulated_frameworks_are_told_by_the_same_names():
+    names = {
+        "full": "paradyse",
+        "without metp": "paradyse: without METP",
+        "as published": "paradyse-as-published",
+        "as published, without smoothing": "paradyse-as-published: without smoothing",
+        "paradyse: without METP": "paradyse: without METP",
+    }
+    assert {name: framework_name(name) for name in names} == names
+
+
+def test_a_profile_for_the_published_fit_ends_where_memory_does():
+    table = make_table(lengths=LENGTHS, strategies=STRATEGIES)
+    limits = {"megatron_ts": 50_000, "metp": 200_000}
+    found = published_profile(table, limits)
+    ends = {name: 0 for name in (*limits, "model")}
+    for m in found.measurements:
+        if m.is_timed:
+            ends[m.strategy] = max(ends[m.strategy], m.seq_length)
+    assert ends == {"megatron_ts": 50_000, "metp": 200_000, "model": 200_000}
 
 
 def test_a_curve_ends_at_the_first_document_that_does_not_fit():
@@ -225,7 +247,7 @@ def test_committed_results_say_what_their_tables_say(tmp_path):
 
 def test_committed_simulation_is_never_behind_a_single_strategy():
     rows = read_table(RESULTS / "check-simulated.csv").where(framework="paradyse")
-    assert rows
+    assert [row["model"] for row in rows] == ["bert", "llama", "gpt"]
     assert all(row["slower"] == row["not_fitting"] == "0" for row in rows)
 
 
