@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_paradyse.strategies import RECOMPUTE
 from reproduction.costs import TILED, UNTILED, ModelCosts
 from reproduction.frameworks import MOST_TOKENS, FixedRunner, Ran, Runner, as_published, ours
 from reproduction.frameworks import until_out_of_memory as trained
@@ -141,7 +140,7 @@ def crossover_rows(costs: ModelCosts, limits: Limits) -> list[dict]:
     rows = []
     for head in (TILED, UNTILED):
         runner = FixedRunner(costs, head)
-        limit = max(v for n, v in limits.single[head].items() if not n.endswith(RECOMPUTE))
+        limit = max(limits.single[head][name] for name in FIXED)
         lengths = compared_lengths(min(limit, MOST_TOKENS))
         for memory in ("80 GB", "unlimited"):
             setup = runner.setup
@@ -156,7 +155,7 @@ def _fastest(setup, policy, tokens: int) -> str:
 
     found = alone(policy.problem(setup.layers, 1, tokens, False), FIXED)
     fitting = {name: outcome.seconds for name, outcome in found.items() if outcome.fits}
-    return min(fitting, key=lambda name: fitting[name]) if fitting else ""
+    return min(fitting, key=lambda name: fitting[name]) if fitting else "none"
 
 
 def _ranges(lengths: list[int], names: list[str], common: dict) -> list[dict]:
@@ -165,7 +164,5 @@ def _ranges(lengths: list[int], names: list[str], common: dict) -> list[dict]:
         if rows and rows[-1]["fastest"] == name:
             rows[-1]["to_tokens"] = tokens
         else:
-            rows.append(
-                {**common, "from_tokens": tokens, "to_tokens": tokens, "fastest": name or "none"}
-            )
+            rows.append({**common, "from_tokens": tokens, "to_tokens": tokens, "fastest": name})
     return rows

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_paradyse.costs.model import HYBRID
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.preview.setup import make_setup
 from reproduction import costs
 from reproduction.costs import PAPER_SPARSE, UNTILED, ModelCosts
 from reproduction.documents import document_lengths, in_order
@@ -40,13 +40,12 @@ from reproduction.tables import TABLE5, origin, update_table
 RESAMPLES, CONFIDENCE, SEED = 2000, 0.95, 5
 
 
-def our_frameworks() -> list[Framework]:
-    """The default, then without each of its parts."""
+def our_frameworks(names: Sequence[str]) -> list[Framework]:
+    """The default, then without each of its parts; names: of all strategies with costs."""
     frameworks = [ours()]
     for name in FIXED:
-        rest = [other for other in FIXED if other != name]
-        both = ",".join([*rest, *(other + RECOMPUTE for other in rest)])
-        frameworks.append(_ours(f"without {title(name)}", flags={"strategies": both}))
+        rest = ",".join(other for other in names if other.partition("+")[0] != name)
+        frameworks.append(_ours(f"without {title(name)}", flags={"strategies": rest}))
     return [
         *frameworks,
         _ours("without forest", forest=False),
@@ -85,12 +84,13 @@ def _published(change: str, **changes) -> Framework:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write table5-simulated.csv; --as-published: only the rows of the published framework."""
-    groups = [published_frameworks()]
-    if not arguments.as_published:
-        groups.append(our_frameworks())
     all_costs = costs.simulated_costs(arguments.models)
     rows: list[dict] = []
     for of_model in all_costs.values():
+        groups = [published_frameworks()]
+        if not arguments.as_published:
+            known = make_setup(str(of_model.path()), ours().settings).policies.costs.strategies
+            groups.append(our_frameworks(known))
         for frameworks in groups:
             rows += _model_rows(of_model, frameworks, arguments.distributions)
         print(f"table 5: {of_model.model} simulated", file=sys.stderr)
