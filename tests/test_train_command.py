@@ -99,6 +99,7 @@ def test_every_setting_reaches_the_training(tmp_path):
         "order": "bucketed",
         "long_documents": "split",
         "head_tile": False,
+        "mask_token": 103,
     }
     assert set(settings) == set(Settings.__dataclass_fields__)
     path = written(tmp_path, SMALL + "paradyse: " + json.dumps(settings) + "\n")
@@ -108,6 +109,7 @@ def test_every_setting_reaches_the_training(tmp_path):
     assert pairs["--paradyse-strategies"] == "metp,ulysses_z"
     assert pairs["--paradyse-memory-margin"] == "0.05"
     assert pairs["--paradyse-head-tile"] == "off"
+    assert pairs["--paradyse-mask-token"] == "103"
     assert pairs["--paradyse-accept-costs"].startswith("--")
     assert {"--paradyse-no-correction", "--paradyse-no-profile"} < set(flags)
     assert pairs["--paradyse-config"] == path

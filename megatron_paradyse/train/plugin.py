@@ -145,6 +145,12 @@ def _documents(datasets_provider, forward_step, session):
     from megatron_paradyse.train.datasets import provide_document_iterators
 
     script = forward_step.__globals__
+    own = script.get("__name__") == "megatron_paradyse.train.gpt"
+    if _is_bert() and not own:
+        raise UserError(
+            "--paradyse-model bert with a pretrain script of a GPT: use -m "
+            "megatron_paradyse.pretrain_bert"
+        )
     if "BATCH_KEYS" in script:  # an unmodified pretrain_gpt.py, whose get_batch returns a list
         keys = script["BATCH_KEYS"]
 
@@ -153,12 +159,20 @@ def _documents(datasets_provider, forward_step, session):
             return [batch.get(key) for key in keys]
 
         script["get_batch"] = get_batch
-    elif script.get("__name__") != "megatron_paradyse.train.gpt":
+    elif not own:
         raise UserError(
             "this pretrain script has no BATCH_KEYS: documents need pretrain_gpt.py of "
             "Megatron-LM core_v0.19, or --paradyse-sequences fixed"
         )
     return functools.partial(provide_document_iterators, seconds=session.microbatch_seconds)
+
+
+def _is_bert() -> bool:
+    from megatron.training import get_args
+
+    from megatron_paradyse.train.model_kind import BERT
+
+    return get_args().paradyse_model == BERT
 
 
 def _announce(settings) -> None:
