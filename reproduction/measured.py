@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware, spawn, versions
-from megatron_paradyse.data.distributions import draw_lengths
+from megatron_paradyse.data.distributions import DISTRIBUTIONS, draw_lengths
 from megatron_paradyse.simulator.models import MODELS
 
 PUBLISHED, OURS = "paradyse-as-published", "paradyse"
@@ -140,11 +140,14 @@ class Run:
         self._write("case_study-measured.csv", ("part", "seconds"), rows)
 
     def _lengths(self) -> dict[str, list[int]]:
+        """Drawn like the published distributions, and the longest document of each."""
         count = self._arguments.documents or self._scale.documents
-        return {
-            name: draw_lengths(name, count, self._scale.shrink[name], 0).tolist()
-            for name in self._distributions
-        }
+        lengths = {}
+        for name in self._distributions:
+            shrink = self._scale.shrink[name]
+            drawn = draw_lengths(name, count - 1, shrink, 0).tolist()
+            lengths[name] = [*drawn, int(DISTRIBUTIONS[name].max_tokens * shrink)]
+        return lengths
 
     def _ranks(self, what: str, model: str, task: dict) -> Any:
         costs = self._costs(model)
