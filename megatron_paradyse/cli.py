@@ -49,6 +49,10 @@ COMMANDS = {
         "megatron_paradyse.preview.commands:max_length",
         "Tell the longest sequence that each strategy can train.",
     ),
+    "schema": (
+        "megatron_paradyse.schema_command:schema",
+        "Print the JSON Schema of YAML files, for editors.",
+    ),
     "train": (
         "megatron_paradyse.train_command:train",
         "Start a training that a YAML file describes.",

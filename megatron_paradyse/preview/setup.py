@@ -102,7 +102,7 @@ def make_setup(
 
 
 def _settings(costs: str, flags: dict[str, Any], config: str | None) -> Settings:
-    settings = make_settings(flags, config)
+    settings = make_settings(flags, config, prefix="--")
     if flags.get("policy") is None and cost_policy_kind(settings) is None:
         settings = dataclasses.replace(settings, policy="optimal")  # the file's is for training
     if cost_policy_kind(settings) is None:

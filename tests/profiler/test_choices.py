@@ -8,8 +8,9 @@ import pytest
 
 from megatron_paradyse.costs.table import LAYER, MLP, Measurement
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.flag_file import read_flags
 from megatron_paradyse.profiler.agree import leave_note, take_note
-from megatron_paradyse.profiler.flags import megatron_flags, model_file_flags
+from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.profiler.lengths import (
     check_lengths,
     default_lengths,
@@ -92,13 +93,19 @@ def test_flags_of_a_training_become_those_of_a_profile():
 def test_a_model_file_is_a_mapping_of_flags(tmp_path):
     path = tmp_path / "model.yaml"
     path.write_text("num-layers: 4\nswiglu: true\nbf16: false\nspec: [a, b]\nlr: null\n")
-    assert model_file_flags(str(path)) == ["--num-layers", "4", "--swiglu", "--spec", "a", "b"]
-    for text in ("- a\n", "a: {b: 1}\n", "a: [\n"):
+    flags = ["--num-layers", "4", "--swiglu", "--spec", "a", "b"]
+    assert read_flags(str(path), "--model") == flags
+    for text, message in (
+        ("- a\n", "line 1: a model is described by"),
+        ("b: 1\na: {b: 1}\n", "line 2: --a: expected a number or a text"),
+        ("a: 1\na: 2\n", "line 2: a is there twice: keep one"),
+        ("a: [\n", "is not YAML"),
+    ):
         path.write_text(text)
-        with pytest.raises(UserError):
-            model_file_flags(str(path))
+        with pytest.raises(UserError, match=message):
+            read_flags(str(path), "--model")
     with pytest.raises(UserError, match="give an existing YAML file"):
-        model_file_flags(str(tmp_path / "none"))
+        read_flags(str(tmp_path / "none"), "--model")
 
 
 def test_the_first_rank_that_failed_says_why(tmp_path):
