@@ -58,6 +58,10 @@ COMMANDS = {
         "Start a training that a YAML file describes.",
     ),
     "report": ("megatron_paradyse.report.commands:report", "Draw a training from its trace."),
+    "bench": (
+        "megatron_paradyse.bench_command:bench",
+        "List the benchmarks of a checkout, or run them.",
+    ),
     "doctor": (
         "megatron_paradyse.doctor.commands:doctor",
         "Say what this machine lacks for training.",
