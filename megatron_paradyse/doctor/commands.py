@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from megatron_paradyse.doctor import FAULT, LACK, OK, Check
+from megatron_paradyse.doctor import FAULT, LACK, OK, SKIP, Check
 
 
 @click.command(epilog="Example: megatron-paradyse doctor --json")
@@ -46,7 +46,7 @@ def _print(checks: list[Check]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    colours = {OK: "green", LACK: "yellow", FAULT: "bold red"}
+    colours = {OK: "green", LACK: "yellow", FAULT: "bold red", SKIP: "cyan"}
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column in ("", "what", "found"):
         table.add_column(column)
