@@ -21,6 +21,8 @@ from typing import Any
 
 import click
 
+from megatron_paradyse.option_types import json_option
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "benchmarks"
 MARK = "options(__doc__"  # how a benchmark, unlike what it imports, reads its command line
@@ -83,7 +85,7 @@ def find_benchmarks() -> dict[str, Benchmark]:
     metavar="SECONDS",
     help="End a benchmark that takes longer, and go on with the next.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+@json_option
 def bench(
     names: tuple[str, ...],
     run_all: bool,
@@ -116,13 +118,14 @@ def bench(
 
 
 def _chosen(names: Sequence[str], run_all: bool, known: dict[str, Benchmark]) -> list[str]:
-    from megatron_paradyse.errors import UserError
+    from megatron_paradyse.errors import UserError, did_you_mean
 
     if run_all and names:
         raise UserError(f"--all and {names[0]}: give --all, or names")
     for name in names:
         if name not in known:
-            raise UserError(f"no benchmark named {name!r:.60}: use one of {', '.join(known)}")
+            near = did_you_mean(name, known)
+            raise UserError(f"no benchmark named {name!r:.60}: {near}use one of {', '.join(known)}")
     return list(known) if run_all else list(dict.fromkeys(names))
 
 

@@ -127,7 +127,9 @@ def _names(value: Any, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
-        raise UserError(f"{where}: {value!r:.60} is not a list of strategy names")
+        raise UserError(
+            f"{where}: {value!r:.60} is not a list of strategy names, as megatron_ts,metp is"
+        )
     return tuple(value)
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from megatron_paradyse import setting_kinds as kinds
 from megatron_paradyse.data.choices import LONG_DOCUMENT_CHOICES, ORDER_CHOICES
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.setting_kinds import Kind, Restriction
 from megatron_paradyse.yaml_file import compose_yaml, refuse_twice
 
@@ -176,8 +176,9 @@ def settings_of(path: str, node: yaml.Node) -> dict[str, Any]:
         where = f"{path}:{key_node.start_mark.line + 1}"
         key = key_node.value
         if not isinstance(key_node, yaml.ScalarNode) or key not in FIELDS:
+            near = did_you_mean(str(key), FIELDS)
             raise UserError(
-                f"{where}: unknown key {key!r:.60}: known are {', '.join(sorted(FIELDS))}"
+                f"{where}: unknown key {key!r:.60}: {near}known are {', '.join(sorted(FIELDS))}"
             )
         if key in settings:
             raise UserError(f"{where}: key {key!r} is given twice: keep one")

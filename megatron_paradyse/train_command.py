@@ -9,6 +9,7 @@ paradyse: {policy: optimal}  # settings of configs/example.yaml
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -66,11 +67,14 @@ class Launch:
 )
 @click.argument("run", metavar="RUN.yaml")
 @click.option("--dry-run", is_flag=True, help="Print the command and end.")
+@click.option("--json", "as_json", is_flag=True, help="--dry-run: print it as JSON for machines.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON FLAGS]...")
-def train(run: str, dry_run: bool, flags: tuple[str, ...]) -> None:
+def train(run: str, dry_run: bool, as_json: bool, flags: tuple[str, ...]) -> None:
     """Start torchrun as RUN.yaml says, after printing the command; further flags win."""
+    if as_json and not dry_run:
+        raise click.UsageError("--json is of --dry-run: a training prints what Megatron prints")
     launch = read_run(run, flags)
-    click.echo(launch.as_line())
+    click.echo(json.dumps(vars(launch)) if as_json else launch.as_line())
     if dry_run:
         return
     sys.stdout.flush()

@@ -8,36 +8,46 @@ from collections.abc import Iterator
 
 from megatron_paradyse.errors import UserError
 
+FIGURES = (".png", ".svg", ".pdf")
+
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
     """A temporary name beside path, of the same suffix, which becomes path when all went well.
 
-    Raises UserError, before anything is written, where no file of this name can be made.
+    Raises UserError where no file of this name can be written; nothing stays behind then.
     """
     path = os.fspath(path)
     check_output(path)
     folder, name = os.path.split(path)
-    suffix = os.path.splitext(name)[1]
+    suffix = os.path.splitext(name)[1].lower()
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp{suffix}")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
         yield temporary
-        with open(temporary, "rb") as stream:
-            os.fsync(stream.fileno())
+        _sync(temporary)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{path} cannot be written: {error.strerror or error}: choose another place, or "
+                "make room there"
+            ) from error
         raise
     # The name itself must survive a crash; some file systems cannot sync a folder.
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder or ".", os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(folder or ".")
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
@@ -47,7 +57,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 
 
 def check_output(path: str | os.PathLike[str]) -> None:
-    """UserError where a file of this name cannot be written: ask before long work begins."""
+    """UserError where a file of this name cannot be written: to ask before long work begins."""
     path = os.fspath(path)
     folder, name = os.path.split(path)
     if not name or os.path.isdir(path):
@@ -55,4 +65,11 @@ def check_output(path: str | os.PathLike[str]) -> None:
     if not os.path.isdir(folder or "."):
         raise UserError(f"{path}: there is no folder {folder}: make it, or choose another")
     if not os.access(folder or ".", os.W_OK | os.X_OK):
-        raise UserError(f"{path}: the folder {folder or '.'} cannot be written to: choose another")
+        raise UserError(f"{path}: the folder {folder or '.'} is not yours to write: choose another")
+
+
+def check_figure(path: str) -> None:
+    """check_output, and that the name tells a format of FIGURES."""
+    if os.path.splitext(path)[1].lower() not in FIGURES:
+        raise UserError(f"a figure ends in {', '.join(FIGURES[:-1])} or {FIGURES[-1]}, got {path}")
+    check_output(path)

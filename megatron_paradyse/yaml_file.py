@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.units import parse_bytes
 
 
@@ -98,8 +98,9 @@ def entry_of(path: str, node: yaml.Node | None, what: str, keys: Sequence[str]) 
     for key_node, value_node in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key not in keys:
+            near = did_you_mean(key, keys)
             raise UserError(
-                f"{path}, line {line}: {what} has no {key!r:.40}: use {', '.join(keys)}"
+                f"{path}, line {line}: {what} has no {key!r:.40}: {near}use {', '.join(keys)}"
             )
         if key in entry.values:
             raise UserError(f"{path}, line {line}: {key} is there twice: keep one")

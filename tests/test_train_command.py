@@ -54,6 +54,14 @@ def test_the_printed_line_is_read_by_a_shell_as_the_command(tmp_path):
     assert words == ["NAME=a 'b' $c", *launch.command]
 
 
+def test_machines_get_the_command_as_json(tmp_path):
+    path = written(tmp_path, SMALL + "environment: {NAME: x}\n")
+    values = json.loads(dry_run("--json", path).stdout)
+    assert values == {"command": read_run(path).command, "environment": {"NAME": "x"}}
+    refused = CliRunner().invoke(cli, ["train", path, "--json"])
+    assert refused.exit_code == 2 and "--dry-run" in refused.stderr
+
+
 def test_values_stay_as_they_are_written(tmp_path):
     megatron = (
         "megatron:\n  lr: 1e-4\n  a: 0010\n  b: 1_000\n  c: 12:30\n  data_path: [0.3, x, 0.7]\n"

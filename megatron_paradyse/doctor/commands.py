@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from megatron_paradyse.doctor import FAULT, LACK, OK, SKIP, Check
+from megatron_paradyse.option_types import json_option
 
 
 @click.command(epilog="Example: megatron-paradyse doctor --json")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+@json_option
 def doctor(as_json: bool) -> int:
     """Check this machine and the installed versions; ends with 0 if training can run here.
 
