@@ -7,9 +7,14 @@ from typing import Any
 
 import click
 
-from megatron_paradyse.costs.table import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.units import parse_bytes, parse_count, parse_ratio
+from megatron_paradyse.units import (
+    MAX_BATCH_SIZE,
+    MAX_SEQ_LENGTH,
+    parse_bytes,
+    parse_count,
+    parse_ratio,
+)
 
 MOST = 100  # values in a list
 

@@ -9,6 +9,8 @@ from fractions import Fraction
 from megatron_paradyse.errors import UserError
 
 KIBI = 1024
+MAX_SEQ_LENGTH = 1 << 40  # tokens
+MAX_BATCH_SIZE = 1 << 20
 # As JSON Schema reads them too: no flags, no named groups.
 COUNT_PATTERN = r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGkmg]?)[iI]?"
 BYTES_PATTERN = r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([KMGT])(iB|B)|B)?"

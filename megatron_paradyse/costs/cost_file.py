@@ -34,15 +34,14 @@ from megatron_paradyse.costs.strict import (
     load_json,
 )
 from megatron_paradyse.costs.table import (
-    MAX_BATCH_SIZE,
     MAX_QUANTITY,
-    MAX_SEQ_LENGTH,
     Constants,
     CostTable,
     Measurement,
     measured_quantities,
 )
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 from megatron_paradyse.whole_file import write_whole
 
 SCHEMA_VERSION = 1
