@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.table import LAYER, MLP, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
@@ -17,8 +18,11 @@ from megatron_paradyse.profiler.lengths import (
     expected_bytes,
     lengths_between,
 )
+from megatron_paradyse.profiler.outcome import outcome
 from megatron_paradyse.profiler.points import Options, choose_lengths, points, strategies_to_profile
+from megatron_paradyse.simulator.network import find_network, write_network
 from megatron_paradyse.units import parse_bytes
+from tests.costs.synthetic import LENGTHS, make_table
 
 
 def test_default_lengths_are_log_spaced_aligned_and_end_at_the_longest():
@@ -122,3 +126,16 @@ def test_sizes_in_bytes_need_a_unit():
     for text in ("76G", "-1GiB", "4iB", "GiB"):
         with pytest.raises(UserError):
             parse_bytes(text)
+
+
+def test_what_a_profile_wrote_is_told_in_numbers(tmp_path):
+    path = tmp_path / "costs.json"
+    write_cost_file(path, make_table(strategies=("metp",)))
+    told = outcome(str(path), network=False)
+    assert told["output"] == str(path) and told["strategies"] == ["metp"]
+    assert told["lengths"] == sorted(LENGTHS) and told["static_bytes"] == 1e8
+    assert sum(told["measurements"].values()) == len(read_cost_file(path).table.measurements)
+    network = find_network("nvlink4", 4)
+    write_network(str(tmp_path / "network.json"), network)
+    told = outcome(str(tmp_path / "network.json"), network=True)
+    assert told["p"] == 4 and set(told["collectives"]) == set(network.collectives)
