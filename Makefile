@@ -26,4 +26,4 @@ demo: $(STAMP)
 	bash scripts/demo.sh
 
 bench: $(STAMP)
-	bash scripts/bench.sh
+	$(PYTHON) -m megatron_paradyse bench --all --save

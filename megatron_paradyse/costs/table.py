@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 
 from megatron_paradyse.costs.description import Description
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 
 ATTENTION, MLP, LAYER = "attention", "mlp", "layer"
 LAYER_OPERATIONS = (ATTENTION, MLP, LAYER)
@@ -40,8 +41,6 @@ OK, BYTES_ONLY, OOM, UNSUPPORTED = "ok", "bytes only", "oom", "unsupported: "
 
 MAX_NAME = 100  # characters of a strategy
 MAX_STATUS = 500
-MAX_SEQ_LENGTH = 1 << 40
-MAX_BATCH_SIZE = 1 << 20
 MAX_QUANTITY = 1e18
 
 

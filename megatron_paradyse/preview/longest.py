@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.table import MAX_SEQ_LENGTH
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.problem import Outcome, Problem
 from megatron_paradyse.preview.forecast import Forecast, alone, forecast
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.units import MAX_SEQ_LENGTH
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import textwrap
 import warnings
@@ -14,6 +13,7 @@ from typing import Any
 
 from megatron_paradyse.strategies import RECOMPUTE
 from megatron_paradyse.units import format_count
+from megatron_paradyse.whole_file import whole_file
 
 # Okabe and Ito's colours, told apart by the colour-blind; markers and hatches for a grey print.
 COLOURS = {
@@ -124,15 +124,8 @@ def make_figure(draw: Callable[[Any], None], look: Look, *, height: float, foote
 
 def save_png(figure, path: str) -> None:
     """All or nothing, on white."""
-    temporary = f"{path}.{os.getpid()}.tmp.png"
-    try:
-        with _quiet():
-            figure.savefig(temporary, dpi=DPI, facecolor="white")
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise
+    with whole_file(path) as temporary, _quiet():
+        figure.savefig(temporary, dpi=DPI, facecolor="white")
 
 
 def to_svg(figure, name: str) -> str:

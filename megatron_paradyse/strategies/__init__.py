@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "megatron_paradyse.strategies"
 RECOMPUTE = "+recompute"
 
-_BUILT_IN = ("megatron_ts", "ulysses_z", "megatron_cz", "colossal_z", "metp")
+BUILT_IN = ("megatron_ts", "ulysses_z", "megatron_cz", "colossal_z", "metp")
 
 
 def strategy_names() -> tuple[str, ...]:
     """Every registered strategy, without modifiers: the built-in ones, then third parties'."""
-    return _BUILT_IN + tuple(name for name in sorted(_third_party()) if name not in _BUILT_IN)
+    return BUILT_IN + tuple(name for name in sorted(_third_party()) if name not in BUILT_IN)
 
 
 def parse_strategy_name(name: str) -> tuple[str, bool]:
@@ -52,7 +52,7 @@ def get_strategy(name: str) -> Strategy:
 
 
 def _load(name: str) -> Strategy:
-    if name in _BUILT_IN:
+    if name in BUILT_IN:
         return importlib.import_module(f"{__name__}.{name}").STRATEGY
     strategy = _third_party()[name].load()
     if strategy.name != name:

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import NoReturn
 
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, did_you_mean
 
 SECONDS_TO_BE_ENDED = 20
 SECONDS_FOR_RANK_0 = 5
@@ -102,13 +102,11 @@ def _failed_line(error: BaseException) -> str:
 
 def _parser_error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """argparse's error as one line, with the nearest flag as the remedy."""
-    import difflib
-
     unknown = message.removeprefix("unrecognized arguments: ").split()
     if message.startswith("unrecognized arguments:") and unknown:
         known = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "see --help for the flags there are"
+        near = did_you_mean(unknown[0], known).rstrip()
+        remedy = near or "see --help for the flags there are"
         raise UserError(f"unknown flag {unknown[0]}: {remedy}")
     raise UserError(f"{message}: see --help")
 

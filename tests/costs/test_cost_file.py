@@ -238,7 +238,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         write_cost_file(tmp_path / "costs.json", TABLE)
     assert (tmp_path / "costs.json").read_bytes() == before
     assert os.listdir(tmp_path) == ["costs.json"]

@@ -185,7 +185,7 @@ def test_costs_of_another_file_than_the_runs_are_warned_of(tmp_path, costs):
     ("arguments", "message"),
     [
         (["/x/y.jsonl"], "does not exist: give the file that --paradyse-trace wrote"),
-        (["TRACE", "-o", "/x/y/r.html"], "in a folder that exists"),
+        (["TRACE", "-o", "/x/y/r.html"], "there is no folder /x/y: make it"),
         (["TRACE", "-o", "/tmp"], "give the name of a file"),
         (["TRACE", "--costs", "/x.json"], "/x.json does not exist"),
         (["TRACE"] * 300, "give at most 256"),
