@@ -89,8 +89,8 @@ def draw_layout() -> Figure:
         "A square is a whole tensor, filled is what the rank holds. Activations: height is the "
         "sequence, rank r has the r-th contiguous chunk.\nWeights: rank r has the rows (qkv, fc1) "
         "or columns (proj, fc2) that a Megatron tensor-parallel rank has. What a strategy gathers "
-        "or\nmoves inside the layer is gone at its end, so the next layer may run another strategy and "
-        "no tensor moves in between. p = 4."
+        "or\nmoves inside the layer is gone at its end, so the next layer may run another strategy "
+        "and no tensor moves in between. p = 4."
     )
     ax.text(-1.6, -4.35, text, fontsize=7.5, color=INK, va="top", linespacing=1.3)
     return figure
