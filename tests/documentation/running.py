@@ -24,7 +24,7 @@ PREFIX = ("-o", "--output-prefix")
 
 @dataclass
 class Runner:
-    """parsed: trainings and profiles, whose flags finish() has checked where Megatron is imported."""
+    """jobs: trainings and profiles, whose flags finish() checks where Megatron is imported."""
 
     folder: Path
     variables: list[str] = field(default_factory=list)
@@ -53,20 +53,17 @@ class Runner:
         """Check the flags of all trainings and profiles in one process that has Megatron."""
         if self.jobs:
             results = self._fork(self.jobs)
-            faults = [
-                f"{job['words']}: {r}" for job, r in zip(self.jobs, results, strict=True) if r
-            ]
+            pairs = zip(self.jobs, results, strict=True)
+            faults = [f"{job['words']}: {fault}" for job, fault in pairs if fault]
             assert not faults, "\n".join(faults)
 
     def _expanded(self, text: str) -> list[str]:
         """The words that a shell would hand over."""
-        script = "\n".join(
-            [*self.variables, f"words=( {text}", ")", 'printf "%s\\0" "${words[@]}"']
-        )
         if text.startswith("printf"):
-            return ["printf", text]
+            return ["printf", text]  # with pipes and redirections
+        lines = [*self.variables, f"words=( {text}", ")", 'printf "%s\\0" "${words[@]}"']
         result = subprocess.run(
-            ["bash", "-c", script],
+            ["bash", "-c", "\n".join(lines)],
             capture_output=True,
             text=True,
             check=True,
