@@ -14,6 +14,7 @@ from tests.documentation.running import Runner
 from tests.documentation.workplace import make_workplace
 
 DOCUMENTS = [document for document in documents() if document.commands]
+RAN: set = set()
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_every_command_runs(document, workplace, tmp_path, monkeypatch):
     folder = tmp_path / "workplace"
     shutil.copytree(workplace, folder, symlinks=True)
     monkeypatch.chdir(folder)
-    runner = Runner(folder)
+    runner = Runner(folder, RAN)
     for command in document.commands:
         runner.run(command)
     runner.finish()
