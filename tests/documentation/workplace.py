@@ -8,11 +8,14 @@ import re
 import shutil
 from pathlib import Path
 
-from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.cost_file import write_cost_file
+from megatron_paradyse.costs.fitting import fit_table
+from tests.costs.synthetic import make_table
 from tests.documentation.markdown import ROOT, Document
-from tests.report.samples import records, write_costs, write_trace
+from tests.report.samples import RUN, records, write_trace
 
 EXTENDING = Document(ROOT / "docs" / "extending.md")
+LENGTHS = (128, 256, 512, 1024, 2048, 8192)
 MODEL = "num-layers: 2\nhidden-size: 64\nnum-attention-heads: 8\nseq-length: 128\nvocab-size: 64\n"
 
 
@@ -42,12 +45,11 @@ def make_workplace(folder: Path) -> Path:
 
 def _write_costs(folder: Path) -> None:
     """As of a GPU, whose memory is the budget where a command names none."""
-    file = read_cost_file(write_costs(folder / "costs.json"))
-    description = file.table.description
-    hardware = dataclasses.replace(description.hardware, kind="cuda")
-    description = dataclasses.replace(description, hardware=hardware)
-    table = dataclasses.replace(file.table, description=description)
-    write_cost_file(folder / "costs.json", table, file.require_model())
+    table = make_table(lengths=LENGTHS, strategies=RUN["strategies"])
+    hardware = dataclasses.replace(table.description.hardware, kind="cuda")
+    description = dataclasses.replace(table.description, hardware=hardware)
+    table = dataclasses.replace(table, description=description)
+    write_cost_file(folder / "costs.json", table, fit_table(table))
     for name in ("costs-raw.json", "profile.json"):
         write_cost_file(folder / name, table)
 
