@@ -24,9 +24,9 @@ REWRITTEN = (
     (r"\bRUN\.yaml", "configs/train-demo.yaml"),
     (r"\baccuracy FILE", "accuracy costs.json"),
     (r"\bCOMMAND\b", "plan"),
-    (r"(megatron-paradyse simulate .*)--lengths \S+", r"\1--lengths 1K,2K,4K"),
-    (r"^(megatron-paradyse simulate (?!.*--lengths))", r"\1--lengths 1K,2K,4K "),
-    (r"^(megatron-paradyse simulate )", r"\1--strategies megatron_ts,metp "),
+    (r"(megatron-paradyse simulate .*)--lengths \S+", r"\1--lengths 1K,2K,4K,8K"),
+    (r"^(megatron-paradyse simulate (?!.*--lengths))", r"\1--lengths 1K,2K,4K,8K "),
+    (r"^(megatron-paradyse simulate )", r"\1--strategies megatron_ts,ulysses_z "),
 )
 # Whole commands (regular expressions) that are not run here, and why.
 NOT_RUN = (

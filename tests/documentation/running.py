@@ -20,7 +20,7 @@ from tests.train.harness import run_forked
 
 VARIABLE = re.compile(r"(export )?[A-Z_]+=.*")
 PREFIX = ("-o", "--output-prefix")
-SLOW = ("report", "accuracy")  # run once with the same options, parsed in other places
+SLOW = ("report", "accuracy", "simulate")  # run once with the same options, else parsed
 
 
 @dataclass
@@ -93,9 +93,13 @@ class Runner:
     def _paradyse(self, words: list[str], command: Command) -> None:
         if all(word in COMMANDS or word == "--debug" for word in words):
             words = [*words, "--help"]  # named, not run
-        if words[0] == "profile" and "--help" not in words:
+        if "--help" in words:
+            self._in_this_process(words, command)
+        elif words[0] in SLOW and self._ran_before(words):
+            _parse(words)
+        elif words[0] == "profile":
             self._profile(words[1:], ranks=None)
-        elif words[0] == "simulate" and "--help" not in words:
+        elif words[0] == "simulate":
             (fault,) = self._fork([{"kind": "command", "words": words}])
             assert not fault, f"{command.text}: {fault}"
         else:
@@ -106,9 +110,6 @@ class Runner:
             words = [*words[:2], "--dry-run", *words[2:]]
         if words[:2] == ["data", "prepare"] and not command.expects_error:
             self._remove_data(words)
-        if words[0] in SLOW and self._ran_before(words):
-            _parse(words)
-            return
         result = CliRunner().invoke(cli, words, prog_name="megatron-paradyse")
         assert result.exit_code == int(command.expects_error), f"{command.text}\n{result.output}"
         if command.output and has_known_output(command.text):
@@ -116,11 +117,12 @@ class Runner:
             assert printed == list(command.output), command.text
 
     def _ran_before(self, words: list[str]) -> bool:
-        """Whether the same command has run with the same options, wherever it wrote to."""
-        key = (
-            words[0],
-            frozenset(word for word in words if word[0] == "-") - {*PREFIX, "--output"},
-        )
+        """Whether it has run with the same options, and what it writes here is there."""
+        outputs = [words[i + 1] for i, word in enumerate(words) if word in ("-o", "--output")]
+        if words[0] == "simulate" and not (self.folder / outputs[0]).exists():
+            return False
+        options = {word for word in words if word.startswith("-")} - {"-o", "--output"}
+        key = (words[0], frozenset(options | {word for word in words if word.endswith(".yaml")}))
         known = key in self.ran
         self.ran.add(key)
         return known
