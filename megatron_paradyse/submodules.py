@@ -132,6 +132,10 @@ class SwitchableSelfAttention(SelfAttention):
             planned, strategy = None, MEGATRON_TS
         else:
             strategy = parse_strategy_name(planned.plan[self.layer_number].attention)[0]
+        if planned is not None and (
+            strategy != MEGATRON_TS or isinstance(self.core_attention, CoreAttention)
+        ):
+            _refuse_packed(planned, strategy)
         if strategy == MEGATRON_TS:
             if planned is not None and not isinstance(self.core_attention, CoreAttention):
                 packed_seq_params = planned.original
@@ -254,6 +258,15 @@ class CoreAttention(MegatronModule):
         )
         out = local_attention(query, key, value, spans=whole(microbatch), task=task)
         return out.flatten(2)
+
+
+def _refuse_packed(planned: PlannedMicrobatch, strategy: str) -> None:
+    """Documents that Megatron has packed into a sequence would attend to each other."""
+    if planned.original is not None and planned.original.cu_seqlens_q is not None:
+        raise UserError(
+            f"{strategy} does not know Megatron's packed sequences: use --paradyse-sequences "
+            "documents, or TransformerEngine's attention with --paradyse-policy fixed:megatron_ts"
+        )
 
 
 def _announce_use(*modules) -> None:
