@@ -35,6 +35,10 @@ NOT_RUN = (
     (r"megatron-paradyse doctor( --json)?", "tests/test_doctor.py runs it, and what it finds"),
     (r"eval .*|_MEGATRON_PARADYSE_COMPLETE=.*", "tests/test_commands.py completes commands"),
     (r"pytest -m gpu", "needs a GPU"),
+    (
+        r"([A-Z]+=\S+ )+(bash|sbatch) scripts/launch/.*",
+        "needs several machines; tests/test_launch_scripts.py runs the scripts with stand-ins",
+    ),
     (r"torchrun", "the program's name, no command"),
     (
         r"python -m megatron_paradyse\.launch path/to/pretrain_gpt\.py",

@@ -155,6 +155,8 @@ class Runner:
         if options.training_script == "megatron_paradyse.launch":
             assert (self.folder / flags[0]).is_file(), command.text
             flags = flags[1:]
+        elif options.training_script == "megatron_paradyse.pretrain_bert":
+            flags = [*flags, "--paradyse-model", "bert"]
         else:
             assert options.training_script == "megatron_paradyse.pretrain_gpt", command.text
         self.jobs.append({"kind": "parse", "words": flags, "ranks": ranks})
