@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--as-published", action="store_true", help="leave out our own defaults")
     parser.add_argument("--output", type=Path, default=Path("results"))
     parser.add_argument("--documents", type=int, help="of each distribution")
-    parser.add_argument("--costs", type=Path, help="a folder of cost files, MODEL.json, kept")
+    parser.add_argument("--costs", type=Path, help="folder of cost files, made once and kept")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -169,7 +169,8 @@ class Run:
 
     def _costs(self, model: str) -> Path:
         """Measured on this machine by the commands that users run; kept where the user says."""
-        folder = self._arguments.costs or self._folder
+        kept = Path("build/reproduction/measured") / self._arguments.scale
+        folder = self._arguments.costs or kept
         folder.mkdir(parents=True, exist_ok=True)
         raw, fitted = folder / f"{model}-raw.json", folder / f"{model}.json"
         if fitted.exists():
