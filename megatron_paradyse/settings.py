@@ -30,6 +30,7 @@ BY_COST = (
     "balance",
     "correction",
     "profile",
+    "offload",
 )  # settings of policies that choose by cost; others refuse them
 
 
@@ -59,6 +60,7 @@ class Settings:
     balance: bool = False
     correction: bool = True
     profile: bool = True
+    offload: bool | None = None  # None: unless the costs are of a CPU
     trace: str | None = None
     log: str = "megatron"
     sequences: str = "documents"
@@ -143,7 +145,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise UserError(f"{where}: {value!r} is not a number from 0 to 1")
         return float(value)
-    if name in ("accept_costs", "verify_plans", "balance", "correction", "profile"):
+    if name in ("accept_costs", "verify_plans", "balance", "correction", "profile", "offload"):
         if not isinstance(value, bool):
             raise UserError(f"{where}: {value!r} is not true or false")
         return value

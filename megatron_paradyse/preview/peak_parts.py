@@ -75,7 +75,7 @@ def _labels(found: Forecast) -> list[str]:
     labels = []
     for number in sorted(found.problem.layers):
         choice = found.outcome.plan[number]
-        if (choice.attention, choice.mlp) in found.problem.layers[number].pairs:
+        if found.problem.layers[number].pair(choice.attention, choice.mlp) is not None:
             labels.append(f"layer {number} ({_both(choice)})")
         else:
             labels.append(f"layer {number}'s attention ({choice.attention})")

@@ -134,6 +134,13 @@ def _add_cost_arguments(group) -> None:
         "warned of",
     )
     add(
+        "--paradyse-no-offload",
+        dest="paradyse_offload",
+        action="store_const",
+        const=False,
+        help="no plan keeps the inputs of layers in host memory (+offload); on a CPU none does",
+    )
+    add(
         "--paradyse-granularity",
         choices=GRANULARITY_CHOICES,
         help="operation: attention and MLP apart (default); layer: one strategy per layer; "

@@ -13,10 +13,13 @@ from megatron_paradyse.simulator.models import MODELS, model_flags
 from megatron_paradyse.simulator.network import BETWEEN_NODES, LINKS, find_network
 
 MINE = "like: a100-80g\nname: Mine\nmemory_bytes: 24GiB\nhalf_flops: 5e13\n"
+HOST = "host_bytes_per_second: 10e9\nhost_efficiency: 0.5\n"
 
 
 def test_every_device_has_a_source_and_links_up_to_1024_ranks():
     assert {"a100-40g", "a800-80g", "h100-80g", "h800-80g", "h200", "b200", "l40s"} < set(DEVICES)
+    assert DEVICES["a100-80g"].host_rate == 0.4 * 32e9  # 16 lanes of PCI Express 4.0
+    assert DEVICES["h100-80g"].host_rate == DEVICES["b200"].host_rate == 0.4 * 64e9
     for device in DEVICES.values():
         assert "datasheet" in device.source
         assert find_network(device.interconnect, 1024).name
@@ -26,8 +29,9 @@ def test_every_device_has_a_source_and_links_up_to_1024_ranks():
 
 def test_a_users_device_takes_the_rest_from_the_one_it_is_like(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(MINE)
+    path.write_text(MINE + HOST)
     device = find_device(str(path))
+    assert device.host_rate == 5e9
     assert (device.name, device.memory_bytes, device.half_flops) == ("Mine", 24 << 30, 5e13)
     assert device.bandwidth_bytes_per_second == DEVICES["a100-80g"].bandwidth_bytes_per_second
 
@@ -37,6 +41,7 @@ def test_a_users_device_takes_the_rest_from_the_one_it_is_like(tmp_path):
     [
         (MINE + "flops: 3\n", r"line 5: a GPU has no 'flops'"),
         (MINE + "matmul_efficiency: 1.5\n", r"line 5: matmul_efficiency: expected a number"),
+        (MINE + "host_efficiency: 0\n", r"line 5: host_efficiency: expected a number above 0"),
         (MINE + "name: Again\n", r"line 5: name is there twice"),
         ("like: a101\n", r"line 1: like: no GPU named 'a101'"),
         ("name: Mine\n", r"lacks memory_bytes, half_flops"),
