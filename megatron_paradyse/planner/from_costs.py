@@ -67,7 +67,7 @@ def cost_source(costs_of: CostsOf, offloaded: Offloaded | None = None) -> CostSo
             costs = costs_of(base, operation, s, b)
         return costs.forward_seconds, 0, costs.kept_bytes + costs.forward_bytes, 0
 
-    return CostSource(training, pairs, evaluation, same_pair=_same_pair)
+    return CostSource(training, pairs, evaluation, same_pair=_same_pair, tries=_tries)
 
 
 def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
@@ -123,6 +123,15 @@ def _same_pair(attention: str, mlp: str) -> tuple[str, str]:
     if recomputes(attention) and recomputes(mlp):
         return attention, base_name(mlp) + (OFFLOAD if offloads(attention) else RECOMPUTE)
     return attention, mlp
+
+
+def _tries(attention: str, mlp: str) -> bool:
+    """Inputs of whole layers go to the host, those of halves only where a plan is written so.
+
+    A byte kept by a half and one kept by a layer cost the same copy: with both to choose from,
+    plans of equal worth are too many to search, and hardly any is better (docs/planner.md).
+    """
+    return (recomputes(attention) and recomputes(mlp)) or not (offloads(attention) or offloads(mlp))
 
 
 def _numbers(costs: OperationCosts) -> Numbers:

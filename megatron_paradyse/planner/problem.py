@@ -55,13 +55,15 @@ class LayerOptions:
     pairs gives (attention, mlp) names whose costs together are not the sum of the two, as when
     both recompute and one checkpoint surrounds the layer; its numbers are those of a whole layer.
     same gives, of pairs that run what another pair runs, the names of that one, whose numbers are
-    theirs: a plan may name them, a planner need not.
+    theirs: a plan may name them, a planner need not. It does not try untried pairs either, unless
+    there are no others.
     """
 
     attention: tuple[Choice, ...]
     mlp: tuple[Choice, ...]
     pairs: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
     same: Mapping[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    untried: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self) -> None:
         for operation in ("attention", "mlp"):
@@ -162,7 +164,7 @@ def _less(options: LayerOptions, drop: Drop, granularity: str) -> LayerOptions |
         tuple(c for c in choices if not drop(half, c) and (free or c.name in shared))
         for half, choices in halves.items()
     )
-    return LayerOptions(attention, mlp, options.pairs, options.same) if attention and mlp else None
+    return replace(options, attention=attention, mlp=mlp) if attention and mlp else None
 
 
 class Planner(Protocol):

@@ -60,6 +60,7 @@ def make_table(options: LayerOptions, problem: Problem) -> Table:
     kept = (a_kept[:, None] + m_kept).ravel()
     workspace = np.maximum(a_workspace[:, None] - m_kept, m_workspace).ravel()
     own, needless = _pairs(options)
+    needless = needless if len(needless) < len(seconds) else set()
     if own:
         rows = list(own)
         seconds[rows], kept[rows], workspace[rows] = _columns(
@@ -68,14 +69,14 @@ def make_table(options: LayerOptions, problem: Problem) -> Table:
     if problem.granularity != "operation":
         allowed = np.array(_alike(options), dtype=np.intp)
     elif needless:
-        allowed = np.delete(np.arange(len(seconds)), needless)
+        allowed = np.delete(np.arange(len(seconds)), list(needless))
     else:
         return Table(options, np.arange(len(seconds)), seconds, kept, workspace)
     return Table(options, allowed, seconds[allowed], kept[allowed], workspace[allowed])
 
 
-def _pairs(options: LayerOptions) -> tuple[dict[int, Choice], list[int]]:
-    """Rows whose pair has costs of its own, with these; rows for which another row stands."""
+def _pairs(options: LayerOptions) -> tuple[dict[int, Choice], set[int]]:
+    """Rows whose pair has costs of its own, with these; rows that are not tried."""
     first = {c.name: i * len(options.mlp) for i, c in enumerate(options.attention)}
     second = {c.name: i for i, c in enumerate(options.mlp)}
 
@@ -84,15 +85,15 @@ def _pairs(options: LayerOptions) -> tuple[dict[int, Choice], list[int]]:
         return first[pair[0]] + second[pair[1]] if there else None
 
     own = {row(pair): choice for pair, choice in options.pairs.items()}
-    needless = []
+    needless = {row(pair) for pair in options.untried}
     for pair, other in options.same.items():
         if other in options.pairs:
             own[row(pair)] = options.pairs[other]
         if row(other) is not None:
-            needless.append(row(pair))
+            needless.add(row(pair))
     return (
         {found: choice for found, choice in own.items() if found is not None},
-        [found for found in needless if found is not None],
+        {found for found in needless if found is not None},
     )
 
 

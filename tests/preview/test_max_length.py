@@ -51,6 +51,22 @@ def test_a_mix_of_strategies_reaches_further_than_any_alone(costs):
     assert found.ratio(recompute=False) > 1.5  # +recompute keeps a quarter of what metp does
 
 
+def test_offload_reaches_furthest_and_is_told_apart(tmp_path):
+    """Costs of a GPU whose rate of copies is known; --no-offload leaves it out."""
+    path = write_costs(tmp_path / "costs.json", host_bytes_per_second=1e9, kind="cuda")
+    arguments = (path, "--memory-budget", "600MB", "--num-layers", 16)
+    told = " ".join(run(*arguments).output.split())
+    assert "times as far as the best one without +offload, metp+recompute" in told
+    with_it = json.loads(run(*arguments, "--json").output)
+    without = json.loads(run(*arguments, "--no-offload", "--json").output)
+    tokens = {row["strategy"]: row["tokens"] for row in with_it["single"]}
+    assert max(tokens, key=tokens.__getitem__) == "metp+offload"
+    assert tokens["metp+offload"] > 1.5 * tokens["metp+recompute"]
+    assert with_it["paradyse"]["tokens"] > without["paradyse"]["tokens"]
+    assert "metp+offload" not in {row["strategy"] for row in without["single"]}
+    assert with_it["ratio_to_best_single_without_offload"] > with_it["ratio_to_best_single"]
+
+
 def test_the_longest_is_found_behind_lengths_that_do_not_fit():
     """Where the head begins to go in tiles, more tokens can need less."""
     assert longest(lambda s: s <= 640 or 1024 <= s <= 5000, 64) == 4992
