@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_paradyse.preview.layout import bytes_text, heading, seconds_text, table, wrapped
 from megatron_paradyse.preview.longest import Limit, Longest
+from megatron_paradyse.preview.peak_parts import host_bytes
 from megatron_paradyse.preview.plan_text import outcome_values
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import offloads
@@ -45,6 +46,9 @@ def _paradyse(setup: Setup, found: Longest) -> str:
         f"{at.outcome.plan.runs()}: {seconds_text(at.seconds)} with embedding and head, peak "
         f"{bytes_text(at.outcome.peak_bytes)} of {bytes_text(at.problem.budget_bytes)}."
     ]
+    waiting = host_bytes(setup, at)
+    if waiting:
+        lines.append(f"{bytes_text(waiting)} of host memory a rank hold inputs of its layers.")
     kinds: list[tuple[dict[str, bool], str]] = [({}, "single strategy")]
     if any(offloads(limit.strategy) for limit in found.single):
         kinds.append(({"offload": False}, "one without +offload"))
@@ -89,6 +93,7 @@ def longest_values(setup: Setup, found: Longest) -> dict[str, Any]:
         "margin": setup.stage.margin,
         "static_bytes": setup.stage.static_bytes,
         "paradyse": _values(found.paradyse),
+        "paradyse_host_bytes": host_bytes(setup, found.forecast) if found.forecast else 0,
         "paradyse_seconds": found.forecast.seconds if found.forecast else None,
         "single": [_values(limit) for limit in found.single],
         "ratio_to_best_single": found.ratio(),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.planner.peak import base_bytes, operations, walk
 from megatron_paradyse.preview.forecast import Forecast
 from megatron_paradyse.preview.setup import Setup
+from megatron_paradyse.strategies import RECOMPUTE, base_name, offloads, recomputes
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,23 @@ def peak_parts(setup: Setup, found: Forecast) -> PeakParts:
         kept,
         found.outcome.peak_bytes - base - kept,
     )
+
+
+def host_bytes(setup: Setup, found: Forecast) -> int:
+    """What a rank's layers keep in host memory when all of them wait for their backward."""
+    size = (found.planned_length, found.batch_size)
+
+    def kept(name: str, half: str) -> float:
+        again = base_name(name) + RECOMPUTE
+        return setup.policies.model.operation(again, half, *size).kept_bytes
+
+    total = 0.0
+    for choice in found.outcome.plan.layers.values():
+        if offloads(choice.attention):
+            total += kept(choice.attention, ATTENTION)
+        if offloads(choice.mlp) and not recomputes(choice.attention):
+            total += kept(choice.mlp, MLP)
+    return int(total)
 
 
 def _end(found: Forecast) -> str:

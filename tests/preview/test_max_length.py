@@ -9,10 +9,11 @@ from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.preview.forecast import alone
 from megatron_paradyse.preview.longest import find_longest, longest
 from megatron_paradyse.preview.setup import make_setup
-from tests.train.synthetic_costs import write_costs
+from tests.train.synthetic_costs import LAWS, write_costs
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,12 @@ def test_offload_reaches_furthest_and_is_told_apart(tmp_path):
     assert "times as far as the best one without +offload, metp+recompute" in told
     with_it = json.loads(run(*arguments, "--json").output)
     without = json.loads(run(*arguments, "--no-offload", "--json").output)
+    assert "of host memory a rank hold inputs of its layers" in told
+    layers = parse_runs(with_it["paradyse"]["plan"]).layers.values()
+    num_offloading = sum(choice.attention == "metp+offload" for choice in layers)
+    kept = LAWS["metp+recompute"][2] * with_it["paradyse"]["tokens"]
+    assert with_it["paradyse_host_bytes"] == pytest.approx(num_offloading * kept, rel=1e-3)
+    assert num_offloading > 2 and without["paradyse_host_bytes"] == 0
     tokens = {row["strategy"]: row["tokens"] for row in with_it["single"]}
     assert max(tokens, key=tokens.__getitem__) == "metp+offload"
     assert tokens["metp+offload"] > 1.5 * tokens["metp+recompute"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.description import MASKS
@@ -81,6 +82,14 @@ def test_named_models_are_flags_and_given_flags_come_after():
 def test_the_command_knows_the_masks_and_is_listed():
     assert commands.MASKS == MASKS
     assert "simulate" in cli.list_commands(None)
+
+
+def test_what_follows_from_other_costs_is_not_simulated(tmp_path):
+    arguments = ["simulate", "--gpu", "a100-80g", "--ranks", "8", "--model", "gpt"]
+    arguments += ["--strategies", "metp,metp+offload", "-o", str(tmp_path / "x.json")]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1 and "metp+offload is not simulated" in result.output
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
