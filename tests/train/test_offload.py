@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.harness import train
 
-SEQ_LENGTH, HIDDEN, LAYERS, RANKS = 512, 64, 4, 2
+SEQ_LENGTH, HIDDEN, LAYERS, RANKS = 1024, 64, 6, 2
 INPUT = SEQ_LENGTH // RANKS * HIDDEN * 4  # bytes of a layer's input on a rank, float32
 
 
