@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies import BUILT_IN, RECOMPUTE
+from megatron_paradyse.strategies import BUILT_IN, OFFLOAD, RECOMPUTE
 from megatron_paradyse.units import BYTES_PATTERN, COUNT_PATTERN, parse_bytes, parse_count
 
 Schema = dict[str, Any]
@@ -177,11 +177,14 @@ def by_layer(of_a_half: Schema) -> Schema:
 
 
 # An editor offers the built-in names and accepts others: packages may add strategies.
-_NAMES = [name + more for name in BUILT_IN for more in ("", RECOMPUTE)]
+_NAMES = [name + more for name in BUILT_IN for more in ("", RECOMPUTE, OFFLOAD)]
 DEFINITIONS: Schema = {  # of every schema
     "strategy": {
         "type": "string",
-        "anyOf": [{"enum": _NAMES}, {"pattern": r"^[A-Za-z_][A-Za-z0-9_]*(\+recompute)?$"}],
+        "anyOf": [
+            {"enum": _NAMES},
+            {"pattern": r"^[A-Za-z_][A-Za-z0-9_]*(\+(recompute|offload))?$"},
+        ],
     }
 }
 STRATEGY: Schema = {"$ref": "#/definitions/strategy"}

@@ -32,6 +32,7 @@ BY_COST = (
     "balance",
     "correction",
     "profile",
+    "offload",
 )  # settings of policies that choose by cost; others refuse them
 
 
@@ -111,6 +112,13 @@ class Settings:
         kinds.SWITCH,
         "what training measures corrects the cost file (default)",
         off="plan by the cost file alone: what training measures does not correct it",
+    )
+    offload: bool | None = _setting(
+        None,
+        kinds.SWITCH,
+        "plans may keep the inputs of layers in host memory, +offload (default: unless the costs "
+        "are of a CPU)",
+        off="no plan keeps the inputs of layers in host memory",
     )
     verify_plans: bool = _setting(
         False,

@@ -2,7 +2,7 @@
 
     schema_version   1; any other is refused
     description      see description.py
-    constants        see table.py
+    constants        see table.py; without host_bytes_per_second where that is not known
     measurements     see table.py; a measurement that is not "ok" has no quantities
     model            null, or {kind, operations}: see fit_values.py
 
@@ -117,7 +117,7 @@ def _to_json(table: CostTable, model: CostModel | None) -> str:
     return (
         f'{{"schema_version": {SCHEMA_VERSION},\n'
         f'"description": {json.dumps(_plain(table.description), indent=1)},\n'
-        f'"constants": {json.dumps(_plain(table.constants))},\n'
+        f'"constants": {json.dumps(_known(_plain(table.constants)))},\n'
         f'"measurements": {lines(points)},\n"model": {model_text}}}\n'
     )
 
@@ -132,6 +132,10 @@ def _plain(value: Any) -> dict[str, Any]:
     return values
 
 
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _short(value: Any) -> Any:
     """Whole numbers without a fraction: bytes."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -143,17 +147,26 @@ def _check_version(version: Any) -> None:
 
 
 def _read_table(values: dict[str, Any]) -> CostTable:
-    constants = check_keys(
-        values["constants"], "constants", tuple(f.name for f in dataclasses.fields(Constants))
-    )
-    for key, value in constants.items():
-        check_number(value, f"constants.{key}", low=0, high=MAX_QUANTITY)
+    constants = _read_constants(values["constants"])
     points = check_array(values["measurements"], "measurements", max_items=MAX_MEASUREMENTS)
     return CostTable(
         _read_description(values["description"]),
         tuple(_read_measurement(point, f"measurements[{i}]") for i, point in enumerate(points)),
         Constants(**constants),
     )
+
+
+def _read_constants(value: Any) -> dict[str, float]:
+    """Keys that need not be known may be missing, as they are in older files."""
+    keys = [
+        f.name
+        for f in dataclasses.fields(Constants)
+        if f.default is not None or (isinstance(value, dict) and f.name in value)
+    ]
+    constants = check_keys(value, "constants", tuple(keys))
+    for key, number in constants.items():
+        check_number(number, f"constants.{key}", low=0, high=MAX_QUANTITY)
+    return constants
 
 
 def _read_description(value: Any) -> Description:

@@ -26,6 +26,14 @@ def policy_options(command: Callable) -> Callable:
             help="How far a real peak may be above its prediction; default 0.03.",
         ),
         click.option("--strategies", metavar="NAMES", help="Comma-separated; default: all."),
+        click.option(
+            "--no-offload",
+            "offload",
+            flag_value=False,
+            type=bool,
+            default=None,
+            help="No plan keeps inputs of layers in host memory.",
+        ),
         click.option("--granularity", type=click.Choice(GRANULARITIES), help="Default operation."),
         click.option("--head-tile", metavar="TOKENS", help="As in training; default auto."),
         click.option("--config", metavar="FILE", help="YAML of settings, as --paradyse-config."),
@@ -60,7 +68,7 @@ def plan(
     num_layers: int | None,
     batch_size: int,
     as_json: bool,
-    **flags: str | float | None,
+    **flags: str | float | bool | None,
 ) -> None:
     """Tell which plan training with the fitted costs in COSTS would choose for each length.
 
@@ -98,7 +106,7 @@ def max_length(
     num_layers: int | None,
     batch_size: int,
     as_json: bool,
-    **flags: str | float | None,
+    **flags: str | float | bool | None,
 ) -> None:
     """Tell the longest sequence that fits into the memory of a rank, by the costs in COSTS.
 

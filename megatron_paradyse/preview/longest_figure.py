@@ -7,11 +7,12 @@ import datetime
 from megatron_paradyse.preview.layout import bytes_text
 from megatron_paradyse.preview.longest import Limit, Longest
 from megatron_paradyse.preview.setup import Setup
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import offloads, recomputes
 from megatron_paradyse.whole_file import check_figure, whole_file
 
 # Okabe and Ito's colours, told apart by the colour-blind; hatches, so that a grey print does too.
 PARADYSE, PLAIN, RECOMPUTED = ("#D55E00", ""), ("#0072B2", ""), ("#56B4E9", "//")
+OFFLOADED = ("#009E73", "xx")
 
 
 def draw_longest(setup: Setup, found: Longest, path: str) -> None:
@@ -39,7 +40,9 @@ def draw_longest(setup: Setup, found: Longest, path: str) -> None:
     axes.set_xlabel(f"longest sequence ({symbol} tokens; {symbol} = {unit:,})")
     axes.set_title(_title(setup, found), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    kinds = (("ParaDySe", PARADYSE), ("one strategy", PLAIN), ("with +recompute", RECOMPUTED))
+    kinds = [("ParaDySe", PARADYSE), ("one strategy", PLAIN), ("with +recompute", RECOMPUTED)]
+    if any(offloads(limit.strategy) for limit in found.single):
+        kinds.append(("with +offload", OFFLOADED))
     axes.legend(
         handles=[Patch(facecolor=c, hatch=h, edgecolor="white", label=k) for k, (c, h) in kinds],
         frameon=False,
@@ -54,7 +57,9 @@ def draw_longest(setup: Setup, found: Longest, path: str) -> None:
 def _style(row: int, limit: Limit) -> tuple[str, str]:
     if row == 0:
         return PARADYSE
-    return RECOMPUTED if limit.strategy.endswith(RECOMPUTE) else PLAIN
+    if offloads(limit.strategy):
+        return OFFLOADED
+    return RECOMPUTED if recomputes(limit.strategy) else PLAIN
 
 
 def _title(setup: Setup, found: Longest) -> str:

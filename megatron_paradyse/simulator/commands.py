@@ -9,7 +9,9 @@ import sys
 import click
 
 from megatron_paradyse.costs.table import CostTable
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, json_option
+from megatron_paradyse.strategies import offloads
 from megatron_paradyse.units import format_count
 
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
@@ -93,6 +95,11 @@ def simulate(
 
     check_output(output)
     device = find_device(gpu)
+    names = strategies_to_profile(None if strategies is None else strategies.split(","))
+    for name in filter(offloads, names):
+        raise UserError(
+            f"{name} is not simulated: its costs follow from those of +recompute: leave it out"
+        )
     megatron = model_flags(model, flags, ranks=ranks, dtype=dtype, mask=mask)
     options = Options(
         device=device,
@@ -100,7 +107,7 @@ def simulate(
         lengths=check_lengths(lengths, p=ranks)
         if lengths
         else default_lengths(max_length, p=ranks, count=NUM_LENGTHS),
-        strategies=strategies_to_profile(None if strategies is None else strategies.split(",")),
+        strategies=names,
         batch_sizes=batch_sizes,
         state_bytes=state_bytes,
     )

@@ -49,13 +49,15 @@ def _add_setting(group, name: str) -> None:
     field, flag = FIELDS[name], name.replace("_", "-")
     kind, about, off = (field.metadata[key] for key in ("kind", "about", "off"))
     if kind is SWITCH:
-        group.add_argument(
-            f"--paradyse-no-{flag}" if field.default else f"--paradyse-{flag}",
-            dest=f"paradyse_{name}",
-            action="store_const",
-            const=not field.default,
-            help=off or about,
-        )
+        for value in (True, False):
+            if value is not field.default:
+                group.add_argument(
+                    f"--paradyse-{flag}" if value else f"--paradyse-no-{flag}",
+                    dest=f"paradyse_{name}",
+                    action="store_const",
+                    const=value,
+                    help=about if value else off,
+                )
         return
     group.add_argument(
         f"--paradyse-{flag}",
