@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Every result of the paper, from scratch: what the four scripts beside this one write, for ours and
+# as published. The same options; --simulate also makes the estimate of Megatron's own scheduler.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+simulated=false
+for option in "$@"; do
+    [[ $option == --simulate ]] && simulated=true
+done
+$simulated && rm -rf build/reproduction
+
+start=$SECONDS
+run() {
+    echo "== $*" >&2
+    "$PYTHON" -m reproduction "$@"
+}
+run table3 "$@"
+run figure2 "$@"
+run table5 "$@"
+run case_study "$@"
+if $simulated; then
+    run peer "$@"
+fi
+echo "$((SECONDS - start)) s" >&2

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Table 3 of the paper: how long documents are. Real ones: --data githubcode=PREFIX --data grch38=PREFIX.
+#   --simulate | --scale tiny (2 CPU cores, the default) | --scale full (8 GPUs)
+#   --as-published, --models bert,llama,gpt, --distributions githubcode,grch38, --output results/
+# Writes CSV files, figures and RESULTS.md: docs/reproduction.md.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec "${PYTHON:-.venv/bin/python}" -m reproduction table3 "$@"
