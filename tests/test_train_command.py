@@ -101,6 +101,7 @@ def test_every_setting_reaches_the_training(tmp_path):
         "balance": True,
         "correction": False,
         "profile": False,
+        "offload": True,
         "trace": "t.jsonl",
         "log": "compact",
         "sequences": "documents",

@@ -23,6 +23,8 @@ DROPPED = {
     "--paradyse-balance": 0,
     "--paradyse-no-correction": 0,
     "--paradyse-no-profile": 0,
+    "--paradyse-offload": 0,
+    "--paradyse-no-offload": 0,
     "--paradyse-config": 1,
     "--paradyse-trace": 1,
     "--paradyse-log": 1,
