@@ -152,8 +152,8 @@ SENTENCES: dict[str, str] = {
 
 OPEN = (
     (
-        "- Ours is without `+offload`, as the paper's framework has nothing like it: with inputs of "
-        "layers in host memory sequences get longer still (docs/memory.md)."
+        "- Ours is without `+offload`, as the paper's framework has nothing like it: with inputs "
+        "of layers in host memory sequences get longer still (docs/memory.md)."
     ),
     (
         "- No GPU ran: every simulated figure rests on datasheet rates (docs/simulator.md "
