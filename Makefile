@@ -11,7 +11,7 @@ $(STAMP): setup.py pyproject.toml scripts/setup.sh
 	touch $(STAMP)
 
 test: $(STAMP)
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check .
@@ -26,4 +26,4 @@ demo: $(STAMP)
 	bash scripts/demo.sh
 
 bench: $(STAMP)
-	bash scripts/bench.sh
+	$(PYTHON) -m megatron_paradyse bench --all --save

@@ -42,6 +42,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "dev": [
             "hypothesis",
+            "jsonschema",
             "mypy",
             "pytest",
             "pytest-timeout",

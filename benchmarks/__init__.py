@@ -1,1 +1,1 @@
-"""Benchmarks: each prints one JSON object; see docs/benchmarks.md."""
+"""Benchmarks: each prints one JSON object; `megatron-paradyse bench` lists and runs them."""

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import finish, options
 from benchmarks.max_length_real import SHAPES, real
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.offloaded import host_link, offloaded
 from megatron_paradyse.costs.table import Constants, CostTable
 from megatron_paradyse.planner import evaluate
 from megatron_paradyse.planner.from_costs import cost_source, stage_memory
@@ -35,13 +36,13 @@ from megatron_paradyse.preview.longest import Longest, find_longest
 from megatron_paradyse.preview.longest_text import longest_values
 from megatron_paradyse.preview.peak_parts import peak_parts
 from megatron_paradyse.preview.setup import Setup, make_setup
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import RECOMPUTE, base_name, names_of_costs, offloads
 
 # Lengths reach beyond what any plan can train; the bends of the bytes lie between them.
 LENGTHS = {
     "gpt": "16K,64K,192K,384K,640K,1M,1536K,2M",
     "llama": "16K,64K,256K,512K,1M,1536K,2560K,4M",
-    "bert": "64K,256K,1M,2M,4M,8M,12M,16M",
+    "bert": "64K,256K,1M,2M,4M,9M,18M,28M",
 }
 GOALS = {"gpt": 1 << 20, "llama": 2 << 20, "bert": 9 << 20}
 STATE_BYTES = (16, 8)
@@ -81,6 +82,7 @@ def _rows(folder: Path, name: str, *, quick: bool) -> list[dict]:
     for state_bytes in STATE_BYTES:
         costs = _costs(folder, name, state_bytes, quick=quick)
         setup, found = _limits(costs)
+        _, without = _limits(costs, offload=False)
         values = longest_values(setup, found)
         best = found.best()
         rows.append(
@@ -92,6 +94,11 @@ def _rows(folder: Path, name: str, *, quick: bool) -> list[dict]:
                 "best_single": best.strategy if best else None,
                 "best_single_tokens": best.tokens if best else 0,
                 "peak": _parts(setup, found),
+                "without_offload": {
+                    "paradyse_tokens": without.paradyse.tokens,
+                    "paradyse_seconds": without.forecast and without.forecast.seconds,
+                    "ratio_to_best_single": without.ratio(),
+                },
                 **{key: value for key, value in values.items() if key != "costs"},
             }
         )
@@ -103,8 +110,8 @@ def _parts(setup: Setup, found: Longest) -> dict | None:
     return found.forecast and dataclasses.asdict(peak_parts(setup, found.forecast))
 
 
-def _limits(costs: Path) -> tuple[Setup, Longest]:
-    setup = make_setup(str(costs), {"policy": "optimal"})
+def _limits(costs: Path, *, offload: bool | None = None) -> tuple[Setup, Longest]:
+    setup = make_setup(str(costs), {"policy": "optimal", "offload": offload})
     return setup, find_longest(setup)
 
 
@@ -154,17 +161,23 @@ def _verify(folder: Path, name: str, state_bytes: int) -> dict:
     outcome, tokens = found.paradyse.outcome, found.paradyse.tokens
     assert outcome is not None
     used = {n for c in outcome.plan.layers.values() for n in (c.attention, c.mlp)}
-    names = sorted(used | {n.removesuffix(RECOMPUTE) for n in used})
+    names = sorted({part for name in used for part in names_of_costs(name)})
     raw = folder / f"{name}-{state_bytes}-at-{tokens}.json"
     if not raw.is_file():
         _simulate(raw, name, state_bytes, str(tokens), ",".join(names))
-    costs = {(m.strategy, m.operation): m.costs for m in read_cost_file(raw).table.measurements}
+    table = read_cost_file(raw).table
+    costs = {(m.strategy, m.operation): m.costs for m in table.measurements}
+
+    def to_host(recomputed):
+        return offloaded(recomputed, host_link(table))
 
     def costs_of(strategy, operation, s, b):
+        if offloads(strategy):
+            return to_host(costs[base_name(strategy) + RECOMPUTE, operation])
         return costs[strategy, operation]
 
-    source, memory = cost_source(costs_of), stage_memory(costs_of, setup.stage)
-    policy = OptimalPolicy(tuple(names), source, memory)
+    source, memory = cost_source(costs_of, to_host), stage_memory(costs_of, setup.stage)
+    policy = OptimalPolicy(tuple(sorted({*used, *names})), source, memory)
     simulated = evaluate(policy.problem(setup.layers, 1, tokens, False), outcome.plan)
     assert simulated is not None
     return {
@@ -181,7 +194,8 @@ def _verify(folder: Path, name: str, state_bytes: int) -> dict:
 
 def _print(rows: list[dict]) -> None:
     header = (
-        "| model | bytes of state | ParaDySe | best single strategy | ratio | without +recompute"
+        "| model | bytes of state | ParaDySe | best single strategy | ratio | without +offload | "
+        "without +recompute"
     )
     print(f"{header} | goal |", file=sys.stderr)
     for row in rows:
@@ -189,6 +203,7 @@ def _print(rows: list[dict]) -> None:
             f"| {row['model']} | {row['state_bytes']} | {row['paradyse']['tokens']:,} | "
             f"{row['best_single']}, {row['best_single_tokens']:,} | "
             f"{row['ratio_to_best_single']:.3f} | "
+            f"{row['without_offload']['paradyse_tokens']:,} | "
             f"{row['ratio_to_best_single_without_recompute']:.2f} | {row['goal_tokens']:,} |",
             file=sys.stderr,
         )

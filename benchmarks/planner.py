@@ -1,14 +1,16 @@
-"""Planning 10 strategies for attention and 10 for MLP on 96 layers: time, and brute force.
+"""Planning 15 strategies for attention and 15 for MLP on 96 layers: time, and brute force.
 
 Costs are of the size of real ones: kept and workspace in units of s b h / p values as measured per
-strategy, each also with recomputation, times with noise. "adversarial" rows are costs without
-structure; "subset sums" are costs where every byte saved has the same price, the hardest there are.
+strategy, each also with recomputation, and with that and its input on the host; times with noise.
+"adversarial" rows are costs without structure; "subset sums" are costs where every byte saved has
+the same price, the hardest there are.
 
     .venv/bin/python benchmarks/planner.py --json
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import sys
@@ -43,6 +45,7 @@ STRATEGIES = {
 def realistic(rng: random.Random) -> Problem:
     """A GPT of hidden size 8,192 on 8 ranks of 80 GiB, 4K to 1M tokens."""
     unit = int(2 ** rng.uniform(12, 20)) // 8 * 8192 * 2
+    copy = rng.uniform(0.005, 0.3)  # seconds of an input to the host and back
     halves = []
     for half in range(2):
         choices = []
@@ -52,21 +55,29 @@ def realistic(rng: random.Random) -> Problem:
             choices.append(_choice(name, time_, k, w, unit))
             again = time_ * rng.uniform(1.28, 1.38)
             choices.append(_choice(f"{name}+recompute", again, 1, w + k - 1, unit))
+            choices.append(_choice(f"{name}+offload", again + copy, 0, w + k, unit))
         halves.append(tuple(choices))
-    pairs = {
-        (a.name, m.name): Choice(
-            a.name, a.seconds + m.seconds, unit, 8 * unit, a.backward_bytes + m.backward_bytes
-        )
-        for a in halves[0]
-        for m in halves[1]
-        if "+" in a.name and "+" in m.name
-    }
-    layers = dict.fromkeys(range(1, NUM_LAYERS + 1), LayerOptions(halves[0], halves[1], pairs))
+    pairs, same, untried = {}, {}, []
+    for a, m in itertools.product(*halves):
+        (_, how, where), (name, again, other) = a.name.partition("+"), m.name.partition("+")
+        if not how or not again:
+            untried += [(a.name, m.name)] if "offload" in (where, other) else []
+            continue
+        if where != other:  # the attention's name decides for the layer
+            same[a.name, m.name] = (a.name, f"{name}+{where}")
+            continue
+        moved = a.name.endswith("+offload")
+        seconds = a.seconds + m.seconds - copy * moved
+        back = a.backward_bytes + m.backward_bytes - unit * moved
+        kept = 0 if moved else unit
+        pairs[a.name, m.name] = Choice(a.name, seconds, kept, 9 * unit - kept, back)
+    options = LayerOptions(halves[0], halves[1], pairs, same, frozenset(untried))
+    layers = dict.fromkeys(range(1, NUM_LAYERS + 1), options)
     return Problem(layers, 80 * GIB, base_bytes=20 * GIB, head_bytes=4 * unit, embedding_bytes=unit)
 
 
 def adversarial(rng: random.Random) -> Problem:
-    return random_problem(rng, strategies=10, layers=NUM_LAYERS)
+    return random_problem(rng, strategies=15, layers=NUM_LAYERS)
 
 
 def subset_sums(rng: random.Random) -> Problem:
@@ -175,7 +186,7 @@ def main() -> None:
         "mismatches": mismatches(instances),
         "rows": rows,
     }
-    configuration = {"layers": NUM_LAYERS, "attention_choices": 10, "mlp_choices": 10}
+    configuration = {"layers": NUM_LAYERS, "attention_choices": 15, "mlp_choices": 15}
     finish("planner", result, configuration, arguments)
 
 

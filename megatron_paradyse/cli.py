@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import click
 
 from megatron_paradyse import __version__
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, did_you_mean
 
 USAGE_EXIT_CODE = 2
 ERROR_EXIT_CODE = 1
@@ -53,7 +53,15 @@ COMMANDS = {
         "megatron_paradyse.train_command:train",
         "Start a training that a YAML file describes.",
     ),
+    "schema": (
+        "megatron_paradyse.schema_command:schema",
+        "Print the JSON Schema of YAML files, for editors.",
+    ),
     "report": ("megatron_paradyse.report.commands:report", "Draw a training from its trace."),
+    "bench": (
+        "megatron_paradyse.bench_command:bench",
+        "List the benchmarks of a checkout, or run them.",
+    ),
     "doctor": (
         "megatron_paradyse.doctor.commands:doctor",
         "Say what this machine lacks for training.",
@@ -76,6 +84,18 @@ class LazyGroup(click.Group):
             return super().get_command(ctx, cmd_name)
         module, attribute = self.lazy[cmd_name][0].split(":")
         return getattr(importlib.import_module(module), attribute)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = did_you_mean(args[0], self.list_commands(ctx))
+            if not near or args[0].startswith("-"):
+                raise
+            message = f"{error.message.rstrip('.')}: {near.rstrip()}"
+            raise click.UsageError(message, ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

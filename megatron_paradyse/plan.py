@@ -15,7 +15,7 @@ _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))? ([^/,]+)(?:/([^,]+))?")
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The strategies of one layer, by name; a name may end in +recompute."""
+    """The strategies of one layer, by name; a name may end in +recompute or +offload."""
 
     attention: str = MEGATRON_TS
     mlp: str = MEGATRON_TS

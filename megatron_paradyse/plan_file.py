@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import LayerChoice, Plan
+from megatron_paradyse.setting_kinds import SPAN
 from megatron_paradyse.strategies import parse_strategy_name
+from megatron_paradyse.yaml_file import compose_yaml
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,7 @@ class PlanFile:
 
 def load_plan_file(path: str) -> PlanFile:
     """Read a plan; UserError with file and line for anything that is not as the format says."""
-    try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise UserError(f"plan file {path}: {error.strerror}: give an existing file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"plan file {path} is not YAML: {' '.join(str(error).split())}") from error
+    root = compose_yaml(path, "plan file")
     layers: dict[int, LayerChoice] = {}
     default = None
     for key, value in _items(root, path):
@@ -82,7 +78,7 @@ def _items(node: yaml.Node | None, path: str) -> list[tuple[yaml.ScalarNode, yam
 
 
 def _numbers(node: yaml.ScalarNode, path: str) -> range:
-    match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(node.value))
+    match = re.fullmatch(SPAN, str(node.value))
     first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if not 1 <= first <= last:
         raise UserError(f"{_at(node, path)}: {node.value!r} is not a layer or a range such as 1-4")

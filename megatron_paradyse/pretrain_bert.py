@@ -10,9 +10,9 @@ from megatron_paradyse.train.plugin import install
 
 def main() -> None:
     install(model="bert")
-    from megatron_paradyse.train.gpt import pretrain_bert
+    from megatron_paradyse.train.gpt import pretrain
 
-    pretrain_bert()
+    pretrain()
 
 
 if __name__ == "__main__":

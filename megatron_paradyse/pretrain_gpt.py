@@ -10,9 +10,9 @@ from megatron_paradyse.train.plugin import install
 
 def main() -> None:
     install()
-    from megatron_paradyse.train.gpt import pretrain_gpt
+    from megatron_paradyse.train.gpt import pretrain
 
-    pretrain_gpt()
+    pretrain()
 
 
 if __name__ == "__main__":

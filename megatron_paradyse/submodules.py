@@ -6,6 +6,7 @@ elsewhere a strategy reaches the same parameters.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -21,9 +22,10 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import PlannedMicrobatch
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.shapes import attention_shape, mlp_shape
-from megatron_paradyse.strategies import get_strategy, parse_strategy_name
+from megatron_paradyse.strategies import base_name, get_strategy, offloads, recomputes
 from megatron_paradyse.strategies.blocks import whole
 from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
+from megatron_paradyse.strategies.host import kept_on_host
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 
 HALVES = ("attention", "mlp")
@@ -53,8 +55,9 @@ class SwitchableLayer(TransformerLayer):
     """A transformer layer whose attention and MLP run what the microbatch's plan names.
 
     A choice with +recompute keeps only the input of its half of the layer, the norm included; both
-    halves with +recompute keep only the input of the layer. Whatever runs again in the backward
-    takes its plan from its own microbatch, so later plans do not matter.
+    halves with +recompute keep only the input of the layer. With +offload that input waits in host
+    memory; that of a layer does if its attention's choice says so. Whatever runs again in the
+    backward takes its plan from its own microbatch, so later plans do not matter.
     """
 
     recompute_mlp: bool
@@ -72,7 +75,9 @@ class SwitchableLayer(TransformerLayer):
         hidden = kwargs.pop("hidden_states")
         if all(self._recomputes(planned, half) for half in HALVES):
             hidden = _recomputed(
-                lambda x: self._mlp_half(kwargs, self._attention_half(kwargs, x)), hidden
+                lambda x: self._mlp_half(kwargs, self._attention_half(kwargs, x)),
+                hidden,
+                offload=self._offloads(planned, "attention"),
             )
         else:
             for half in HALVES:
@@ -85,15 +90,21 @@ class SwitchableLayer(TransformerLayer):
         kwargs are those of forward, less hidden_states.
         """
         run = functools.partial(getattr(self, f"_{half}_half"), kwargs)
-        recomputes = self._recomputes(kwargs["packed_seq_params"], half)
-        return _recomputed(run, hidden) if recomputes else run(hidden)
+        planned = kwargs["packed_seq_params"]
+        if not self._recomputes(planned, half):
+            return run(hidden)
+        return _recomputed(run, hidden, offload=self._offloads(planned, half))
 
     def _recomputes(self, planned: PlannedMicrobatch, half: str) -> bool:
         if not torch.is_grad_enabled() or self.config.recompute_granularity == "full":
             return False  # Megatron runs the whole layer again anyway
         if half == "mlp" and self._always_recomputes_mlp:
             return True
-        return parse_strategy_name(getattr(planned.plan[self.layer_number], half))[1]
+        return recomputes(getattr(planned.plan[self.layer_number], half))
+
+    def _offloads(self, planned: PlannedMicrobatch, half: str) -> bool:
+        """Whether the input of a half that recomputes, or of the layer, waits in host memory."""
+        return offloads(getattr(planned.plan[self.layer_number], half))
 
     def _attention_half(self, kwargs, hidden):
         return self._forward_attention(hidden, **kwargs)[0]
@@ -101,7 +112,7 @@ class SwitchableLayer(TransformerLayer):
     def _mlp_half(self, kwargs, hidden):
         planned = kwargs["packed_seq_params"]
         if isinstance(self.mlp, SwitchableMLP):
-            self.mlp.strategy = parse_strategy_name(planned.plan[self.layer_number].mlp)[0]
+            self.mlp.strategy = base_name(planned.plan[self.layer_number].mlp)
         return self._forward_mlp(
             hidden,
             kwargs.get("inference_context"),
@@ -110,9 +121,13 @@ class SwitchableLayer(TransformerLayer):
         )
 
 
-def _recomputed(run, hidden):
-    """run(hidden), keeping only hidden; Megatron's checkpoint restores the random states."""
-    return tensor_parallel.checkpoint(run, False, hidden)
+def _recomputed(run, hidden, *, offload: bool):
+    """run(hidden), keeping only hidden; Megatron's checkpoint restores the random states.
+
+    offload: hidden waits in host memory, and nothing is kept on the device.
+    """
+    with kept_on_host(hidden) if offload else contextlib.nullcontext():
+        return tensor_parallel.checkpoint(run, False, hidden)
 
 
 class SwitchableSelfAttention(SelfAttention):
@@ -131,7 +146,11 @@ class SwitchableSelfAttention(SelfAttention):
         if not isinstance(planned, PlannedMicrobatch):
             planned, strategy = None, MEGATRON_TS
         else:
-            strategy = parse_strategy_name(planned.plan[self.layer_number].attention)[0]
+            strategy = base_name(planned.plan[self.layer_number].attention)
+        if planned is not None and (
+            strategy != MEGATRON_TS or isinstance(self.core_attention, CoreAttention)
+        ):
+            _refuse_packed(planned, strategy)
         if strategy == MEGATRON_TS:
             if planned is not None and not isinstance(self.core_attention, CoreAttention):
                 packed_seq_params = planned.original
@@ -254,6 +273,15 @@ class CoreAttention(MegatronModule):
         )
         out = local_attention(query, key, value, spans=whole(microbatch), task=task)
         return out.flatten(2)
+
+
+def _refuse_packed(planned: PlannedMicrobatch, strategy: str) -> None:
+    """Documents that Megatron has packed into a sequence would attend to each other."""
+    if planned.original is not None and planned.original.cu_seqlens_q is not None:
+        raise UserError(
+            f"{strategy} does not know Megatron's packed sequences: use --paradyse-sequences "
+            "documents, or TransformerEngine's attention with --paradyse-policy fixed:megatron_ts"
+        )
 
 
 def _announce_use(*modules) -> None:

@@ -9,6 +9,7 @@ paradyse: {policy: optimal}  # settings of configs/example.yaml
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -19,29 +20,32 @@ from typing import Any
 
 import click
 
+from megatron_paradyse import setting_kinds as kinds
+
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-# Options of torchrun, in the order in which they are given to it.
-LAUNCH_KEYS = (
-    "nnodes",
-    "nproc_per_node",
-    "node_rank",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "rdzv_conf",
-    "master_addr",
-    "master_port",
-    "local_addr",
-    "max_restarts",
-    "monitor_interval",
-    "start_method",
-    "log_dir",
-    "redirects",
-    "tee",
-)
+# Options of torchrun, in the order in which they are given to it, and what they take.
+_TEXT, _PORT, _COUNT = kinds.TEXT, kinds.whole(0, 65535), kinds.whole(0, 1 << 20)
+LAUNCH_KEYS = {
+    "nnodes": kinds.NODES,
+    "nproc_per_node": kinds.whole(1, 1 << 20, "auto", "cpu", "gpu", "xpu"),
+    "node_rank": _COUNT,
+    "rdzv_backend": _TEXT,
+    "rdzv_endpoint": _TEXT,
+    "rdzv_id": kinds.SCALAR,
+    "rdzv_conf": _TEXT,
+    "master_addr": _TEXT,
+    "master_port": _PORT,
+    "local_addr": _TEXT,
+    "max_restarts": _COUNT,
+    "monitor_interval": kinds.SCALAR,
+    "start_method": kinds.choice("spawn", "fork", "forkserver"),
+    "log_dir": _TEXT,
+    "redirects": kinds.SCALAR,
+    "tee": kinds.SCALAR,
+}
 ELSEWHERE = ("node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
 OWN_KEYS = ("environment", "script", "megatron", "paradyse")
-WITHOUT_FLAG = ("layers",)  # settings that only a YAML file can give
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,14 @@ class Launch:
 )
 @click.argument("run", metavar="RUN.yaml")
 @click.option("--dry-run", is_flag=True, help="Print the command and end.")
+@click.option("--json", "as_json", is_flag=True, help="--dry-run: print it as JSON for machines.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON FLAGS]...")
-def train(run: str, dry_run: bool, flags: tuple[str, ...]) -> None:
+def train(run: str, dry_run: bool, as_json: bool, flags: tuple[str, ...]) -> None:
     """Start torchrun as RUN.yaml says, after printing the command; further flags win."""
+    if as_json and not dry_run:
+        raise click.UsageError("--json is of --dry-run: a training prints what Megatron prints")
     launch = read_run(run, flags)
-    click.echo(launch.as_line())
+    click.echo(json.dumps(vars(launch)) if as_json else launch.as_line())
     if dry_run:
         return
     sys.stdout.flush()
@@ -79,6 +86,7 @@ def read_run(path: str, more_flags: Sequence[str] = ()) -> Launch:
     import yaml
 
     from megatron_paradyse.errors import UserError
+    from megatron_paradyse.flag_file import text_of
     from megatron_paradyse.yaml_file import compose_yaml, entry_of
 
     root = compose_yaml(path)
@@ -90,9 +98,11 @@ def read_run(path: str, more_flags: Sequence[str] = ()) -> Launch:
     command = [sys.executable, "-m", "torch.distributed.run"]
     if not any(key in nodes for key in ELSEWHERE) and entry.values.get("nnodes", 1) == 1:
         command.append("--standalone")
-    for key in LAUNCH_KEYS:
+    for key, kind in LAUNCH_KEYS.items():
         if key in nodes:
-            command += [f"--{key.replace('_', '-')}", _text(path, key, nodes[key])]
+            text = text_of(path, key, nodes[key])  # PyYAML makes 64 of 1:4
+            kind.check(text, f"{path}, line {entry.lines[key]}: {key}")
+            command += [f"--{key.replace('_', '-')}", text]
     if "script" in nodes:
         command += ["-m", "megatron_paradyse.launch", entry.text("script")]
     else:
@@ -105,38 +115,22 @@ def read_run(path: str, more_flags: Sequence[str] = ()) -> Launch:
 
 
 def _megatron_flags(path: str, node: Any) -> list[str]:
-    """Flags with their values as they are written in the file: 1e-4 stays 1e-4."""
+    """Megatron's flags; those of ours have a place of their own."""
     from megatron_paradyse.errors import UserError
+    from megatron_paradyse.flag_file import flags_of, items_of
 
-    flags: list[str] = []
-    for key, value in _items(path, "megatron", node):
-        place = f"{path}, line {key.start_mark.line + 1}"
-        name = "--" + str(key.value).lstrip("-").replace("_", "-")
-        if not re.fullmatch(r"--[a-z][a-z0-9-]*", name):
-            raise UserError(f"{place}: {key.value!r:.40} is no flag of Megatron's")
-        if name.startswith("--paradyse"):
-            raise UserError(f"{place}: {key.value} belongs under paradyse, without 'paradyse-'")
-        if name in flags:
-            raise UserError(f"{place}: {key.value} is there twice: keep one")
-        flags += _flag(path, name, value)
-    return flags
-
-
-def _flag(path: str, name: str, node: Any) -> list[str]:
-    import yaml
-
-    if isinstance(node, yaml.SequenceNode):
-        return [name, *(_text(path, name, item) for item in node.value)]
-    if node.tag == "tag:yaml.org,2002:null":
-        return []
-    if node.tag == "tag:yaml.org,2002:bool":
-        return [name] if str(node.value).lower() in ("true", "yes", "on") else []
-    return [name, _text(path, name, node)]
+    for key, _ in items_of(path, "megatron", node):
+        if str(key.value).lstrip("-").startswith("paradyse"):
+            line = key.start_mark.line + 1
+            raise UserError(
+                f"{path}, line {line}: {key.value} belongs under paradyse, without 'paradyse-'"
+            )
+    return flags_of(path, "megatron", node)
 
 
 def _paradyse_flags(path: str, node: Any) -> list[str]:
     """The settings as flags; those that have none are read from the file itself."""
-    from megatron_paradyse.settings import Settings, settings_of
+    from megatron_paradyse.settings import WITHOUT_FLAG, Settings, settings_of
 
     flags = ["--paradyse"]
     settings = settings_of(path, node)
@@ -157,40 +151,14 @@ def _paradyse_flags(path: str, node: Any) -> list[str]:
 
 def _environment(path: str, node: Any) -> dict[str, str]:
     from megatron_paradyse.errors import UserError
+    from megatron_paradyse.flag_file import items_of, text_of
 
     found: dict[str, str] = {}
-    for key, value in _items(path, "environment", node) if node is not None else ():
+    for key, value in items_of(path, "environment", node) if node is not None else ():
         place = f"{path}, line {key.start_mark.line + 1}"
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(key.value)):
+        if not re.fullmatch(VARIABLE, str(key.value)):
             raise UserError(f"{place}: {key.value!r:.40} is no name of a variable")
         if key.value in found:
             raise UserError(f"{place}: {key.value} is there twice: keep one")
-        found[key.value] = _text(path, key.value, value)
+        found[key.value] = text_of(path, key.value, value)
     return found
-
-
-def _items(path: str, what: str, node: Any) -> list[tuple[Any, Any]]:
-    import yaml
-
-    from megatron_paradyse.errors import UserError
-
-    if not isinstance(node, yaml.MappingNode):
-        line = node.start_mark.line + 1
-        raise UserError(f"{path}, line {line}: {what} is described by 'key: value' lines")
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            line = key.start_mark.line + 1
-            raise UserError(f"{path}, line {line}: expected 'key: value' lines")
-    return node.value
-
-
-def _text(path: str, key: str, node: Any) -> str:
-    """A scalar as it is written."""
-    import yaml
-
-    from megatron_paradyse.errors import UserError
-
-    if not isinstance(node, yaml.ScalarNode) or not node.value or not node.value.isprintable():
-        line = node.start_mark.line + 1
-        raise UserError(f"{path}, line {line}: {key}: expected a number or a text")
-    return node.value

@@ -9,8 +9,11 @@ from fractions import Fraction
 from megatron_paradyse.errors import UserError
 
 KIBI = 1024
-_COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMG]?)i?", re.IGNORECASE)
-_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(iB|B|)")
+MAX_SEQ_LENGTH = 1 << 40  # tokens
+MAX_BATCH_SIZE = 1 << 20
+# As JSON Schema reads them too: no flags, no named groups.
+COUNT_PATTERN = r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGkmg]?)[iI]?"
+BYTES_PATTERN = r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([KMGT])(iB|B)|B)?"
 _RATIO = re.compile(r"\d{1,15}(?:\.\d{0,15})?(?:[eE][+-]?\d{1,2})?(?:/\d{1,15})?")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3}
 _BYTE_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -21,7 +24,7 @@ def parse_count(text: str) -> int:
 
     Raises UserError when the text is something else or the number is not whole.
     """
-    match = _COUNT.fullmatch(text.strip())
+    match = re.fullmatch(COUNT_PATTERN, text.strip())
     if match is None:
         raise UserError(f"a count is written like 4096, 128K or 1.5M (K = 1024), got {text[:40]!r}")
     value = Fraction(match[1]) * KIBI ** _POWERS[match[2].upper()]
@@ -35,11 +38,11 @@ def parse_bytes(text: str) -> int:
 
     Raises UserError for anything else: 76G without a unit is one of two sizes.
     """
-    match = _BYTES.fullmatch(text.strip())
-    if match is None or (match[2] and not match[3]) or (not match[2] and match[3] == "iB"):
+    match = re.fullmatch(BYTES_PATTERN, text.strip())
+    if match is None:
         raise UserError(f"a size is written like 76GiB, 512MiB or 80GB, got {text[:40]!r}")
     base = KIBI if match[3] == "iB" else 1000
-    return int(Fraction(match[1]) * base ** _BYTE_POWERS[match[2]])
+    return int(Fraction(match[1]) * base ** _BYTE_POWERS[match[2] or ""])
 
 
 def parse_ratio(text: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.units import parse_bytes
 
 
@@ -59,14 +59,33 @@ def read_entry(path: str, what: str, keys: Sequence[str]) -> Entry:
     return entry_of(path, compose_yaml(path), what, keys)
 
 
-def compose_yaml(path: str) -> yaml.Node | None:
-    """The nodes of a YAML file, None for an empty one; UserError where there are none."""
+def compose_yaml(path: str, what: str = "") -> yaml.Node | None:
+    """The nodes of a YAML file, None for an empty one; UserError where there are none.
+
+    what: before the path in errors, such as the flag that names it.
+    """
+    place = f"{what} {path}".lstrip()
     try:
         return yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: give an existing YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{place}: {error.strerror}: give an existing YAML file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place} is not YAML: {error.reason}: save it as UTF-8 text") from error
+    except RecursionError as error:
+        raise UserError(f"{place} is not YAML that anyone wrote: nested too deeply") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{place}{yaml_problem(error)}") from error
+
+
+def yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong, where, and what mends it, to follow the name of the file."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return f" is not YAML: {' '.join(str(error).split())}"
+    remedy = "check indentation, quotes and brackets there"
+    if "'\\t'" in problem:
+        remedy = "indent with spaces, not with tabs"
+    return f", line {mark.line + 1}: this is not YAML: {problem}: {remedy}"
 
 
 def entry_of(path: str, node: yaml.Node | None, what: str, keys: Sequence[str]) -> Entry:
@@ -79,8 +98,9 @@ def entry_of(path: str, node: yaml.Node | None, what: str, keys: Sequence[str]) 
     for key_node, value_node in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key not in keys:
+            near = did_you_mean(key, keys)
             raise UserError(
-                f"{path}, line {line}: {what} has no {key!r:.40}: use {', '.join(keys)}"
+                f"{path}, line {line}: {what} has no {key!r:.40}: {near}use {', '.join(keys)}"
             )
         if key in entry.values:
             raise UserError(f"{path}, line {line}: {key} is there twice: keep one")
@@ -90,3 +110,25 @@ def entry_of(path: str, node: yaml.Node | None, what: str, keys: Sequence[str]) 
             raise UserError(f"{path}, line {line}: {' '.join(str(error).split())}") from error
         entry.lines[key] = line
     return entry
+
+
+def refuse_twice(path: str, node: yaml.Node) -> None:
+    """UserError where a mapping inside a node has one key twice: PyYAML would keep the last."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias may hold itself
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            keys: set[str] = set()
+            for key, value in node.value:
+                if key.value in keys:
+                    line = key.start_mark.line + 1
+                    raise UserError(
+                        f"{path}:{line}: key {key.value!r:.60} is given twice: keep one"
+                    )
+                keys |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+                waiting.append(value)

@@ -152,6 +152,10 @@ SENTENCES: dict[str, str] = {
 
 OPEN = (
     (
+        "- Ours is without `+offload`, as the paper's framework has nothing like it: with inputs "
+        "of layers in host memory sequences get longer still (docs/memory.md)."
+    ),
+    (
         "- No GPU ran: every simulated figure rests on datasheet rates (docs/simulator.md "
         "says how far off they are: 8% in the median, 39% at 8K)."
     ),

@@ -49,8 +49,10 @@ class Framework:
 
 
 def ours(name: str = PARADYSE, **changes: Any) -> Framework:
-    """The defaults: exact planning, halves of layers, recomputation, tiles."""
-    return Framework(name, {"policy": "optimal"} | changes.pop("flags", {}), **changes)
+    """The defaults: exact planning, halves of layers, recomputation, tiles; no host memory."""
+    return Framework(
+        name, {"policy": "optimal", "offload": False} | changes.pop("flags", {}), **changes
+    )
 
 
 def as_published(name: str = AS_PUBLISHED, **changes: Any) -> Framework:

@@ -8,7 +8,7 @@ simulated=false
 for option in "$@"; do
     [[ $option == --simulate ]] && simulated=true
 done
-$simulated && rm -rf build/reproduction
+rm -rf build/reproduction
 
 start=$SECONDS
 run() {

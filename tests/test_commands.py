@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -35,6 +37,58 @@ def test_every_example_is_parsed_by_its_command(name, example):
         assert isinstance(command, click.Group)
         command = command.get_command(context, part)
     command.make_context(name, words[len(name.split()) :])
+
+
+def leaves(group: click.Group, *path: str):
+    """(names, command) of every command that does something."""
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        if isinstance(command, click.Group):
+            yield from leaves(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+LEAVES = dict(leaves(cli))
+
+
+@pytest.mark.parametrize("names", LEAVES, ids=" ".join)
+def test_every_help_has_an_example_and_a_word_on_every_option(names):
+    output = CliRunner().invoke(cli, [*names, "--help"]).output
+    text = "".join(output.split())  # lines are cut at hyphens too
+    assert re.search(rf"Examples?:megatron-paradyse{''.join(names)}", text)
+    options = [p for p in LEAVES[names].params if isinstance(p, click.Option)]
+    assert all(option.help for option in options)
+
+
+@pytest.mark.parametrize("names", [n for n in LEAVES if n != ("schema",)], ids=" ".join)
+def test_every_command_speaks_to_machines(names):
+    """schema prints nothing but JSON."""
+    flags = {flag for parameter in LEAVES[names].params for flag in parameter.opts}
+    assert "--json" in flags
+
+
+@pytest.mark.parametrize("names", LEAVES, ids=" ".join)
+def test_one_option_has_one_name_everywhere(names):
+    """--output is also -o, and what it is called where a prefix is written."""
+    flags = [set(parameter.opts) for parameter in LEAVES[names].params]
+    for name in ("--output", "--output-prefix"):
+        assert all("-o" in opts for opts in flags if name in opts)
+
+
+def test_no_help_imports_torch_megatron_or_xgboost():
+    """In one fresh process, all of them."""
+    script = f"""
+import sys
+from click.testing import CliRunner
+from megatron_paradyse.cli import cli
+for names in {list(LEAVES)}:
+    result = CliRunner().invoke(cli, [*names, "--help"])
+    assert result.exit_code == 0 and "Usage:" in result.output, result.output
+    heavy = {{"torch", "megatron", "xgboost", "matplotlib"}} & set(sys.modules)
+    assert not heavy, (names, heavy)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_a_shell_completes_commands():

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
-from megatron_paradyse.doctor import FAULT, LACK, OK, checks, commands, machine
+from megatron_paradyse.doctor import FAULT, LACK, OK, SKIP, checks, commands, links, machine
 
 TORCH = {"name": "torch", "version": "2.15", "cuda": "13.2", "gloo": True, "nccl": True}
 CPU = {"torch": {**TORCH, "gpus": []}, "megatron": {"name": "megatron"}}
@@ -131,8 +131,61 @@ def test_a_checkout_of_another_version_is_told(monkeypatch, tmp_path):
         assert check.state == state and f"0.{minor}.0" in check.found
 
 
-def test_links_are_read_from_the_rows_of_gpus_alone(monkeypatch):
-    table = "     GPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X\n\nLegend:\n  SYS = PCIe and NUMA"
-    monkeypatch.setattr(machine, "_tool", lambda *command: table)
-    assert [check.found for check in machine.links(2)] == ["NV18"]
-    assert machine.links(1) == []
+LEGEND = "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe and NUMA nodes\n"
+
+
+def matrix(rows: list[str]) -> str:
+    """As nvidia-smi topo -m prints it, with a network card, affinities and an underlined header."""
+    head = (
+        "\x1b[4m\t"
+        + "\t".join(f"GPU{i}" for i in range(len(rows)))
+        + "\tNIC0\tCPU Affinity\x1b[0m\n"
+    )
+    body = "".join(f"GPU{i}\t{chr(9).join(row.split())}\tSYS\t0-31\n" for i, row in enumerate(rows))
+    return head + body + "NIC0\t" + "SYS\t" * len(rows) + " X \n" + LEGEND
+
+
+NVSWITCH = ["X NV18 NV18 NV18", "NV18 X NV18 NV18", "NV18 NV18 X NV18", "NV18 NV18 NV18 X"]
+TWO_PAIRS = ["X NV12 SYS SYS", "NV12 X SYS SYS", "SYS SYS X NV12", "SYS SYS NV12 X"]
+NO_NVLINK = ["X PHB", "PHB X"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "state", "found", "remedy"),
+    [
+        (NVSWITCH, OK, "NV18 between all pairs", ""),
+        (TWO_PAIRS, LACK, "NV12: 2 pairs, SYS: 4 pairs", "--tensor-model-parallel-size 2 keeps"),
+        (NO_NVLINK, LACK, "PHB between all pairs", "profile network --nproc 2"),
+        (["X ODD", "ODD X"], LACK, "nvidia-smi topo -m says nothing", "profile network --nproc 2"),
+        ([], LACK, "nvidia-smi topo -m says nothing", "profile network --nproc 4"),
+    ],
+)
+def test_links_are_read_from_the_pairs_of_gpus(rows, state, found, remedy, monkeypatch):
+    monkeypatch.setattr(links, "output_of", lambda *command: matrix(rows) if rows else "")
+    check, nodes = links.links(len(rows) or 4, {})
+    assert (check.name, check.state, check.found) == ("links", state, found)
+    assert remedy in check.remedy and (check.cost or state == OK)
+    assert nodes.state == SKIP
+
+
+def test_gpus_that_cannot_read_each_other_are_told():
+    checks_of = {check.name: check for check in links.links(2, {"pairs_apart": [[0, 1]]})}
+    assert "GPU0-GPU1" in checks_of["peer access"].found
+    assert "peer access" not in {check.name for check in links.links(2, {"pairs_apart": []})}
+
+
+def test_the_network_between_nodes_is_described_and_said_to_be_unchecked(tmp_path):
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+        (port / "link_layer").write_text("InfiniBand\n")
+    check = links._between_nodes(tmp_path)
+    assert check.state == SKIP and "profile network" in check.remedy
+    assert check.found.startswith("mlx5_0 InfiniBand 400 Gb/sec (4X NDR); not checked")
+    assert "sockets" in links._between_nodes(tmp_path / "none").cost
+
+
+def test_a_machine_without_gpus_has_no_links_to_check():
+    assert links.links(0, {}) == []

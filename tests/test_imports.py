@@ -25,6 +25,7 @@ MODULES = {
 WITHOUT_TORCH = ("plan", "plan_file", "policy", "settings", "errors", "units", "strategies")
 WITHOUT_TORCH += ("simulator.hardware", "simulator.network", "simulator.models", "train.summary")
 WITHOUT_TORCH += ("report.figures", "report.page", "train_command", "doctor.checks")
+WITHOUT_TORCH += ("setting_kinds", "flag_file", "schema_command")
 # Each may import those after it, besides errors and units; nothing below imports what is above.
 LAYERS = (
     ("cli",),
@@ -35,6 +36,7 @@ LAYERS = (
     ("hook", "model_edges"),
     ("policy",),
     ("settings", "plan_file"),
+    ("setting_kinds",),
     ("plan", "data", "edges"),
     ("strategies",),
 )
@@ -93,9 +95,9 @@ def test_a_strategy_imports_no_other_strategy():
 
 
 def _built_in() -> tuple[str, ...]:
-    from megatron_paradyse.strategies import _BUILT_IN
+    from megatron_paradyse.strategies import BUILT_IN
 
-    return _BUILT_IN
+    return BUILT_IN
 
 
 def test_nothing_imports_what_lies_above_it():

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn import functional as F
 
-from megatron_paradyse.submodules import _bias, _normalised, _of_strategy
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.hook import PlannedMicrobatch
+from megatron_paradyse.submodules import _bias, _normalised, _of_strategy, _refuse_packed
 
 FUSED = SimpleNamespace(gradient_accumulation_fusion=True)
 
@@ -123,3 +126,10 @@ def test_an_empty_bias_is_none():
     assert _bias(SimpleNamespace(bias=bias)) is bias
     with pytest.raises(RuntimeError):  # what a strategy would do with it
         F.linear(torch.ones(1, 4), torch.ones(3, 4), torch.empty(0))
+
+
+def test_sequences_that_megatron_packed_are_refused_not_mixed():
+    original = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 8]))
+    _refuse_packed(PlannedMicrobatch(original=None), "metp")
+    with pytest.raises(UserError, match="metp does not know Megatron's packed sequences: use"):
+        _refuse_packed(PlannedMicrobatch(original=original), "metp")

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
-from megatron_paradyse.settings import Settings, load_yaml_settings
-from megatron_paradyse.train_command import WITHOUT_FLAG, read_run
+from megatron_paradyse.settings import WITHOUT_FLAG, Settings, load_yaml_settings
+from megatron_paradyse.train_command import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -52,6 +52,14 @@ def test_the_printed_line_is_read_by_a_shell_as_the_command(tmp_path):
     words = shlex.split(result.stdout)
     launch = read_run(path, ["--load", "two words"])
     assert words == ["NAME=a 'b' $c", *launch.command]
+
+
+def test_machines_get_the_command_as_json(tmp_path):
+    path = written(tmp_path, SMALL + "environment: {NAME: x}\n")
+    values = json.loads(dry_run("--json", path).stdout)
+    assert values == {"command": read_run(path).command, "environment": {"NAME": "x"}}
+    refused = CliRunner().invoke(cli, ["train", path, "--json"])
+    assert refused.exit_code == 2 and "--dry-run" in refused.stderr
 
 
 def test_values_stay_as_they_are_written(tmp_path):
@@ -93,12 +101,14 @@ def test_every_setting_reaches_the_training(tmp_path):
         "balance": True,
         "correction": False,
         "profile": False,
+        "offload": True,
         "trace": "t.jsonl",
         "log": "compact",
         "sequences": "documents",
         "order": "bucketed",
         "long_documents": "split",
         "head_tile": False,
+        "mask_token": 103,
     }
     assert set(settings) == set(Settings.__dataclass_fields__)
     path = written(tmp_path, SMALL + "paradyse: " + json.dumps(settings) + "\n")
@@ -108,6 +118,7 @@ def test_every_setting_reaches_the_training(tmp_path):
     assert pairs["--paradyse-strategies"] == "metp,ulysses_z"
     assert pairs["--paradyse-memory-margin"] == "0.05"
     assert pairs["--paradyse-head-tile"] == "off"
+    assert pairs["--paradyse-mask-token"] == "103"
     assert pairs["--paradyse-accept-costs"].startswith("--")
     assert {"--paradyse-no-correction", "--paradyse-no-profile"} < set(flags)
     assert pairs["--paradyse-config"] == path
@@ -128,11 +139,15 @@ WRONG = {
     "mapping": ("nproc_per_node: 1\nmegatron:\n  a: {b: 1}\n", "line 3: --a: expected a number"),
     "no mapping": ("nproc_per_node: 1\nmegatron: 3\n", "line 2: megatron is described by"),
     "setting": (SMALL + "paradyse:\n  polcy: x\n", ":4: unknown key 'polcy'"),
-    "setting's value": (SMALL + "paradyse:\n  log: loud\n", ":4: 'loud' is not one of"),
+    "setting's value": (SMALL + "paradyse:\n  log: loud\n", ":4: log: 'loud' is not one of"),
     "settings": (SMALL + "paradyse: 3\n", ":3: expected 'key: value' lines"),
     "environment": (SMALL + "environment: {A=B: 1}\n", "line 3: 'A=B' is no name of a variable"),
     "script": (SMALL + "script: [a]\n", "line 3: script: expected a text"),
     "ranks": ("nproc_per_node: {a: 1}\n", "line 1: nproc_per_node: expected a number or a text"),
+    "no rank": ("nproc_per_node: 0\n", "line 1: nproc_per_node: '0' is not a whole number from 1"),
+    "many": ("nproc_per_node: many\n", "line 1: nproc_per_node: 'many' is not a whole number"),
+    "nodes": (SMALL + "nnodes: 4:2\n", "line 3: nnodes: '4:2' is not a number of nodes"),
+    "port": (SMALL + "master_port: 70000\n", "line 3: master_port: '70000' is not a whole number"),
     "not YAML": ("a: [", "is not YAML"),
     "tag": ("nproc_per_node: !!python/name:os.system 1\n", "line 1"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ import numpy as np
 from megatron_paradyse.costs.accuracy import SCOPES, TIME, Errors, summarize
 from megatron_paradyse.costs.description import Description
 from megatron_paradyse.costs.table import BYTE_QUANTITIES
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.whole_file import check_figure, whole_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,9 +65,7 @@ def detail_table(errors: Sequence[Errors]) -> Table:
 
 def plot_accuracy(errors: Sequence[Errors], path: str, *, description: Description) -> None:
     """Draw errors by strategy and scope, time above memory, into path (.png, .svg or .pdf)."""
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"a figure ends in .png, .svg or .pdf, got {path}")
+    check_figure(path)
     # Without pyplot: no display, no state.
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
@@ -100,7 +97,8 @@ def plot_accuracy(errors: Sequence[Errors], path: str, *, description: Descripti
         fontsize=7,
         color="0.35",
     )
-    _save(figure, path, suffix)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=150)
 
 
 def _draw(ax, errors, names, model, scope, quantities, shift) -> None:
@@ -118,14 +116,3 @@ def _draw(ax, errors, names, model, scope, quantities, shift) -> None:
         label = model if position == 0 else None
         ax.plot([middle], [position + shift], marker, color=colour, markersize=5, label=label)
         ax.plot([middle, largest], [position + shift] * 2, color=colour, linewidth=1.5)
-
-
-def _save(figure: object, path: str, suffix: str) -> None:
-    temporary = f"{path}.{os.getpid()}.tmp{suffix}"
-    try:
-        figure.savefig(temporary, dpi=150)  # type: ignore[attr-defined]
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise

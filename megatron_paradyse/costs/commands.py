@@ -6,14 +6,18 @@ import json
 
 import click
 
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.option_types import json_option
 from megatron_paradyse.units import format_count
 
 # Written out here, because help must not import numpy; a test compares.
 MODELS = ("hybrid", "paper")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
 
-@click.command(short_help="Fit cost models to a profile.")
+@click.command(
+    short_help="Fit cost models to a profile.",
+    epilog="Example: megatron-paradyse fit costs-raw.json -o costs.json",
+)
 @click.argument("table", metavar="FILE")
 @click.option("-o", "--output", required=True, metavar="FILE", help="Write the cost file here.")
 @click.option(
@@ -31,9 +35,14 @@ def fit(table: str, output: str, model: str, as_json: bool) -> None:
     """
     from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
     from megatron_paradyse.costs.fitting import fit_table, unfitted
+    from megatron_paradyse.whole_file import check_output
 
+    check_output(output)
     measured = read_cost_file(table).table
-    fitted = fit_table(measured, model)
+    try:
+        fitted = fit_table(measured, model)
+    except UserError as error:
+        raise UserError(f"{table}: {error}") from error
     left_out = unfitted(measured)
     write_cost_file(output, measured, fitted)
     if as_json:
@@ -63,7 +72,10 @@ def fit(table: str, output: str, model: str, as_json: bool) -> None:
     click.echo(f"{model} model of {len(fitted.fits)} operations written to {output}")
 
 
-@click.command(short_help="Say how wrong the cost models are.")
+@click.command(
+    short_help="Say how wrong the cost models are.",
+    epilog="Example: megatron-paradyse accuracy costs.json --details --plot accuracy.png",
+)
 @click.argument("table", metavar="FILE")
 @click.option("--held-out", metavar="FILE", help="Ask for the lengths of this other profile.")
 @click.option("--plot", metavar="FILE", help="Draw the errors (.png, .svg or .pdf).")
@@ -85,12 +97,18 @@ def accuracy(
     )
     from megatron_paradyse.costs.cost_file import read_cost_file
     from megatron_paradyse.costs.description import check_compatible
+    from megatron_paradyse.whole_file import check_figure
 
+    if plot is not None:
+        check_figure(plot)
     measured = read_cost_file(table).table
     other = None if held_out is None else read_cost_file(held_out).table
     if other is not None:
         check_compatible(measured.description, other.description)
-    errors = measure_accuracy(measured, other)
+    try:
+        errors = measure_accuracy(measured, other)
+    except UserError as error:
+        raise UserError(f"{table}: {error}") from error
     if plot is not None:
         plot_accuracy(errors, plot, description=measured.description)
     d = measured.description

@@ -11,7 +11,7 @@ machine that is slower at everything changes no plan. Older microbatches fade.
 Bytes. A factor rises to what a microbatch took beyond its static part, over what was predicted,
 where the safety margin did not cover it. It never falls.
 
-A strategy and its +recompute variant share their factors: they run the same code.
+A strategy and its +recompute and +offload variants share their factors: they run the same code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_paradyse.costs.table import MODEL, OperationCosts
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import base_name
 
 PRIOR_DRIFT, PRIOR_STRATEGY, NOISE = 1.0, 0.3, 0.1  # standard deviations of logarithms
 FADE = 0.97  # of what was known, at each update
@@ -50,8 +50,8 @@ class Correction:
     """Factors by strategy, from sums of observations that the caller has added over all ranks."""
 
     def __init__(self, strategies: Sequence[str]):
-        """strategies: as plans name them, with or without +recompute."""
-        self.names = tuple(dict.fromkeys(name.removesuffix(RECOMPUTE) for name in strategies))
+        """strategies: as plans name them, with or without +recompute or +offload."""
+        self.names = tuple(dict.fromkeys(base_name(name) for name in strategies))
         size = len(self.names)
         self.seconds = np.zeros(size)  # logarithms of the factors in force
         self.bytes = np.ones(size)
@@ -162,7 +162,7 @@ class Correction:
         return dict(zip(self.names, values.round(4).tolist(), strict=True))
 
     def _index(self, strategy: str) -> int | None:
-        name = strategy.removesuffix(RECOMPUTE)
+        name = base_name(strategy)
         return self.names.index(name) if name in self.names else None
 
 

@@ -2,7 +2,7 @@
 
     schema_version   1; any other is refused
     description      see description.py
-    constants        see table.py
+    constants        see table.py; without host_bytes_per_second where that is not known
     measurements     see table.py; a measurement that is not "ok" has no quantities
     model            null, or {kind, operations}: see fit_values.py
 
@@ -12,12 +12,11 @@ and whatever is wrong ends as one line with the file, the key and the remedy.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,15 +34,15 @@ from megatron_paradyse.costs.strict import (
     load_json,
 )
 from megatron_paradyse.costs.table import (
-    MAX_BATCH_SIZE,
     MAX_QUANTITY,
-    MAX_SEQ_LENGTH,
     Constants,
     CostTable,
     Measurement,
     measured_quantities,
 )
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
+from megatron_paradyse.whole_file import write_whole
 
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 8 << 20
@@ -90,7 +89,7 @@ def read_cost_file(path: str | os.PathLike[str]) -> CostFile:
 def write_cost_file(
     path: str | os.PathLike[str], table: CostTable, model: CostModel | None = None
 ) -> None:
-    """Write a cost file under a temporary name, sync it, and give it its name."""
+    """Write a cost file, whole or not at all."""
     path = os.fspath(path)
     text = _to_json(table, model)
     if len(text) > MAX_FILE_BYTES or len(table.measurements) > MAX_MEASUREMENTS:
@@ -98,34 +97,7 @@ def write_cost_file(
             f"{path}: {len(table.measurements)} measurements are more than a cost file holds "
             f"({MAX_MEASUREMENTS}, {MAX_FILE_BYTES >> 20} MiB): profile fewer lengths or strategies"
         )
-    with _all_or_nothing(path) as temporary, open(temporary, "x", encoding="ascii") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-@contextlib.contextmanager
-def _all_or_nothing(path: str) -> Iterator[str]:
-    folder, name = os.path.split(path)
-    if not name or os.path.isdir(path):
-        raise UserError(f"{path or 'an empty path'} is a folder: give the name of a file")
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    # The name itself must survive a crash; some file systems cannot sync a folder.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder or ".", os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    write_whole(path, text)
 
 
 def _to_json(table: CostTable, model: CostModel | None) -> str:
@@ -145,7 +117,7 @@ def _to_json(table: CostTable, model: CostModel | None) -> str:
     return (
         f'{{"schema_version": {SCHEMA_VERSION},\n'
         f'"description": {json.dumps(_plain(table.description), indent=1)},\n'
-        f'"constants": {json.dumps(_plain(table.constants))},\n'
+        f'"constants": {json.dumps(_known(_plain(table.constants)))},\n'
         f'"measurements": {lines(points)},\n"model": {model_text}}}\n'
     )
 
@@ -160,6 +132,10 @@ def _plain(value: Any) -> dict[str, Any]:
     return values
 
 
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _short(value: Any) -> Any:
     """Whole numbers without a fraction: bytes."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -171,17 +147,26 @@ def _check_version(version: Any) -> None:
 
 
 def _read_table(values: dict[str, Any]) -> CostTable:
-    constants = check_keys(
-        values["constants"], "constants", tuple(f.name for f in dataclasses.fields(Constants))
-    )
-    for key, value in constants.items():
-        check_number(value, f"constants.{key}", low=0, high=MAX_QUANTITY)
+    constants = _read_constants(values["constants"])
     points = check_array(values["measurements"], "measurements", max_items=MAX_MEASUREMENTS)
     return CostTable(
         _read_description(values["description"]),
         tuple(_read_measurement(point, f"measurements[{i}]") for i, point in enumerate(points)),
         Constants(**constants),
     )
+
+
+def _read_constants(value: Any) -> dict[str, float]:
+    """Keys that need not be known may be missing, as they are in older files."""
+    keys = [
+        f.name
+        for f in dataclasses.fields(Constants)
+        if f.default is not None or (isinstance(value, dict) and f.name in value)
+    ]
+    constants = check_keys(value, "constants", tuple(keys))
+    for key, number in constants.items():
+        check_number(number, f"constants.{key}", low=0, high=MAX_QUANTITY)
+    return constants
 
 
 def _read_description(value: Any) -> Description:

@@ -22,6 +22,7 @@ from megatron_paradyse.costs.forest import StepTable
 from megatron_paradyse.costs.hybrid import MAX_RESIDUAL, HybridFit
 from megatron_paradyse.costs.laws import MAX_PIECES, NUM_TERMS, Law
 from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
+from megatron_paradyse.costs.offloaded import host_link
 from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
 from megatron_paradyse.costs.strict import (
     ContentError,
@@ -96,7 +97,7 @@ def read_model(value: Any, table: CostTable) -> CostModel:
         if measured.get(name) != (fit.min_length, fit.max_length):
             raise ContentError(f"{where} was not fitted to the lengths of these measurements")
         fits[name] = fit
-    return CostModel(kind, tuple(fits.values()), table.constants)
+    return CostModel(kind, tuple(fits.values()), table.constants, host_link(table))
 
 
 def _read_operation(value: Any, where: str, kind: str) -> OperationFit:

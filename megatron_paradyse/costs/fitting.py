@@ -9,6 +9,7 @@ import numpy as np
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
 from megatron_paradyse.costs.laws import Array
 from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
+from megatron_paradyse.costs.offloaded import host_link
 from megatron_paradyse.costs.paper import PaperFit, fit_paper
 from megatron_paradyse.costs.table import (
     BYTE_QUANTITIES,
@@ -38,7 +39,7 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
         raise UserError(
             f"nothing was measured at {MIN_LENGTHS} lengths or more: profile at more lengths"
         )
-    return CostModel(kind, fits, table.constants)
+    return CostModel(kind, fits, table.constants, host_link(table))
 
 
 def fit_operation(

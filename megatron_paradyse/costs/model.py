@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_paradyse.costs.evaluation import HybridEvaluation, PaperEvaluation
 from megatron_paradyse.costs.hybrid import HybridFit
+from megatron_paradyse.costs.offloaded import HostLink, offloaded
 from megatron_paradyse.costs.paper import PaperFit
 from megatron_paradyse.costs.table import (
     MAX_BATCH_SIZE,
@@ -16,6 +17,7 @@ from megatron_paradyse.costs.table import (
     OperationCosts,
 )
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies import RECOMPUTE, base_name, offloads
 
 HYBRID, PAPER = "hybrid", "paper"
 MODELS = (HYBRID, PAPER)
@@ -36,20 +38,28 @@ class OperationFit:
 class CostModel:
     """Predicts costs from fits; the same inputs give the same numbers on every rank.
 
-    kind: "hybrid" or "paper". constants: the table's.
+    kind: "hybrid" or "paper". constants: the table's. host: the table's way to host memory, for
+    the costs of +offload; None: not known.
     """
 
-    def __init__(self, kind: str, fits: Sequence[OperationFit], constants: Constants) -> None:
+    def __init__(
+        self,
+        kind: str,
+        fits: Sequence[OperationFit],
+        constants: Constants,
+        host: HostLink | None = None,
+    ) -> None:
         assert kind in MODELS and len({(f.strategy, f.operation) for f in fits}) == len(fits)
         self.kind = kind
         self.fits = tuple(fits)
         self.constants = constants
+        self.host = host
         self._rows = {(fit.strategy, fit.operation): i for i, fit in enumerate(self.fits)}
         self._prepared: dict[int, HybridEvaluation | PaperEvaluation] = {}
         self._last: tuple[tuple[int, int], list[list[float]]] = ((0, 0), [])
 
     def strategies(self, operation: str) -> tuple[str, ...]:
-        """The strategies of which this operation can be predicted."""
+        """The strategies of which this operation was fitted; +offload follows from +recompute."""
         return tuple(fit.strategy for fit in self.fits if fit.operation == operation)
 
     def profiled_range(self, strategy: str, operation: str) -> tuple[int, int]:
@@ -65,12 +75,24 @@ class CostModel:
         The first call at an (s, b) computes every strategy and operation, the next look it up.
         Raises UserError when the model has no such strategy or operation.
         """
+        if offloads(strategy) and (strategy, operation) not in self._rows:
+            again = base_name(strategy) + RECOMPUTE
+            return self.offloaded(self.operation(again, operation, seq_length, batch_size))
         row = self._row(strategy, operation)
         key, values = self._last
         if key != (seq_length, batch_size):
             values = self._evaluate(seq_length, batch_size)
             self._last = ((seq_length, batch_size), values)
         return OperationCosts(*values[row])
+
+    def offloaded(self, recomputed: OperationCosts) -> OperationCosts:
+        """Of +offload, from those of +recompute; UserError where the host's rate is not known."""
+        if self.host is None:
+            raise UserError(
+                "no costs of +offload: the file has no rate of copies to host memory: profile "
+                "again, or leave +offload out"
+            )
+        return offloaded(recomputed, self.host)
 
     def predict(
         self, strategy: str, operation: str, quantity: str, seq_length: int, batch_size: int = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_paradyse.costs.table import ATTENTION, MLP, OperationCosts
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import RECOMPUTE, base_name
 
 CostsOf = Callable[[str, str], OperationCosts]  # (strategy, operation) -> costs at one (s, b)
 
@@ -13,15 +13,16 @@ CostsOf = Callable[[str, str], OperationCosts]  # (strategy, operation) -> costs
 def recomputed_layer(attention: str, mlp: str, costs_of: CostsOf) -> OperationCosts:
     """Both halves under one checkpoint, which keeps the layer's input only.
 
-    x: the bytes of an activation [s/p, b, h]; a, m: the halves; a', m': with +recompute.
+    x: the bytes of an activation [s/p, b, h]; a, m: the halves; a', m': with +recompute. A name
+    with +offload counts as one with +recompute: where the input waits is not told here.
 
         forward   max(a'.forward, x + m'.forward): attention's output waits for the MLP
         backward  runs both halves again, keeping a.kept + m.kept, then back through the MLP;
                   then, still holding the layer's output, through the attention
     """
-    first, second = costs_of(attention, ATTENTION), costs_of(mlp, MLP)
-    a = costs_of(attention.removesuffix(RECOMPUTE), ATTENTION)
-    m = costs_of(mlp.removesuffix(RECOMPUTE), MLP)
+    a, m = costs_of(base_name(attention), ATTENTION), costs_of(base_name(mlp), MLP)
+    first = costs_of(base_name(attention) + RECOMPUTE, ATTENTION)
+    second = costs_of(base_name(mlp) + RECOMPUTE, MLP)
     x = second.kept_bytes
     both = a.kept_bytes + m.kept_bytes
     return OperationCosts(

@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 
 from megatron_paradyse.costs.description import Description
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 
 ATTENTION, MLP, LAYER = "attention", "mlp", "layer"
 LAYER_OPERATIONS = (ATTENTION, MLP, LAYER)
@@ -40,8 +41,6 @@ OK, BYTES_ONLY, OOM, UNSUPPORTED = "ok", "bytes only", "oom", "unsupported: "
 
 MAX_NAME = 100  # characters of a strategy
 MAX_STATUS = 500
-MAX_SEQ_LENGTH = 1 << 40
-MAX_BATCH_SIZE = 1 << 20
 MAX_QUANTITY = 1e18
 
 
@@ -145,19 +144,29 @@ class Constants:
     optimizer_seconds: an iteration without its microbatches: gradients made whole and zeroed, the
         step, the reduced loss.
     optimizer_bytes: the peak of that above static_bytes.
+    host_bytes_per_second: of copies between the device and host memory, either way, while every
+        rank copies; None where it is not known.
     """
 
     static_bytes: float
     optimizer_seconds: float
     optimizer_bytes: float = 0.0
+    host_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
             if not (math.isfinite(value) and 0 <= value <= MAX_QUANTITY):
                 raise UserError(
                     f"constant {field.name} must lie in [0, {MAX_QUANTITY:g}], got {value!r:.40}"
                 )
+        if self.host_bytes_per_second is not None and self.host_bytes_per_second < 1:
+            raise UserError(
+                "constant host_bytes_per_second must be at least 1, got "
+                f"{self.host_bytes_per_second!r:.40}"
+            )
 
 
 @dataclass(frozen=True)

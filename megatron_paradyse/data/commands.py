@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.units import parse_count, parse_ratio
+from megatron_paradyse.option_types import COUNT, RATIO, json_option
 
 if TYPE_CHECKING:
     from megatron_paradyse.data.metadata import DatasetMetadata
@@ -28,25 +28,6 @@ MEGATRON_TOKENIZERS = (
 )
 
 
-class _Parsed(click.ParamType[Any]):
-    """A click type from a function that raises UserError."""
-
-    def __init__(self, name: str, parse: Any) -> None:
-        self.name = name
-        self.parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return self.parse(value)
-        except UserError as error:
-            self.fail(str(error), param, ctx)
-
-
-COUNT = _Parsed("count", parse_count)
-RATIO = _Parsed("factor", parse_ratio)
-
 output_prefix = click.option(
     "-o",
     "--output-prefix",
@@ -55,7 +36,6 @@ output_prefix = click.option(
     help="Write PREFIX.bin, PREFIX.idx and PREFIX.json.",
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing data set.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
 
 @click.group()
@@ -143,7 +123,10 @@ def lengths(prefix: str, scale: float, plot: str | None, as_json: bool) -> None:
     from megatron_paradyse.data import lengths as work
     from megatron_paradyse.data.index import read_index
     from megatron_paradyse.data.metadata import read_metadata
+    from megatron_paradyse.whole_file import check_figure
 
+    if plot is not None:
+        check_figure(plot)
     index = read_index(prefix)
     summary = work.summarize(index, scale)
     if plot is not None:

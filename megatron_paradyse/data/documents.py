@@ -16,8 +16,6 @@ import numpy as np
 
 from megatron_paradyse.errors import UserError
 
-LONG_DOCUMENT_CHOICES = ("split", "truncate", "refuse")
-
 
 @dataclass(frozen=True)
 class SampleTable:

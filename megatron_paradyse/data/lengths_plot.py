@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import os
 
 from megatron_paradyse.data.distributions import DISTRIBUTIONS, PAPER, bucket_labels
 from megatron_paradyse.data.lengths import LengthSummary
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.whole_file import check_figure, whole_file
 
 # Okabe and Ito's colours, told apart by the colour-blind; hatches, so that a grey print does too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73")
@@ -19,9 +18,7 @@ def plot_lengths(summary: LengthSummary, path: str, *, label: str, source: str) 
 
     label names the data set in the legend; source says what it is (measured, synthetic).
     """
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"a figure ends in .png, .svg or .pdf, got {path}")
+    check_figure(path)
     # Without pyplot: no display, no state.
     from matplotlib.figure import Figure
 
@@ -55,19 +52,9 @@ def plot_lengths(summary: LengthSummary, path: str, *, label: str, source: str) 
     axes.legend(frameon=False)
     today = datetime.date.today().isoformat()
     figure.supxlabel(f"{source}; paper: {PAPER}; drawn {today}", fontsize=7, color="0.35")
-    _save(figure, path, suffix)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=150)
 
 
 def _bar_text(percent: float) -> str:
     return f"{percent:.1f}" if percent else ""
-
-
-def _save(figure: object, path: str, suffix: str) -> None:
-    temporary = f"{path}.{os.getpid()}.tmp{suffix}"
-    try:
-        figure.savefig(temporary, dpi=150)  # type: ignore[attr-defined]
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise

@@ -9,8 +9,6 @@ import numpy as np
 
 Order = Callable[[np.ndarray, int], np.ndarray]  # (lengths, epoch) -> a permutation
 
-ORDER_CHOICES = ("shuffled", "short-to-long", "bucketed")
-
 
 def shuffled(lengths: np.ndarray, epoch: int, *, seed: int) -> np.ndarray:
     """A permutation that depends on the seed and the epoch."""
@@ -46,7 +44,7 @@ def bucketed(lengths: np.ndarray, epoch: int, *, seed: int, group: int) -> np.nd
 
 
 def make_order(name: str, *, seed: int, group: int) -> Order:
-    """order(lengths, epoch) of a name in ORDER_CHOICES; group: samples per global batch."""
+    """order(lengths, epoch) of a name in choices.ORDER_CHOICES; group: samples per global batch."""
     orders: dict[str, Order] = {
         "shuffled": functools.partial(shuffled, seed=seed),
         "short-to-long": short_to_long,

@@ -209,7 +209,9 @@ class JsonlSource:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", None) or str(error)
-            raise SourceError(f"{place}: not a JSON object: {reason}") from error
+            raise SourceError(
+                f"{place}: not a JSON object on one line ({reason}): mend the line"
+            ) from error
         if not isinstance(record, dict):
             raise SourceError(f"{place}: a {type(record).__name__} where a JSON object is needed")
         if self.key not in record:

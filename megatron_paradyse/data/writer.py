@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import warnings
@@ -59,13 +60,12 @@ class DatasetWriter:
         self._temporary = {suffix: temporary + suffix for suffix in SUFFIXES}
 
     def __enter__(self) -> Self:
-        builder_class = _import_builder()
-        try:
-            self._builder = builder_class(self._temporary[".bin"], dtype=self.dtype)
-        except BaseException:
-            self._remove_temporary()
-            raise
         return self
+
+    @functools.cached_property
+    def _builder(self) -> Any:
+        """Made with the first tokens, so that input without any is refused before torch loads."""
+        return _import_builder()(self._temporary[".bin"], dtype=self.dtype)
 
     def __exit__(
         self,
@@ -75,7 +75,8 @@ class DatasetWriter:
     ) -> None:
         if not self._committed:
             try:
-                self._builder.data_file.close()
+                if "_builder" in vars(self):
+                    self._builder.data_file.close()
             except OSError:
                 # A full disk fails again when the last buffer is flushed.
                 pass

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OK, LACK, FAULT = "ok", "lack", "fault"
+OK, LACK, FAULT, SKIP = "ok", "lack", "fault", "skip"
 
 
 @dataclass(frozen=True)
 class Check:
-    """state: "ok"; "lack", training runs without it; "fault", it does not.
+    """state: "ok"; "lack", training runs without it; "fault", it does not; "skip", not checked.
 
     cost: what the lack means; remedy: the command that mends it.
     """

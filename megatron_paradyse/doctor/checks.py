@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_paradyse import __version__
 from megatron_paradyse.doctor import FAULT, LACK, OK, Check, machine
+from megatron_paradyse.doctor.links import links
 
 PROBE_SECONDS = 120
 MEGATRON = "0.19"
@@ -55,7 +56,7 @@ def check_all() -> list[Check]:
         _needed("numpy"),
         _xgboost(),
         *machine.gpus(gpus, torch),
-        *machine.links(len(gpus)),
+        *links(len(gpus), torch),
         *machine.resources(),
         *machine.checkout(MEGATRON),
     ]

@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from megatron_paradyse.doctor import FAULT, LACK, OK, Check
+from megatron_paradyse.doctor import FAULT, LACK, OK, SKIP, Check
+from megatron_paradyse.option_types import json_option
 
 
 @click.command(epilog="Example: megatron-paradyse doctor --json")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+@json_option
 def doctor(as_json: bool) -> int:
     """Check this machine and the installed versions; ends with 0 if training can run here.
 
@@ -46,7 +47,7 @@ def _print(checks: list[Check]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    colours = {OK: "green", LACK: "yellow", FAULT: "bold red"}
+    colours = {OK: "green", LACK: "yellow", FAULT: "bold red", SKIP: "cyan"}
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column in ("", "what", "found"):
         table.add_column(column)

@@ -1,18 +1,17 @@
-"""The machine that ranks would run on: GPUs and their links, memory, disk, a checkout."""
+"""The machine that ranks would run on: GPUs, memory, disk, a checkout."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from megatron_paradyse.doctor import LACK, OK, Check
+from megatron_paradyse.doctor.tool import output_of
 from megatron_paradyse.machine import cpu_name
 
-TOOL_SECONDS = 10
 LITTLE_DISK = 5 << 30
 LITTLE_MEMORY = 4 << 30
 
@@ -23,7 +22,7 @@ def gpus(found: list[dict[str, Any]], torch: dict[str, Any]) -> list[Check]:
             Check(f"GPU {i}", OK, f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.1f} GiB")
             for i, gpu in enumerate(found)
         ]
-    seen = _tool("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    seen = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     if seen:
         names = "; ".join(seen.splitlines()[:8])
         cost = "ranks run on the CPU with gloo: right, and slow"
@@ -39,35 +38,6 @@ def gpus(found: list[dict[str, Any]], torch: dict[str, Any]) -> list[Check]:
         ]
     cost = "ranks run on the CPU with gloo: right, and slow"
     return [Check("GPUs", LACK, "none", cost, "run on a machine with NVIDIA GPUs")]
-
-
-def links(num_gpus: int) -> list[Check]:
-    """How GPUs are connected, in nvidia-smi's words: NV18 is 18 NVLinks, PHB, NODE, SYS PCIe."""
-    if num_gpus < 2:
-        return []
-    kinds = set(re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", _matrix()))
-    if not kinds:
-        return [Check("links", LACK, "not known", "megatron-paradyse profile measures them anyway")]
-    return [Check("links", OK, ", ".join(sorted(kinds)))]
-
-
-def _matrix() -> str:
-    """The rows of GPUs, without the legend below them."""
-    rows = _tool("nvidia-smi", "topo", "-m").splitlines()
-    return "\n".join(row for row in rows if row.startswith("GPU"))
-
-
-def _tool(*command: str) -> str:
-    """What a tool prints, "" where it is not there, fails or hangs."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True
-        )
-    except (subprocess.SubprocessError, OSError):
-        return ""
-    return process.stdout.strip()
 
 
 def resources() -> list[Check]:

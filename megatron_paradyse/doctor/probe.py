@@ -7,6 +7,7 @@ hangs or crashes: first {"begin": NAME}, then {"name": NAME, ...}.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -51,10 +52,12 @@ def _torch() -> dict[str, Any]:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             gpus.append({"name": properties.name, "memory_bytes": properties.total_memory})
+    pairs = itertools.combinations(range(len(gpus)), 2)
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "gpus": gpus,
+        "pairs_apart": [p for p in pairs if not torch.cuda.can_device_access_peer(*p)],
         "gloo": distributed and torch.distributed.is_gloo_available(),
         "nccl": distributed and torch.distributed.is_nccl_available(),
     }

@@ -10,10 +10,12 @@ from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.policies import CostSource, Numbers, StageMemory
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE, base_name, offloads, recomputes
 
 # of strategy, operation, s, b: a CostModel's method `operation`, or a table of measurements
 CostsOf = Callable[[str, str, int, int], OperationCosts]
+# of +recompute -> of +offload: a CostModel's method `offloaded`
+Offloaded = Callable[[OperationCosts], OperationCosts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,32 +39,35 @@ class Stage:
     margin: float = 0.0
 
 
-def cost_source(costs_of: CostsOf) -> CostSource:
-    """Costs of training and of evaluation.
+def cost_source(costs_of: CostsOf, offloaded: Offloaded | None = None) -> CostSource:
+    """Costs of training and of evaluation; offloaded: needed where strategies offload.
 
-    A forward without gradient costs what the forward of +recompute does: it keeps its input while
-    it runs, and its output after it. Where that has no costs, those of the strategy are a bound.
+    A layer whose halves both recompute keeps its input where its attention's choice says. A
+    forward without gradient costs what the forward of +recompute does: it keeps its input while it
+    runs, and its output after it. Where that has no costs, those of the strategy are a bound.
     """
 
     def training(operation: str, strategy: str, s: int, b: int) -> Numbers:
         return _numbers(costs_of(strategy, operation, s, b))
 
     def pairs(attention: str, mlp: str, s: int, b: int) -> Numbers | None:
-        if not (attention.endswith(RECOMPUTE) and mlp.endswith(RECOMPUTE)):
+        if not (recomputes(attention) and recomputes(mlp)):
             return None
-        return _numbers(
-            recomputed_layer(attention, mlp, lambda name, half: costs_of(name, half, s, b))
-        )
+        costs = recomputed_layer(attention, mlp, lambda name, half: costs_of(name, half, s, b))
+        if offloads(attention):
+            assert offloaded is not None, "whoever names +offload gives its costs"
+            costs = offloaded(costs)
+        return _numbers(costs)
 
     def evaluation(operation: str, strategy: str, s: int, b: int) -> Numbers:
-        base = strategy.removesuffix(RECOMPUTE)
+        base = base_name(strategy)
         try:
             costs = costs_of(base + RECOMPUTE, operation, s, b)
         except UserError:
             costs = costs_of(base, operation, s, b)
         return costs.forward_seconds, 0, costs.kept_bytes + costs.forward_bytes, 0
 
-    return CostSource(training, pairs, evaluation)
+    return CostSource(training, pairs, evaluation, same_pair=_same_pair, tries=_tries)
 
 
 def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
@@ -101,7 +106,7 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         embedding_peak=embedding_peak,
         head_peak=head_peak,
         gather_bytes=gather_bytes,
-        gathers=lambda strategy: strategy.removesuffix(RECOMPUTE) == MEGATRON_TS,
+        gathers=lambda strategy: base_name(strategy) == MEGATRON_TS,
         num_in_flight=stage.num_in_flight,
         margin=stage.margin,
     )
@@ -111,6 +116,22 @@ def model_seconds(costs_of: CostsOf, stage: Stage, s: int, b: int) -> float:
     """Embedding and head, where the stage has them: forward and backward."""
     parts = [(EMBEDDING, stage.has_embedding), (HEAD, stage.has_head)]
     return sum(costs_of(MODEL, part, s, b).time_seconds for part, present in parts if present)
+
+
+def _same_pair(attention: str, mlp: str) -> tuple[str, str]:
+    """Where both halves recompute, the MLP's name need not say where the layer's input waits."""
+    if recomputes(attention) and recomputes(mlp):
+        return attention, base_name(mlp) + (OFFLOAD if offloads(attention) else RECOMPUTE)
+    return attention, mlp
+
+
+def _tries(attention: str, mlp: str) -> bool:
+    """Inputs of whole layers go to the host, those of halves only where a plan is written so.
+
+    A byte kept by a half and one kept by a layer cost the same copy: with both to choose from,
+    plans of equal worth are too many to search, and hardly any is better (docs/planner.md).
+    """
+    return (recomputes(attention) and recomputes(mlp)) or not (offloads(attention) or offloads(mlp))
 
 
 def _numbers(costs: OperationCosts) -> Numbers:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
 from megatron_paradyse.costs.description import ModelShape
+from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.edges.tiles import automatic_tile
 from megatron_paradyse.errors import UserError
@@ -18,7 +19,13 @@ from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, OptimalPolicy
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.strategies import parse_strategy_name
+from megatron_paradyse.strategies import (
+    OFFLOAD,
+    RECOMPUTE,
+    base_name,
+    offloads,
+    parse_strategy_name,
+)
 
 # Lengths are planned for as the next multiple of this, so that like ones share a plan.
 ALIGNMENT = 64
@@ -47,22 +54,49 @@ def read_costs(settings: Settings) -> Costs:
         )
     file = read_cost_file(settings.cost_model)
     model = file.require_model()
-    halves = (set(model.strategies(ATTENTION)), set(model.strategies(MLP)))
-    known = [name for name in model.strategies(ATTENTION) if name in halves[1]]
-    names = settings.strategies or tuple(known)
+    known = known_strategies(model)
+    names = settings.strategies or _default_strategies(settings, file, known)
     for restriction in (settings.layers or {}).values():
         names += tuple(n for n in restriction.attention + restriction.mlp if n not in names)
     names = tuple(dict.fromkeys(names))
     for name in names:
         parse_strategy_name(name)
         if name not in known:
+            why = "" if model.host or not offloads(name) else ", nor a rate of copies to the host"
             raise UserError(
-                f"{settings.cost_model} has no costs of {name}: profile it, or choose among "
-                f"{', '.join(known)}"
+                f"{settings.cost_model} has no costs of {name}{why}: profile "
+                f"{'again' if why else 'it'}, or choose among {', '.join(known)}"
             )
     if not names:
         raise UserError(f"{settings.cost_model} has no strategy with costs of both operations")
     return Costs(file, names)
+
+
+def known_strategies(model: CostModel) -> tuple[str, ...]:
+    """The strategies with costs of both halves; with a host's rate +offload after +recompute."""
+    mlp = set(model.strategies(MLP))
+    names: list[str] = []
+    for name in model.strategies(ATTENTION):
+        if name in mlp:
+            names.append(name)
+            if name.endswith(RECOMPUTE) and model.host is not None:
+                names.append(base_name(name) + OFFLOAD)
+    return tuple(dict.fromkeys(names))
+
+
+def _default_strategies(
+    settings: Settings, file: CostFile, known: tuple[str, ...]
+) -> tuple[str, ...]:
+    """All, less +offload if the settings say so, or on a CPU: it has one memory."""
+    wanted = settings.offload
+    if wanted and not any(map(offloads, known)):
+        raise UserError(
+            f"offload: true, but {file.path} has no rate of copies to the host, or nothing with "
+            "+recompute: profile again, or leave it out"
+        )
+    if wanted is None:
+        wanted = file.table.description.hardware.kind != "cpu"
+    return tuple(name for name in known if wanted or not offloads(name))
 
 
 def check_policy(settings: Settings) -> None:
@@ -203,7 +237,7 @@ class FilePolicies:
         """smooth: keep previous plans if the settings say so; costs_of: instead of the file's."""
         settings = self.settings
         gamma = settings.smoothing if smooth else None
-        source = cost_source(costs_of or self.model.operation)
+        source = cost_source(costs_of or self.model.operation, self.model.offloaded)
         memory = stage_memory(self.model.operation, stage)
         common = {
             "granularity": settings.granularity,

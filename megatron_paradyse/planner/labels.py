@@ -20,7 +20,7 @@ Counts = tuple[tuple[int, int], ...]  # (row of the table, layers), in the order
 Found = list[tuple[int, int, int]]  # run, row, layers
 
 
-MOST_LABELS = 20_000  # children of one block; plans for real costs need hundreds
+MOST_LABELS = 400_000  # children of one block; plans for real costs need hundreds to thousands
 
 
 class TooManyLabelsError(Exception):

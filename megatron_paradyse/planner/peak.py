@@ -28,7 +28,7 @@ def operations(problem: Problem, plan: Plan) -> list[Choice] | None:
         mlp = _named(options.mlp, chosen.mlp)
         if attention is None or mlp is None:
             return None
-        pair = options.pairs.get((chosen.attention, chosen.mlp))
+        pair = options.pair(chosen.attention, chosen.mlp)
         run += [attention, mlp] if pair is None else [pair]
     return run
 
@@ -85,7 +85,7 @@ def as_one(options: LayerOptions, attention: Choice, mlp: Choice, *, forward_onl
 
     In the middle of a layer its MLP's kept bytes are not there yet, hence the difference.
     """
-    pair = options.pairs.get((attention.name, mlp.name))
+    pair = options.pair(attention.name, mlp.name)
     if pair is not None:
         return pair
     later = 0 if forward_only else mlp.kept_bytes

@@ -61,6 +61,10 @@ class StageMemory:
 class CostSource:
     """Where the numbers come from. evaluation gives those of forwards without gradient.
 
+    same_pair gives, of an attention's and an MLP's strategy, the names of a pair that runs and
+    costs the same: where that is offered, plans name it alone. tries: whether planners consider a
+    pair; without it all.
+
     Without it an evaluation is planned by bounds: the training's seconds, and all that its forward
     ever holds as forward_bytes.
     """
@@ -69,6 +73,8 @@ class CostSource:
     pairs: PairCosts | None = None
     evaluation: Costs | None = None
     evaluation_pairs: PairCosts | None = None
+    same_pair: Callable[[str, str], tuple[str, str]] | None = None
+    tries: Callable[[str, str], bool] | None = None
 
 
 @dataclass(eq=False)
@@ -194,17 +200,30 @@ class CostPolicy:
                     f"no strategy of {', '.join(names)} can run {operation} for s={s}, b={b}: "
                     "allow others, or profile them at this length"
                 )
-        pairs = {}
         source = self.costs.evaluation_pairs if forward_only else self.costs.pairs
-        if source is not None:
-            for first in halves[0]:
-                for second in halves[1]:
-                    numbers = source(first.name, second.name, s, b)
-                    if numbers is not None:
-                        gathers = first.gathers or second.gathers
-                        pair = _make_choice(first.name, numbers, gathers)
-                        pairs[first.name, second.name] = pair
-        return LayerOptions(halves[0], halves[1], pairs)
+        if source is None:
+            return LayerOptions(halves[0], halves[1])
+        offered = [(first.name, second.name) for first in halves[0] for second in halves[1]]
+        pairs, same = {}, self._same_pairs(set(offered))
+        for first in halves[0]:
+            for second in halves[1]:
+                if (first.name, second.name) in same:
+                    continue
+                numbers = source(first.name, second.name, s, b)
+                if numbers is not None:
+                    gathers = first.gathers or second.gathers
+                    pair = _make_choice(first.name, numbers, gathers)
+                    pairs[first.name, second.name] = pair
+        tries = self.costs.tries
+        untried = [pair for pair in offered if tries is not None and not tries(*pair)]
+        return LayerOptions(halves[0], halves[1], pairs, same, frozenset(untried))
+
+    def _same_pairs(self, offered: set) -> dict[tuple[str, str], tuple[str, str]]:
+        """Of pairs that run what another pair runs that is offered too: that pair."""
+        if self.costs.same_pair is None:
+            return {}
+        same = {pair: self.costs.same_pair(*pair) for pair in offered}
+        return {pair: other for pair, other in same.items() if other != pair and other in offered}
 
     def _choice(self, operation, name: str, s: int, b: int, forward_only: bool) -> Choice | None:
         if forward_only and self.costs.evaluation is not None:

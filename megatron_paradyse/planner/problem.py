@@ -54,17 +54,26 @@ class LayerOptions:
 
     pairs gives (attention, mlp) names whose costs together are not the sum of the two, as when
     both recompute and one checkpoint surrounds the layer; its numbers are those of a whole layer.
+    same gives, of pairs that run what another pair runs, the names of that one, whose numbers are
+    theirs: a plan may name them, a planner need not. It does not try untried pairs either, unless
+    there are no others.
     """
 
     attention: tuple[Choice, ...]
     mlp: tuple[Choice, ...]
     pairs: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
+    same: Mapping[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    untried: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self) -> None:
         for operation in ("attention", "mlp"):
             names = [choice.name for choice in getattr(self, operation)]
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{operation} needs choices of different names, got {names}")
+
+    def pair(self, attention: str, mlp: str) -> Choice | None:
+        """The costs that these two have together, if they are not the sum of the two."""
+        return self.pairs.get(self.same.get((attention, mlp), (attention, mlp)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +164,7 @@ def _less(options: LayerOptions, drop: Drop, granularity: str) -> LayerOptions |
         tuple(c for c in choices if not drop(half, c) and (free or c.name in shared))
         for half, choices in halves.items()
     )
-    return LayerOptions(attention, mlp, options.pairs) if attention and mlp else None
+    return replace(options, attention=attention, mlp=mlp) if attention and mlp else None
 
 
 class Planner(Protocol):

@@ -59,23 +59,42 @@ def make_table(options: LayerOptions, problem: Problem) -> Table:
     seconds = (a_seconds[:, None] + m_seconds).ravel()
     kept = (a_kept[:, None] + m_kept).ravel()
     workspace = np.maximum(a_workspace[:, None] - m_kept, m_workspace).ravel()
-    if options.pairs:
-        first = {c.name: i * len(options.mlp) for i, c in enumerate(options.attention)}
-        second = {c.name: i for i, c in enumerate(options.mlp)}
-        own = {
-            first[attention] + second[mlp]: choice
-            for (attention, mlp), choice in options.pairs.items()
-            if attention in first and mlp in second
-        }
-        if own:
-            rows = list(own)
-            seconds[rows], kept[rows], workspace[rows] = _columns(
-                tuple(own.values()), problem.forward_only
-            )
-    if problem.granularity == "operation":
+    own, needless = _pairs(options)
+    needless = needless if len(needless) < len(seconds) else set()
+    if own:
+        rows = list(own)
+        seconds[rows], kept[rows], workspace[rows] = _columns(
+            tuple(own.values()), problem.forward_only
+        )
+    if problem.granularity != "operation":
+        allowed = np.array(_alike(options), dtype=np.intp)
+    elif needless:
+        allowed = np.delete(np.arange(len(seconds)), list(needless))
+    else:
         return Table(options, np.arange(len(seconds)), seconds, kept, workspace)
-    allowed = np.array(_alike(options), dtype=np.intp)
     return Table(options, allowed, seconds[allowed], kept[allowed], workspace[allowed])
+
+
+def _pairs(options: LayerOptions) -> tuple[dict[int, Choice], set[int]]:
+    """Rows whose pair has costs of its own, with these; rows that are not tried."""
+    first = {c.name: i * len(options.mlp) for i, c in enumerate(options.attention)}
+    second = {c.name: i for i, c in enumerate(options.mlp)}
+
+    def row(pair: tuple[str, str]) -> int | None:
+        there = pair[0] in first and pair[1] in second
+        return first[pair[0]] + second[pair[1]] if there else None
+
+    own = {row(pair): choice for pair, choice in options.pairs.items()}
+    needless = {row(pair) for pair in options.untried}
+    for pair, other in options.same.items():
+        if other in options.pairs:
+            own[row(pair)] = options.pairs[other]
+        if row(other) is not None:
+            needless.add(row(pair))
+    return (
+        {found: choice for found, choice in own.items() if found is not None},
+        {found for found in needless if found is not None},
+    )
 
 
 def _columns(choices: tuple[Choice, ...], forward_only: bool) -> np.ndarray:

@@ -8,23 +8,10 @@ from collections.abc import Callable
 
 import click
 
-from megatron_paradyse.errors import UserError
-from megatron_paradyse.units import parse_count
+from megatron_paradyse.option_types import LENGTHS, json_option
 
-MAX_LENGTHS = 100
 # Written out here, because help must import little; a test compares.
 GRANULARITIES = ("operation", "layer", "sequence")
-
-
-def _lengths(ctx: click.Context, _: click.Parameter, text: str) -> tuple[int, ...]:
-    parts = [part for part in text.split(",") if part.strip()]
-    lengths = tuple(parse_count(part) for part in parts)
-    if not lengths or min(lengths) < 1 or len(lengths) > MAX_LENGTHS:
-        raise UserError(
-            f"--lengths takes 1 to {MAX_LENGTHS} lengths of at least 1 token, such as 1K,32K,300K, "
-            f"got {text[:60]!r}"
-        )
-    return lengths
 
 
 def policy_options(command: Callable) -> Callable:
@@ -39,12 +26,20 @@ def policy_options(command: Callable) -> Callable:
             help="How far a real peak may be above its prediction; default 0.03.",
         ),
         click.option("--strategies", metavar="NAMES", help="Comma-separated; default: all."),
+        click.option(
+            "--no-offload",
+            "offload",
+            flag_value=False,
+            type=bool,
+            default=None,
+            help="No plan keeps inputs of layers in host memory.",
+        ),
         click.option("--granularity", type=click.Choice(GRANULARITIES), help="Default operation."),
         click.option("--head-tile", metavar="TOKENS", help="As in training; default auto."),
         click.option("--config", metavar="FILE", help="YAML of settings, as --paradyse-config."),
         click.option("--num-layers", type=int, help="If not those of the cost file."),
         click.option("--batch-size", type=click.IntRange(1, 1 << 20), default=1, help="Default 1."),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON for machines."),
+        json_option,
     ]
     return functools.reduce(lambda made, option: option(made), reversed(options), command)
 
@@ -53,7 +48,7 @@ def policy_options(command: Callable) -> Callable:
     short_help="Tell which plan training would choose, and why.",
     epilog="Example: megatron-paradyse plan costs.json --lengths 1K,32K,300K --explain",
 )
-@click.option("--lengths", required=True, callback=_lengths, help="Such as 1K,32K,300K.")
+@click.option("--lengths", required=True, type=LENGTHS, help="Such as 1K,32K,300K.")
 @click.option("--policy", metavar="POLICY", help="optimal (default), heuristic[:no-mix,...].")
 @click.option("--pipeline-stages", type=click.IntRange(1), default=1, help="Default 1.")
 @click.option("--pipeline-stage", type=click.IntRange(1), default=1, help="Which; default 1.")
@@ -73,7 +68,7 @@ def plan(
     num_layers: int | None,
     batch_size: int,
     as_json: bool,
-    **flags: str | float | None,
+    **flags: str | float | bool | None,
 ) -> None:
     """Tell which plan training with the fitted costs in COSTS would choose for each length.
 
@@ -111,7 +106,7 @@ def max_length(
     num_layers: int | None,
     batch_size: int,
     as_json: bool,
-    **flags: str | float | None,
+    **flags: str | float | bool | None,
 ) -> None:
     """Tell the longest sequence that fits into the memory of a rank, by the costs in COSTS.
 
@@ -120,7 +115,10 @@ def max_length(
     from megatron_paradyse.preview.longest import find_longest
     from megatron_paradyse.preview.longest_text import longest_report, longest_values
     from megatron_paradyse.preview.setup import make_setup
+    from megatron_paradyse.whole_file import check_figure
 
+    if figure is not None:
+        check_figure(figure)
     setup = make_setup(costs, {"policy": "optimal", **flags}, config, num_layers=num_layers)
     found = find_longest(setup, batch_size)
     if figure is not None:

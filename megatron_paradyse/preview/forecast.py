@@ -13,7 +13,7 @@ from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.problem import Outcome, Problem, problem_less
 from megatron_paradyse.planner.uniform import common_strategies, mixed_plan
 from megatron_paradyse.preview.setup import Setup
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import names_of_costs
 
 LABELS = {ATTENTION: "attention", MLP: "MLP"}
 UNIFORM, UNLIMITED_MEMORY, WITHOUT = "uniform", "unlimited memory", "without"
@@ -146,7 +146,7 @@ def _profiled(setup: Setup, outcome: Outcome, s: int) -> bool:
     model = setup.policies.model
     used = {(ATTENTION, c.attention) for c in outcome.plan.layers.values()}
     used |= {(MLP, c.mlp) for c in outcome.plan.layers.values()}
-    used |= {(operation, name.removesuffix(RECOMPUTE)) for operation, name in used}
+    used |= {(operation, part) for operation, name in used for part in names_of_costs(name)}
     stage = setup.stage
     used |= {(EMBEDDING, MODEL)} if stage.has_embedding else set()
     used |= {(HEAD, MODEL)} if stage.has_head else set()

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.table import MAX_SEQ_LENGTH
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.problem import Outcome, Problem
 from megatron_paradyse.preview.forecast import Forecast, alone, forecast
 from megatron_paradyse.preview.setup import Setup
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import names_of_costs, offloads, recomputes
+from megatron_paradyse.units import MAX_SEQ_LENGTH
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,15 @@ class Longest:
     forecast: Forecast | None  # at ParaDySe's limit
     single: tuple[Limit, ...]
 
-    def best(self, *, recompute: bool = True) -> Limit | None:
-        """The single strategy that reaches furthest; without +recompute if told so."""
-        found = [s for s in self.single if recompute or not s.strategy.endswith(RECOMPUTE)]
+    def best(self, *, recompute: bool = True, offload: bool = True) -> Limit | None:
+        """The single strategy that reaches furthest, of those that do neither, if told so."""
+        found = [limit for limit in self.single if offload or not offloads(limit.strategy)]
+        found = [limit for limit in found if recompute or not recomputes(limit.strategy)]
         return max(found, key=lambda limit: limit.tokens, default=None)
 
-    def ratio(self, *, recompute: bool = True) -> float | None:
+    def ratio(self, *, recompute: bool = True, offload: bool = True) -> float | None:
         """ParaDySe's limit over the best single strategy's."""
-        best = self.best(recompute=recompute)
+        best = self.best(recompute=recompute, offload=offload)
         return self.paradyse.tokens / best.tokens if best is not None and best.tokens else None
 
 
@@ -116,6 +117,6 @@ def _used(outcome: Outcome) -> list[str]:
 
 def _profiled(setup: Setup, names: Sequence[str]) -> int:
     """The longest length at which all that these strategies do, and the edges, were profiled."""
-    wanted = {*names, *(name.removesuffix(RECOMPUTE) for name in names), "model"}
+    wanted = {"model", *(part for name in names for part in names_of_costs(name))}
     fits = [fit for fit in setup.policies.model.fits if fit.strategy in wanted]
     return min(fit.max_length for fit in fits if fit.operation != "layer")

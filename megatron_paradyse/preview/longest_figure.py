@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import datetime
-import os
 
-from megatron_paradyse.errors import UserError
 from megatron_paradyse.preview.layout import bytes_text
 from megatron_paradyse.preview.longest import Limit, Longest
 from megatron_paradyse.preview.setup import Setup
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import offloads, recomputes
+from megatron_paradyse.whole_file import check_figure, whole_file
 
 # Okabe and Ito's colours, told apart by the colour-blind; hatches, so that a grey print does too.
 PARADYSE, PLAIN, RECOMPUTED = ("#D55E00", ""), ("#0072B2", ""), ("#56B4E9", "//")
+OFFLOADED = ("#009E73", "xx")
 
 
 def draw_longest(setup: Setup, found: Longest, path: str) -> None:
     """Draw the limits, the longest on top, into path (.png, .svg or .pdf), all or nothing."""
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"a figure ends in .png, .svg or .pdf, got {path}")
+    check_figure(path)
     # Without pyplot: no display, no state.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -42,7 +40,9 @@ def draw_longest(setup: Setup, found: Longest, path: str) -> None:
     axes.set_xlabel(f"longest sequence ({symbol} tokens; {symbol} = {unit:,})")
     axes.set_title(_title(setup, found), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    kinds = (("ParaDySe", PARADYSE), ("one strategy", PLAIN), ("with +recompute", RECOMPUTED))
+    kinds = [("ParaDySe", PARADYSE), ("one strategy", PLAIN), ("with +recompute", RECOMPUTED)]
+    if any(offloads(limit.strategy) for limit in found.single):
+        kinds.append(("with +offload", OFFLOADED))
     axes.legend(
         handles=[Patch(facecolor=c, hatch=h, edgecolor="white", label=k) for k, (c, h) in kinds],
         frameon=False,
@@ -50,13 +50,16 @@ def draw_longest(setup: Setup, found: Longest, path: str) -> None:
         loc="lower right",
     )
     figure.supxlabel(_source(setup, limits), fontsize=7, color="0.35")
-    _save(figure, path, suffix)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=150)
 
 
 def _style(row: int, limit: Limit) -> tuple[str, str]:
     if row == 0:
         return PARADYSE
-    return RECOMPUTED if limit.strategy.endswith(RECOMPUTE) else PLAIN
+    if offloads(limit.strategy):
+        return OFFLOADED
+    return RECOMPUTED if recomputes(limit.strategy) else PLAIN
 
 
 def _title(setup: Setup, found: Longest) -> str:
@@ -75,14 +78,3 @@ def _source(setup: Setup, limits: list[Limit]) -> str:
         f"predicted from costs {d.source} {d.date}, {d.p} x {d.hardware.name}, {d.dtype}, "
         f"{d.attention_mask}{beyond}; drawn {datetime.date.today().isoformat()}"
     )
-
-
-def _save(figure: object, path: str, suffix: str) -> None:
-    temporary = f"{path}.{os.getpid()}.tmp{suffix}"
-    try:
-        figure.savefig(temporary, dpi=150)  # type: ignore[attr-defined]
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise

@@ -6,8 +6,10 @@ from typing import Any
 
 from megatron_paradyse.preview.layout import bytes_text, heading, seconds_text, table, wrapped
 from megatron_paradyse.preview.longest import Limit, Longest
+from megatron_paradyse.preview.peak_parts import host_bytes
 from megatron_paradyse.preview.plan_text import outcome_values
 from megatron_paradyse.preview.setup import Setup
+from megatron_paradyse.strategies import offloads
 
 
 def longest_report(setup: Setup, found: Longest) -> str:
@@ -44,8 +46,15 @@ def _paradyse(setup: Setup, found: Longest) -> str:
         f"{at.outcome.plan.runs()}: {seconds_text(at.seconds)} with embedding and head, peak "
         f"{bytes_text(at.outcome.peak_bytes)} of {bytes_text(at.problem.budget_bytes)}."
     ]
-    for recompute, words in ((True, "single strategy"), (False, "one without +recompute")):
-        best, ratio = found.best(recompute=recompute), found.ratio(recompute=recompute)
+    waiting = host_bytes(setup, at)
+    if waiting:
+        lines.append(f"{bytes_text(waiting)} of host memory a rank hold inputs of its layers.")
+    kinds: list[tuple[dict[str, bool], str]] = [({}, "single strategy")]
+    if any(offloads(limit.strategy) for limit in found.single):
+        kinds.append(({"offload": False}, "one without +offload"))
+    kinds.append(({"recompute": False}, "one that does not recompute"))
+    for without, words in kinds:
+        best, ratio = found.best(**without), found.ratio(**without)
         if best is not None and ratio is not None:
             lines.append(f"It reaches {ratio:.3f} times as far as the best {words}, {_name(best)}.")
     return wrapped(" ".join(lines))
@@ -84,9 +93,11 @@ def longest_values(setup: Setup, found: Longest) -> dict[str, Any]:
         "margin": setup.stage.margin,
         "static_bytes": setup.stage.static_bytes,
         "paradyse": _values(found.paradyse),
+        "paradyse_host_bytes": host_bytes(setup, found.forecast) if found.forecast else 0,
         "paradyse_seconds": found.forecast.seconds if found.forecast else None,
         "single": [_values(limit) for limit in found.single],
         "ratio_to_best_single": found.ratio(),
+        "ratio_to_best_single_without_offload": found.ratio(offload=False),
         "ratio_to_best_single_without_recompute": found.ratio(recompute=False),
     }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.planner.peak import base_bytes, operations, walk
 from megatron_paradyse.preview.forecast import Forecast
 from megatron_paradyse.preview.setup import Setup
+from megatron_paradyse.strategies import RECOMPUTE, base_name, offloads, recomputes
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,23 @@ def peak_parts(setup: Setup, found: Forecast) -> PeakParts:
     )
 
 
+def host_bytes(setup: Setup, found: Forecast) -> int:
+    """What a rank's layers keep in host memory when all of them wait for their backward."""
+    size = (found.planned_length, found.batch_size)
+
+    def kept(name: str, half: str) -> float:
+        again = base_name(name) + RECOMPUTE
+        return setup.policies.model.operation(again, half, *size).kept_bytes
+
+    total = 0.0
+    for choice in found.outcome.plan.layers.values():
+        if offloads(choice.attention):
+            total += kept(choice.attention, ATTENTION)
+        if offloads(choice.mlp) and not recomputes(choice.attention):
+            total += kept(choice.mlp, MLP)
+    return int(total)
+
+
 def _end(found: Forecast) -> str:
     if found.problem.tail_bytes > found.problem.head_bytes:
         return "the end of the layers, with room for another microbatch's backward"
@@ -75,7 +94,7 @@ def _labels(found: Forecast) -> list[str]:
     labels = []
     for number in sorted(found.problem.layers):
         choice = found.outcome.plan[number]
-        if (choice.attention, choice.mlp) in found.problem.layers[number].pairs:
+        if found.problem.layers[number].pair(choice.attention, choice.mlp) is not None:
             labels.append(f"layer {number} ({_both(choice)})")
         else:
             labels.append(f"layer {number}'s attention ({choice.attention})")

@@ -81,7 +81,9 @@ def make_setup(
     shape = read.file.table.description.model
     num_layers = shape.num_layers if num_layers is None else num_layers
     if not 1 <= num_layers <= MAX_LAYERS:
-        raise UserError(f"a model has 1 to {MAX_LAYERS:,} layers, got {num_layers:,}")
+        raise UserError(
+            f"a model has 1 to {MAX_LAYERS:,} layers, got --num-layers {num_layers}: give another"
+        )
     budget_bytes, budget = _budget(settings, read.file.table.description.hardware)
     policies = FilePolicies(settings, read, budget_bytes, num_layers=num_layers)
     layers = _layers(num_layers, grid)
@@ -102,7 +104,7 @@ def make_setup(
 
 
 def _settings(costs: str, flags: dict[str, Any], config: str | None) -> Settings:
-    settings = make_settings(flags, config)
+    settings = make_settings(flags, config, prefix="--")
     if flags.get("policy") is None and cost_policy_kind(settings) is None:
         settings = dataclasses.replace(settings, policy="optimal")  # the file's is for training
     if cost_policy_kind(settings) is None:
@@ -133,7 +135,8 @@ def _budget(settings: Settings, hardware: Hardware) -> tuple[int, str]:
 def _layers(num_layers: int, grid: Grid) -> tuple[int, ...]:
     if not 1 <= grid.stage <= grid.num_stages:
         raise UserError(
-            f"pipeline stage {grid.stage} of {grid.num_stages}: stages are numbered from 1"
+            f"pipeline stage {grid.stage} of {grid.num_stages}: stages are numbered from 1: give "
+            f"--pipeline-stage 1 to {grid.num_stages}"
         )
     if num_layers % grid.num_stages:
         raise UserError(

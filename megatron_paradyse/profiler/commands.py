@@ -12,17 +12,11 @@ from pathlib import Path
 import click
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, SIZE
 from megatron_paradyse.profiler.points import Options
-from megatron_paradyse.units import parse_bytes, parse_count
 
 QUICK_SECONDS_PER_POINT = 0.05
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-
-
-def _counts(ctx: click.Context, _: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    return tuple(parse_count(part) for part in text.split(",") if part)
 
 
 @click.command(
@@ -32,24 +26,25 @@ def _counts(ctx: click.Context, _: click.Parameter, text: str | None) -> tuple[i
     "--vocab-size 1024",
 )
 @click.option("--nproc", type=click.IntRange(1), metavar="P", help="Start P ranks here.")
-@click.option("--output", type=click.Path(dir_okay=False), required=True, help="JSON to write.")
+@click.option("-o", "--output", required=True, metavar="FILE", help="JSON to write.")
 @click.option("--model", type=click.Path(), help="YAML mapping of Megatron flags to values.")
-@click.option("--lengths", callback=_counts, help="Such as 1K,4K,16K; default: 8, log-spaced.")
+@click.option("--lengths", type=LENGTHS, help="Such as 1K,4K,16K; default: 8, log-spaced.")
 @click.option(
-    "--bytes-lengths", callback=_counts, help="Measure bytes only; default: some between those."
+    "--bytes-lengths", type=LENGTHS, help="Measure bytes only; default: some between those."
 )
-@click.option("--max-length", help="The longest default length; default: --seq-length.")
-@click.option("--batch-sizes", callback=_counts, default="1", help="Such as 1,2; default 1.")
+@click.option("--max-length", type=COUNT, help="The longest default length; default: --seq-length.")
+@click.option("--batch-sizes", type=BATCH_SIZES, default="1", help="Such as 1,2; default 1.")
 @click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
 @click.option("--budget-seconds", type=click.FloatRange(0), help="Stop after so long.")
 @click.option("--quick", is_flag=True, help="4 lengths, shorter runs, no checks: less accurate.")
-@click.option("--memory", help="Of a rank, such as 76GiB; longer lengths are left out.")
+@click.option("--memory", type=SIZE, help="Of a rank, such as 76GiB; longer lengths are left out.")
 @click.option(
     "--stand-in", type=click.IntRange(2, 1024), metavar="P", help="This device alone, as one of P."
 )
 @click.option(
     "--interconnect", metavar="NAME|FILE", help="Of a stand-in: nvlink4, or a measured file."
 )
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines at the end.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[MEGATRON FLAGS]...")
 def profile(
     nproc: int | None,
@@ -57,14 +52,15 @@ def profile(
     model: str | None,
     lengths: tuple[int, ...] | None,
     bytes_lengths: tuple[int, ...] | None,
-    max_length: str | None,
+    max_length: int | None,
     batch_sizes: tuple[int, ...],
     strategies: str | None,
     budget_seconds: float | None,
     quick: bool,
-    memory: str | None,
+    memory: int | None,
     stand_in: int | None,
     interconnect: str | None,
+    as_json: bool,
     flags: tuple[str, ...],
 ) -> None:
     """Measure what every strategy costs on this machine, for the model of the Megatron flags.
@@ -76,16 +72,18 @@ def profile(
     """
     from megatron_paradyse.profiler.flags import megatron_flags
     from megatron_paradyse.profiler.points import strategies_to_profile
+    from megatron_paradyse.whole_file import check_output
 
+    check_output(output)
     options = Options(
         output=output,
         lengths=lengths,
         bytes_lengths=bytes_lengths,
-        max_length=None if max_length is None else parse_count(max_length),
+        max_length=max_length,
         batch_sizes=batch_sizes,
         strategies=None if strategies is None else tuple(strategies.split(",")),
         budget_seconds=budget_seconds,
-        memory_bytes=None if memory is None else parse_bytes(memory),
+        memory_bytes=memory,
         quick=quick,
     )
     if quick:
@@ -99,6 +97,8 @@ def profile(
         profile_stand_in(
             options, chosen, flags, ranks=stand_in, interconnect=interconnect, model=model
         )
+        if as_json:
+            _print_outcome(output, network=False)
         return
     if interconnect is not None:
         raise UserError("--interconnect describes a --stand-in: real ranks are measured")
@@ -112,12 +112,21 @@ def profile(
 
         argv = sys.argv[sys.argv.index("profile") + 1 :]
         start_ranks(argv, ranks=ranks, output=Path(output))
-        click.echo(f"wrote {output}")
+        if as_json:
+            _print_outcome(output, network=network)
+        else:
+            click.echo(f"wrote {output}")
         return
-    _on_this_rank(options, None if network else megatron)
+    _on_this_rank(options, None if network else megatron, as_json)
 
 
-def _on_this_rank(options: Options, flags: list[str] | None) -> None:
+def _print_outcome(output: str, *, network: bool) -> None:
+    from megatron_paradyse.profiler.outcome import outcome
+
+    click.echo(json.dumps(outcome(output, network=network)))
+
+
+def _on_this_rank(options: Options, flags: list[str] | None, as_json: bool) -> None:
     """The profile of one rank, or without flags of its network.
 
     Whatever ends it ends the process at once, for others may wait.
@@ -149,6 +158,8 @@ def _on_this_rank(options: Options, flags: list[str] | None) -> None:
                 measure_network(options.output)
             else:
                 run.profile(options, flags, report)
+        if as_json and rank == 0 and descriptor is None:  # under torchrun: nobody else says it
+            _print_outcome(options.output, network=flags is None)
         code = 0
     except UserError as error:
         if rank == 0:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.flag_file import read_flags
 
 # Flags that have no meaning in a profile, and how many values follow: None, as many as there are.
 DROPPED = {
@@ -26,6 +23,8 @@ DROPPED = {
     "--paradyse-balance": 0,
     "--paradyse-no-correction": 0,
     "--paradyse-no-profile": 0,
+    "--paradyse-offload": 0,
+    "--paradyse-no-offload": 0,
     "--paradyse-config": 1,
     "--paradyse-trace": 1,
     "--paradyse-log": 1,
@@ -56,7 +55,7 @@ ASSUMED = {
 
 def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) -> list[str]:
     """The flags that the ranks parse: those of the model file, then the given ones."""
-    flags = _without_dropped([*(model_file_flags(model_path) if model_path else []), *given])
+    flags = _without_dropped([*(read_flags(model_path, "--model") if model_path else []), *given])
     names = {flag.partition("=")[0] for flag in flags}
     assumed = [text for pair in ASSUMED.items() if pair[0] not in names for text in pair]
     if "--tensor-model-parallel-size" not in names:
@@ -72,34 +71,6 @@ def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) 
         assumed += ["--tokenizer-type", "NullTokenizer"]
     last = ["--train-iters", "1000", "--paradyse", "--paradyse-policy", "fixed:megatron_ts"]
     return [*assumed, *flags, *last]
-
-
-def model_file_flags(path: str) -> list[str]:
-    """A YAML mapping of Megatron's flags, without dashes in front, to values, as flags.
-
-    true gives the flag alone, false and null leave it out, a list gives several values.
-    """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--model {path}: {error.strerror}: give an existing YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--model {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UserError(f"--model {path}: expected 'flag: value' lines, as in 'num-layers: 4'")
-    return [text for key, value in content.items() for text in _flag(path, key, value)]
-
-
-def _flag(path: str, key: str, value: Any) -> list[str]:
-    name = "--" + key.lstrip("-").replace("_", "-")
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [name]
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, str | int | float) for item in values):
-        raise UserError(f"--model {path}: {key}: expected a number, a text or a list of these")
-    return [name, *map(str, values)]
 
 
 def _without_dropped(flags: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
@@ -40,6 +41,14 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._measurements)
+
+    def complete(self, constants: Constants) -> None:
+        """Take these where the file has none: it was begun by an earlier version, or just now."""
+        known = self.constants or constants
+        if known.host_bytes_per_second is None:
+            rate = constants.host_bytes_per_second
+            known = dataclasses.replace(known, host_bytes_per_second=rate)
+        self.constants = known
 
     def get(self, key: Key) -> Measurement | None:
         return self._measurements.get(key)

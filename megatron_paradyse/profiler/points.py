@@ -97,7 +97,10 @@ def points(
 
 
 def strategies_to_profile(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The named strategies; without names all, each with and without +recompute."""
+    """The named strategies; without names all, each with and without +recompute.
+
+    The costs of +offload follow from these (costs/offloaded.py); named, it is measured.
+    """
     if names is None:
         return tuple(name for base in strategy_names() for name in (base, base + RECOMPUTE))
     for name in names:

@@ -28,6 +28,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
 
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler.agree import Agreement, take_note
+    from megatron_paradyse.profiler.host_rate import host_bytes_per_second
     from megatron_paradyse.profiler.journal import Journal
     from megatron_paradyse.profiler.model import build_and_measure
     from megatron_paradyse.profiler.runner import Runner
@@ -49,8 +50,8 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     report({"text": "building the model"})
     longest_tokens = max(lengths) * max(options.batch_sizes)
     model, constants = build_and_measure(num_layers, meter, longest_tokens=longest_tokens)
-    if journal.constants is None:
-        journal.constants = constants
+    rate = host_bytes_per_second()
+    journal.complete(dataclasses.replace(constants, host_bytes_per_second=rate))
     note = agreement.first(take_note(output) if rank == 0 else None)
     if note is not None:
         (strategy, operation, s, b), status = note

@@ -35,14 +35,14 @@ def report(traces: tuple[str, ...], costs: str | None, output: str, as_json: boo
     from megatron_paradyse.costs.cost_file import read_cost_file
     from megatron_paradyse.report.content import Content
     from megatron_paradyse.report.figures import draw_all
-    from megatron_paradyse.report.page import render, write_page
+    from megatron_paradyse.report.page import render
     from megatron_paradyse.report.trace_file import read_trace, warning_lines
+    from megatron_paradyse.whole_file import check_output, write_whole
 
     if len(traces) > MOST_TRACES:
         raise UserError(f"{len(traces)} traces: give at most {MOST_TRACES}, such as one replica's")
     page = Path(output)
-    if page.is_dir() or not page.parent.is_dir():
-        raise UserError(f"{output}: give the name of a file in a folder that exists")
+    check_output(output)
     fitted = None if costs is None else read_cost_file(costs)
     if fitted is not None:
         fitted.require_model()
@@ -52,9 +52,12 @@ def report(traces: tuple[str, ...], costs: str | None, output: str, as_json: boo
     for line in warnings:
         click.echo(f"warning: {line}", err=True)
     folder = page.with_name(f"{page.stem}-figures")
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}: choose another --output") from error
     figures = draw_all(content, os.fspath(folder))
-    write_page(output, render(content, figures, warnings))
+    write_whole(output, render(content, figures, warnings))
     drawn = [os.fspath(folder / f"{figure.name}.png") for figure in figures if not figure.missing]
     if as_json:
         numbers = {**content.as_json(), "output": output, "figures": drawn, "warnings": warnings}

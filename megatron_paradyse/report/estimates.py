@@ -6,11 +6,16 @@ from collections.abc import Mapping
 
 from megatron_paradyse.costs.correction import Correction, corrected
 from megatron_paradyse.costs.cost_file import CostFile
-from megatron_paradyse.costs.table import ATTENTION, MLP
-from megatron_paradyse.planner.from_file import UNLIMITED, Costs, FilePolicies
+from megatron_paradyse.planner.from_file import (
+    UNLIMITED,
+    Costs,
+    FilePolicies,
+    known_strategies,
+)
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.report.records import Run
 from megatron_paradyse.settings import Settings
+from megatron_paradyse.strategies import offloads
 
 
 def cost_policies(
@@ -22,12 +27,13 @@ def cost_policies(
     has one.
     """
     model = costs.require_model()
-    known = [name for name in model.strategies(ATTENTION) if name in model.strategies(MLP)]
+    known = known_strategies(model)
     chosen = [name for name in run.strategies if name in known] if run is not None else []
+    measured = [name for name in known if not offloads(name)]
     budget = None if run is None else run.memory_budget_bytes
     policies = FilePolicies(
         Settings(memory_margin=0.0 if run is None else run.memory_margin),
-        Costs(costs, tuple(chosen or known)),
+        Costs(costs, tuple(chosen or measured)),
         UNLIMITED if budget is None else budget,
     )
     correction = Correction(known)

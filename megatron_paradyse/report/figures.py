@@ -71,7 +71,7 @@ def _plan_words(content: Content) -> str:
     return (
         f"At up to {format_count(columns[0])} tokens attention runs {first}; at up to "
         f"{format_count(columns[-1])} tokens {last}. Where a length ran several plans, the most "
-        "frequent is shown; hatched strategies recompute."
+        "frequent is shown; hatched strategies recompute, crosshatched ones offload."
     )
 
 

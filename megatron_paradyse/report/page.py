@@ -129,15 +129,3 @@ def render(content: Content, figures: Sequence[Drawn], warnings: Sequence[str]) 
         fixed=fixed if ours else [],
         footer=f"{content.source()}; megatron_paradyse {__version__}",
     )
-
-
-def write_page(path: str, text: str) -> None:
-    """Under a temporary name first: the whole page or none."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        Path(temporary).write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise

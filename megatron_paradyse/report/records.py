@@ -18,10 +18,11 @@ from megatron_paradyse.costs.strict import (
     check_number,
     check_text,
 )
-from megatron_paradyse.costs.table import MAX_BATCH_SIZE, MAX_QUANTITY, MAX_SEQ_LENGTH
+from megatron_paradyse.costs.table import MAX_QUANTITY
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import Plan, parse_runs
 from megatron_paradyse.planner.from_costs import Stage
+from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 
 MOST_PLAN_CHARACTERS = 16_384
 MOST_FACTORS = 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import textwrap
 import warnings
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import base_name, offloads, recomputes
 from megatron_paradyse.units import format_count
+from megatron_paradyse.whole_file import whole_file
 
 # Okabe and Ito's colours, told apart by the colour-blind; markers and hatches for a grey print.
 COLOURS = {
@@ -27,7 +27,7 @@ OTHERS = (("#56B4E9", "P"), ("#999933", "X"), ("#8C6BB1", "*"))
 OURS, ACCENT = "#0072B2", "#D55E00"
 INK = "#222221"  # becomes the page's own colour of text
 MUTED = "#808080"  # readable on white and on black
-RECOMPUTE_HATCH = "////"
+RECOMPUTE_HATCH, OFFLOAD_HATCH = "////", "xxxx"
 MOST_LABEL_CHARACTERS = 28
 DPI = 150
 # A legend of many strategies in the width of a page.
@@ -56,20 +56,27 @@ _PAGE_STYLE: Any = {
 
 @dataclass(frozen=True)
 class Style:
-    """Of one strategy; with +recompute it is hatched, dashed and its markers are hollow."""
+    """Of one strategy; with +recompute it is hatched, dashed and its markers are hollow.
+
+    With +offload it is crosshatched and dotted.
+    """
 
     label: str
     colour: str
     marker: str
     recomputes: bool
+    offloads: bool = False
 
     @property
     def hatch(self) -> str:
+        if self.offloads:
+            return OFFLOAD_HATCH
         return RECOMPUTE_HATCH if self.recomputes else ""
 
     @property
     def line(self) -> dict[str, Any]:
-        return {"color": self.colour, "linestyle": (0, (4, 2)) if self.recomputes else "-"}
+        dashes = (0, (1, 2)) if self.offloads else (0, (4, 2)) if self.recomputes else "-"
+        return {"color": self.colour, "linestyle": dashes}
 
     @property
     def points(self) -> dict[str, Any]:
@@ -82,13 +89,13 @@ def styles_of(names: Sequence[str]) -> dict[str, Style]:
     styles: dict[str, Style] = {}
     unknown: list[str] = []
     for name in names:
-        base = name.removesuffix(RECOMPUTE)
+        base = base_name(name)
         if base not in COLOURS and base not in unknown:
             unknown.append(base)
         colour, marker = (
             COLOURS[base] if base in COLOURS else OTHERS[unknown.index(base) % len(OTHERS)]
         )
-        styles[name] = Style(short(name), colour, marker, base != name)
+        styles[name] = Style(short(name), colour, marker, recomputes(name), offloads(name))
     return styles
 
 
@@ -124,15 +131,8 @@ def make_figure(draw: Callable[[Any], None], look: Look, *, height: float, foote
 
 def save_png(figure, path: str) -> None:
     """All or nothing, on white."""
-    temporary = f"{path}.{os.getpid()}.tmp.png"
-    try:
-        with _quiet():
-            figure.savefig(temporary, dpi=DPI, facecolor="white")
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise
+    with whole_file(path) as temporary, _quiet():
+        figure.savefig(temporary, dpi=DPI, facecolor="white")
 
 
 def to_svg(figure, name: str) -> str:

@@ -10,17 +10,15 @@ import click
 
 from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.units import format_count, parse_count
+from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, json_option
+from megatron_paradyse.strategies import offloads
+from megatron_paradyse.units import format_count
 
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-LENGTHS = 12
+NUM_LENGTHS = 12
 MAX_SHOWN = 5
 DTYPES = ("bfloat16", "float16", "float32")
 MASKS = ("causal", "bidirectional")
-
-
-def _counts(ctx: click.Context, _: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    return None if text is None else tuple(parse_count(part) for part in text.split(","))
 
 
 @click.command(
@@ -38,19 +36,32 @@ def _counts(ctx: click.Context, _: click.Parameter, text: str | None) -> tuple[i
     help="Such as nvlink4+infiniband-ndr; default: the GPU's.",
 )
 @click.option(
-    "--lengths", callback=_counts, help=f"Such as 8K,32K; default: {LENGTHS}, log-spaced."
+    "--lengths", type=LENGTHS, help=f"Such as 8K,32K; default: {NUM_LENGTHS}, log-spaced."
 )
-@click.option("--max-length", default="128K", help="The longest default length.", show_default=True)
-@click.option("--batch-sizes", callback=_counts, default="1", help="Such as 1,2; default 1.")
+@click.option(
+    "--max-length",
+    type=COUNT,
+    default="128K",
+    help="The longest default length.",
+    show_default=True,
+)
+@click.option("--batch-sizes", type=BATCH_SIZES, default="1", help="Such as 1,2; default 1.")
 @click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
 @click.option("--mask", type=click.Choice(MASKS), help="Default: the named model's, or causal.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="bfloat16",
+    show_default=True,
+    help="Of weights and activations.",
+)
 @click.option(
     "--state-bytes",
     type=click.FloatRange(0, min_open=True),
+    metavar="BYTES",
     help="Of a parameter, its gradient and optimizer states; default: Megatron's 18 (16: float32).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+@json_option
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[MEGATRON FLAGS]...")
 def simulate(
     gpu: str,
@@ -59,7 +70,7 @@ def simulate(
     output: str,
     interconnect: str | None,
     lengths: tuple[int, ...] | None,
-    max_length: str,
+    max_length: int,
     batch_sizes: tuple[int, ...],
     strategies: str | None,
     mask: str | None,
@@ -80,21 +91,26 @@ def simulate(
     from megatron_paradyse.simulator.models import model_flags
     from megatron_paradyse.simulator.network import find_network
     from megatron_paradyse.simulator.run import Options
+    from megatron_paradyse.whole_file import check_output
 
+    check_output(output)
     device = find_device(gpu)
+    names = strategies_to_profile(None if strategies is None else strategies.split(","))
+    for name in filter(offloads, names):
+        raise UserError(
+            f"{name} is not simulated: its costs follow from those of +recompute: leave it out"
+        )
     megatron = model_flags(model, flags, ranks=ranks, dtype=dtype, mask=mask)
     options = Options(
         device=device,
         network=find_network(interconnect or device.interconnect, ranks),
         lengths=check_lengths(lengths, p=ranks)
         if lengths
-        else default_lengths(parse_count(max_length), p=ranks, count=LENGTHS),
-        strategies=strategies_to_profile(None if strategies is None else strategies.split(",")),
+        else default_lengths(max_length, p=ranks, count=NUM_LENGTHS),
+        strategies=names,
         batch_sizes=batch_sizes,
         state_bytes=state_bytes,
     )
-    if os.path.isdir(output):
-        raise UserError(f"{output} is a folder: give the name of a file")
     table = _in_silence(options, megatron)
     write_cost_file(output, table)
     if as_json:

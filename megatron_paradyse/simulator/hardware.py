@@ -15,6 +15,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.yaml_file import Entry, read_entry
 
 GIB = 1 << 30
+PCIE4, PCIE5 = 32e9, 64e9  # 16 lanes, bytes per second in one direction
 MEMORY_TOLERANCE = 0.1  # a driver takes its share, and some count GB
 
 
@@ -24,7 +25,8 @@ class Device:
 
     half_flops, float32_flops: multiply-adds count as 2. attention_*_efficiency: of a fused
     attention kernel with head dim 128; narrow_head_factor: what of that is left with head dim 64
-    or less.
+    or less. host_bytes_per_second: of the link to the host, one way; host_efficiency: the share of
+    it that copies to and from pinned memory reach while all devices copy.
     """
 
     name: str
@@ -39,9 +41,16 @@ class Device:
     attention_backward_efficiency: float = 0.60
     narrow_head_factor: float = 0.85
     bandwidth_efficiency: float = 0.80
+    host_bytes_per_second: float = PCIE4
+    host_efficiency: float = 0.40
     host_seconds_per_kernel: float = 6e-6
     host_seconds_per_collective: float = 40e-6
     source: str = "the user"
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes per second to or from host memory, while every device copies."""
+        return self.host_bytes_per_second * self.host_efficiency
 
 
 def _nvidia(name: str, memory_gib: int, half_tflops: float, gbytes: float, **more: Any) -> Device:
@@ -59,6 +68,7 @@ _AMPERE: dict[str, Any] = {"float32_flops": 19.5e12, "num_multiprocessors": 108}
 _HOPPER: dict[str, Any] = {
     "float32_flops": 67e12,
     "num_multiprocessors": 132,
+    "host_bytes_per_second": PCIE5,
     "matmul_efficiency": 0.70,
     "attention_forward_efficiency": 0.37,
     "attention_backward_efficiency": 0.33,
@@ -181,4 +191,4 @@ def _checked(entry: Entry, name: str) -> Any:
     if kinds[name] == "int":
         return int(entry.number(name, low=1, high=1e6))
     high = 1.0 if name.endswith(("_efficiency", "_factor")) else 1e18
-    return entry.number(name, low=0, high=high, above=not name.startswith("host"))
+    return entry.number(name, low=0, high=high, above=not name.startswith("host_seconds"))

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.profiler.flags import megatron_flags, model_file_flags
+from megatron_paradyse.flag_file import read_flags
+from megatron_paradyse.profiler.flags import megatron_flags
 
 GROUP_FLAGS = ["--fake-process-group"]  # of p ranks, of which this is one; it moves nothing
 NO_DROPOUT = {"--attention-dropout": 0, "--hidden-dropout": 0}
@@ -73,7 +74,7 @@ def model_flags(
             raise UserError(
                 f"no model named {model!r}: use one of {', '.join(MODELS)}, or a YAML file of flags"
             )
-        flags += model_file_flags(model)
+        flags += read_flags(model, "--model")
     if not {"--bf16", "--fp16"} & {*flags, *given}:
         flags += DTYPES[dtype]
     flags += [*(["--paradyse-model", MASKS[mask]] if mask else []), *given]

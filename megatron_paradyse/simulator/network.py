@@ -12,7 +12,6 @@ hop decides: "nvlink4+infiniband-ndr" is NVLink in a node and InfiniBand, a port
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -26,6 +25,7 @@ from megatron_paradyse.costs.strict import (
     load_json,
 )
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.whole_file import write_whole
 
 COLLECTIVES = (
     *("all_gather", "reduce_scatter", "all_to_all", "exchange"),
@@ -164,9 +164,5 @@ def read_network(path: str, p: int) -> Network:
 
 
 def write_network(path: str, network: Network) -> None:
-    """Write it under a temporary name first, so that no reader finds a part."""
-    partial = f"{path}.{os.getpid()}.tmp"
-    with open(partial, "w", encoding="ascii") as stream:
-        json.dump(asdict(network), stream, indent=1)
-        stream.write("\n")
-    os.replace(partial, path)
+    """Write it whole, so that no reader finds a part."""
+    write_whole(path, json.dumps(asdict(network), indent=1) + "\n")

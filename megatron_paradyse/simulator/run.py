@@ -27,7 +27,7 @@ from megatron_paradyse.costs.table import (
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.network import Network
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import base_name
 
 # What an Adam step of mixed precision reads and writes per parameter: the float32 gradient, master
 # weight and both moments once, the last three and the weight again; and the gradient for its norm
@@ -97,6 +97,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
         constants = Constants(
             static_bytes=numbers * state_bytes + buffer_bytes + tied_gradient_bytes(model),
             optimizer_seconds=numbers * OPTIMIZER_TRAFFIC_BYTES / rate,
+            host_bytes_per_second=options.device.host_rate,
         )
         measurements = tuple(_measurements(options, model, device, report))
     return CostTable(_description(options, num_layers), measurements, constants)
@@ -148,7 +149,7 @@ def ranks_that_differ(strategy: str, operation: str, *, p: int, causal: bool) ->
 
     The last rank stands for all elsewhere: no other has more scores to compute or to hold.
     """
-    base = strategy.removesuffix(RECOMPUTE)
+    base = base_name(strategy)
     if operation == ATTENTION and causal and base in ("megatron_cz", "metp"):
         return tuple(sorted({0, p // 2}))
     return (p - 1,)

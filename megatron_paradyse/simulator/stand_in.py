@@ -53,6 +53,7 @@ def stand_in_profile(
     from megatron.training import get_args
 
     from megatron_paradyse.live_bytes import make_meter
+    from megatron_paradyse.profiler.host_rate import host_bytes_per_second
     from megatron_paradyse.profiler.journal import Journal
     from megatron_paradyse.profiler.model import build_and_measure
     from megatron_paradyse.simulator.measured_clock import MeasuredClock
@@ -77,7 +78,8 @@ def stand_in_profile(
         report({"text": "building the model"})
         tokens = max(options.lengths) * max(options.batch_sizes)
         model, constants = build_and_measure(num_layers, meter, longest_tokens=tokens)
-        journal.constants = journal.constants or constants
+        rate = host_bytes_per_second()
+        journal.complete(dataclasses.replace(constants, host_bytes_per_second=rate))
         stand_in = StandIn(options, model, meter, clock, journal)
         points = [(s, b) for b in options.batch_sizes for s in options.lengths]
         for number, (s, b) in enumerate(points, 1):

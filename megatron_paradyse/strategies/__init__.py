@@ -19,40 +19,66 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "megatron_paradyse.strategies"
 RECOMPUTE = "+recompute"
+OFFLOAD = "+offload"  # recomputes too; what it keeps waits in host memory
 
-_BUILT_IN = ("megatron_ts", "ulysses_z", "megatron_cz", "colossal_z", "metp")
+BUILT_IN = ("megatron_ts", "ulysses_z", "megatron_cz", "colossal_z", "metp")
 
 
 def strategy_names() -> tuple[str, ...]:
     """Every registered strategy, without modifiers: the built-in ones, then third parties'."""
-    return _BUILT_IN + tuple(name for name in sorted(_third_party()) if name not in _BUILT_IN)
+    return BUILT_IN + tuple(name for name in sorted(_third_party()) if name not in BUILT_IN)
+
+
+def base_name(name: str) -> str:
+    """ "ulysses_z+offload" -> "ulysses_z"; the name may be of a strategy that is not there."""
+    suffix = OFFLOAD if name.endswith(OFFLOAD) else RECOMPUTE
+    return name.removesuffix(suffix)
+
+
+def recomputes(name: str) -> bool:
+    """Whether it keeps its input only, wherever that waits."""
+    return name.endswith((RECOMPUTE, OFFLOAD))
+
+
+def offloads(name: str) -> bool:
+    """Whether what it keeps waits in host memory."""
+    return name.endswith(OFFLOAD)
+
+
+def names_of_costs(name: str) -> tuple[str, ...]:
+    """The names whose measured costs those of this name are made from."""
+    base = base_name(name)
+    return (base, base + RECOMPUTE) if recomputes(name) else (base,)
 
 
 def parse_strategy_name(name: str) -> tuple[str, bool]:
-    """ "ulysses_z+recompute" -> ("ulysses_z", True). Raises UserError if there is no such name."""
-    base = name.removesuffix(RECOMPUTE)
+    """ "ulysses_z+recompute" -> ("ulysses_z", whether it recomputes), +offload as well.
+
+    Raises UserError if there is no such name.
+    """
+    base = base_name(name)
     if base not in strategy_names():
         raise UserError(
             f"no strategy named {name!r}: use one of {', '.join(strategy_names())}, "
-            f"each also with {RECOMPUTE}"
+            f"each also with {RECOMPUTE} or {OFFLOAD}"
         )
     return base, base != name
 
 
 @cache
 def get_strategy(name: str) -> Strategy:
-    """The strategy of that name, wrapped to recompute if it ends in +recompute."""
+    """The strategy of that name, wrapped if it ends in +recompute or +offload."""
     base, recompute = parse_strategy_name(name)
     strategy = _load(base)
     if recompute:
         from megatron_paradyse.strategies.recompute import recomputed
 
-        return recomputed(strategy)
+        return recomputed(strategy, offload=offloads(name))
     return strategy
 
 
 def _load(name: str) -> Strategy:
-    if name in _BUILT_IN:
+    if name in BUILT_IN:
         return importlib.import_module(f"{__name__}.{name}").STRATEGY
     strategy = _third_party()[name].load()
     if strategy.name != name:

@@ -7,14 +7,16 @@ of tensors. docs/strategies.md derives the closed forms. Buffers inside kernels 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies import parse_strategy_name
+from megatron_paradyse.strategies import offloads, parse_strategy_name
 from megatron_paradyse.strategies.sizes import Costs, LayerSizes, Ledger
 from megatron_paradyse.strategies.walks import WALKS
 
 
 def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
-    """Costs of "attention" or "mlp" under a strategy, +recompute included, for p > 1."""
+    """Costs of "attention" or "mlp" under a strategy, +recompute and +offload too, for p > 1."""
     base, recompute = parse_strategy_name(strategy)
     if (base, operation) not in WALKS:
         raise UserError(f"no cost formulas for the {operation} of {base}: profile it instead")
@@ -37,7 +39,11 @@ def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
         return costs
     alone = Ledger(keeping=False)
     walk.forward(alone, sizes)
-    return _recomputed(costs, sizes, made_anew=forward.kept, forward_bytes=alone.peak)
+    again = _recomputed(costs, sizes, made_anew=forward.kept, forward_bytes=alone.peak)
+    if not offloads(strategy):
+        return again
+    # The input comes back in the backward; the forward's caller holds it while that runs.
+    return replace(again, kept_bytes=0, backward_bytes=again.backward_bytes + sizes.x)
 
 
 def _replaces_x(base: str, operation: str, z: LayerSizes) -> bool:

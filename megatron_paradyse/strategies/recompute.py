@@ -1,5 +1,7 @@
 """+recompute: any strategy, keeping only its input and running again in the backward.
 
++offload does the same, and its input waits in host memory (host.py).
+
 The second run gives what the first gave: attention dropout is a function of positions and a seed,
 and nothing else in a strategy is random. Costs one more forward, its communication included.
 """
@@ -7,6 +9,7 @@ and nothing else in a strategy is random. Costs one more forward, its communicat
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import wraps
 
@@ -14,21 +17,27 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE
 from megatron_paradyse.strategies.contract import Strategy
+from megatron_paradyse.strategies.host import kept_on_host
 
 
-def recomputed(strategy: Strategy) -> Strategy:
-    """The strategy with +recompute: same results, kept bytes those of the input [s/p, b, h]."""
+def recomputed(strategy: Strategy, *, offload: bool = False) -> Strategy:
+    """The strategy with +recompute: same results, kept bytes those of the input [s/p, b, h].
+
+    offload: with +offload; it keeps nothing on the device.
+    """
+    suffix = OFFLOAD if offload else RECOMPUTE
     return replace(
         strategy,
-        name=f"{strategy.name}+recompute",
-        title=f"{strategy.title}+recompute",
-        attention=_recomputing(strategy.attention),
-        mlp=_recomputing(strategy.mlp),
+        name=f"{strategy.name}{suffix}",
+        title=f"{strategy.title}{suffix}",
+        attention=_recomputing(strategy.attention, offload),
+        mlp=_recomputing(strategy.mlp, offload),
     )
 
 
-def _recomputing(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _recomputing(function: Callable[..., Tensor], offload: bool) -> Callable[..., Tensor]:
     """function(x, weights, ...) as one autograd Function of x and of each weight."""
 
     @wraps(function)
@@ -40,7 +49,9 @@ def _recomputing(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 x, replace(weights, **dict(zip(names, tensors, strict=True))), *arguments
             )
 
-        return _Recompute.apply(rerun, x, *(getattr(weights, name) for name in names))
+        given = (getattr(weights, name) for name in names)
+        with kept_on_host(x) if offload and torch.is_grad_enabled() else nullcontext():
+            return _Recompute.apply(rerun, x, *given)
 
     return run
 

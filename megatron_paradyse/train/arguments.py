@@ -8,22 +8,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_paradyse.data.documents import LONG_DOCUMENT_CHOICES
 from megatron_paradyse.data.metadata import read_metadata
-from megatron_paradyse.data.order import ORDER_CHOICES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.from_file import check_policy, read_costs
 from megatron_paradyse.policy import PlanFilePolicy, cost_policy_kind, make_policy
-from megatron_paradyse.settings import (
-    BY_COST,
-    GRANULARITY_CHOICES,
-    LOG_CHOICES,
-    OVER_BUDGET_CHOICES,
-    SEQUENCES_CHOICES,
-    Settings,
-    make_settings,
-)
+from megatron_paradyse.setting_kinds import SWITCH
+from megatron_paradyse.settings import BY_COST, FIELDS, WITHOUT_FLAG, Settings, make_settings
 from megatron_paradyse.strategies import RECOMPUTE, get_strategy, parse_strategy_name
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.train.model_kind import BERT, GPT, SPECS
@@ -46,130 +37,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="gpt (default), or bert: bidirectional, masked tokens are predicted; pretrain_bert "
         "sets it, a profile for it needs it",
     )
-    add(
-        "--paradyse-mask-token",
-        type=int,
-        metavar="ID",
-        help="what stands for a masked token in a BERT's input (default: the tokenizer's)",
-    )
-    add(
-        "--paradyse-policy",
-        metavar="POLICY",
-        help="optimal (default): the fastest plan within the memory budget, by the cost model; "
-        "heuristic: the paper's Algorithm 1; fixed:STRATEGY: one strategy everywhere; plan:FILE: a "
-        "hand-written plan; random:SEED: one drawn for every microbatch",
-    )
-    add(
-        "--paradyse-strategies",
-        metavar="NAMES",
-        help="comma-separated strategies that plans may use (default: all)",
-    )
-    _add_cost_arguments(group)
-    add(
-        "--paradyse-memory-budget",
-        metavar="SIZE",
-        help="memory per rank, such as 76GiB (default on a GPU: what is free at the start, less "
-        "a reserve); on a CPU it is enforced, by the bytes of tensors alive",
-    )
-    add("--paradyse-trace", metavar="FILE", help="write JSON lines per microbatch and iteration")
-    add(
-        "--paradyse-verify-plans",
-        action="store_const",
-        const=True,
-        help="compare the ranks' plans before every microbatch, by a collective",
-    )
-    add(
-        "--paradyse-log",
-        choices=LOG_CHOICES,
-        help="megatron: lengths and tokens/s at the end of Megatron's line per iteration "
-        "(default); compact: a short line instead",
-    )
-    add(
-        "--paradyse-sequences",
-        choices=SEQUENCES_CHOICES,
-        help="documents: one document is one sequence of its own length (default); "
-        "fixed: Megatron's own data of --seq-length",
-    )
-    add(
-        "--paradyse-order",
-        choices=ORDER_CHOICES,
-        help="order of the documents in an epoch (default shuffled)",
-    )
-    add(
-        "--paradyse-long-documents",
-        choices=LONG_DOCUMENT_CHOICES,
-        help="what happens to documents beyond --seq-length (default split)",
-    )
-    add(
-        "--paradyse-head-tile",
-        metavar="TOKENS",
-        help="loss head and embedding in tiles of so many tokens (such as 4K), auto: tiles of "
-        "about 256 MiB (default), or off: Megatron's own",
-    )
+    for name in FIELDS:
+        if name not in WITHOUT_FLAG:
+            _add_setting(group, name)
     add("--paradyse-debug", action="store_true", help="print tracebacks for errors of the user")
     return parser
 
 
-def _add_cost_arguments(group) -> None:
-    """Flags of the policies that choose by cost; the others refuse them."""
-    add = group.add_argument
-    add(
-        "--paradyse-cost-model",
-        metavar="FILE",
-        help="the cost file that megatron-paradyse profile and fit wrote (default: one made at "
-        "the start, at most a minute, and kept for the next start)",
-    )
-    add(
-        "--paradyse-no-profile",
-        dest="paradyse_profile",
-        action="store_const",
-        const=False,
-        help="without a cost file measure nothing at the start: simulate, if the GPU is known",
-    )
-    add(
-        "--paradyse-accept-costs",
-        action="store_const",
-        const=True,
-        help="use a cost file of another configuration or of simulated costs; differences are "
-        "warned of",
-    )
-    add(
-        "--paradyse-granularity",
-        choices=GRANULARITY_CHOICES,
-        help="operation: attention and MLP apart (default); layer: one strategy per layer; "
-        "sequence: one per microbatch",
-    )
-    add(
-        "--paradyse-memory-margin",
-        type=float,
-        metavar="SHARE",
-        help="how far a real peak may be above its estimate (default 0.03)",
-    )
-    add(
-        "--paradyse-over-budget",
-        choices=OVER_BUDGET_CHOICES,
-        help="where no plan fits: warn and run the one of least peak (default), or refuse",
-    )
-    add(
-        "--paradyse-smoothing",
-        type=float,
-        metavar="SHARE",
-        help="keep the previous plan when it is slower by at most this share (default: 0.05 for "
-        "heuristic, off for optimal)",
-    )
-    add(
-        "--paradyse-balance",
-        action="store_const",
-        const=True,
-        help="deal the documents of a global batch to the data-parallel replicas so that their "
-        "predicted times are even",
-    )
-    add(
-        "--paradyse-no-correction",
-        dest="paradyse_correction",
-        action="store_const",
-        const=False,
-        help="plan by the cost file alone: what training measures does not correct it",
+def _add_setting(group, name: str) -> None:
+    """The flag of a setting; of a switch that which turns it from its default."""
+    field, flag = FIELDS[name], name.replace("_", "-")
+    kind, about, off = (field.metadata[key] for key in ("kind", "about", "off"))
+    if kind is SWITCH:
+        for value in (True, False):
+            if value is not field.default:
+                group.add_argument(
+                    f"--paradyse-{flag}" if value else f"--paradyse-no-{flag}",
+                    dest=f"paradyse_{name}",
+                    action="store_const",
+                    const=value,
+                    help=about if value else off,
+                )
+        return
+    group.add_argument(
+        f"--paradyse-{flag}",
+        type=kind.flag_type,
+        choices=kind.choices,
+        metavar=kind.metavar,
+        help=about,
     )
 
 

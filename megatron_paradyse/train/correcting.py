@@ -13,7 +13,7 @@ from megatron.training import print_rank_0
 from megatron_paradyse.costs.correction import Correction, Observation, corrected
 from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.planner.from_costs import CostsOf
-from megatron_paradyse.strategies import RECOMPUTE
+from megatron_paradyse.strategies import base_name
 from megatron_paradyse.train.telemetry import Microbatch
 
 WARM_UP = 2  # iterations after a start that tell of kernels and buffers being made
@@ -72,7 +72,7 @@ class OnlineCorrection:
         for choice in planned.plan.layers.values():
             for name, operation in ((choice.attention, ATTENTION), (choice.mlp, MLP)):
                 costs = self._costs_of(name, operation, s, planned.batch_size)
-                parts[name.removesuffix(RECOMPUTE)] += costs.time_seconds
+                parts[base_name(name)] += costs.time_seconds
         whole = planned.seconds / sum(parts.values())
         return Observation(
             {name: seconds * whole for name, seconds in parts.items()},

@@ -26,20 +26,31 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.batch import document_batch
-from megatron_paradyse.train.model_kind import model_config
+from megatron_paradyse.train.model_kind import BERT, model_config
 
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 LAUNCH = "run it through megatron_paradyse.launch with a checkout's pretrain_gpt.py"
 
 
-def pretrain_gpt() -> None:
-    """Parse Megatron's flags and train."""
-    _pretrain(parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"}))
+def pretrain() -> None:
+    """Parse Megatron's flags and train the model that --paradyse-model names."""
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):
+        if getattr(args, name, False):
+            raise UserError(f"--{name.replace('_', '-')} is not in this entry point: {LAUNCH}")
+    if args.paradyse_model == BERT:
+        args.paradyse_settings = _with_mask_token(args)
+    datasets = _provide_datasets
+    datasets.is_distributed = True  # type: ignore[attr-defined]
+    megatron_training.pretrain(
+        pretrain_cfg_container_from_args(args, model_config(args)),
+        datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
 
 
-def pretrain_bert() -> None:
-    """Parse Megatron's flags and train on masked tokens."""
-    args = parse_and_validate_args()
+def _with_mask_token(args):
     settings = args.paradyse_settings
     token = settings.mask_token
     if token is None:
@@ -50,22 +61,7 @@ def pretrain_bert() -> None:
             f"{problem}, of a vocabulary of {args.padded_vocab_size}: give --paradyse-mask-token "
             "ID, of a token that the data do not have"
         )
-    args.paradyse_settings = dataclasses.replace(settings, mask_token=token)
-    _pretrain(args)
-
-
-def _pretrain(args) -> None:
-    for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):
-        if getattr(args, name, False):
-            raise UserError(f"--{name.replace('_', '-')} is not in this entry point: {LAUNCH}")
-    datasets = _provide_datasets
-    datasets.is_distributed = True  # type: ignore[attr-defined]
-    megatron_training.pretrain(
-        pretrain_cfg_container_from_args(args, model_config(args)),
-        datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    return dataclasses.replace(settings, mask_token=token)
 
 
 def forward_step(data_iterator, model):

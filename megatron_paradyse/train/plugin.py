@@ -14,7 +14,7 @@ import sys
 import time
 from typing import NoReturn
 
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, did_you_mean
 
 SECONDS_TO_BE_ENDED = 20
 SECONDS_FOR_RANK_0 = 5
@@ -102,13 +102,11 @@ def _failed_line(error: BaseException) -> str:
 
 def _parser_error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """argparse's error as one line, with the nearest flag as the remedy."""
-    import difflib
-
     unknown = message.removeprefix("unrecognized arguments: ").split()
     if message.startswith("unrecognized arguments:") and unknown:
         known = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "see --help for the flags there are"
+        near = did_you_mean(unknown[0], known).rstrip()
+        remedy = near or "see --help for the flags there are"
         raise UserError(f"unknown flag {unknown[0]}: {remedy}")
     raise UserError(f"{message}: see --help")
 
@@ -145,6 +143,12 @@ def _documents(datasets_provider, forward_step, session):
     from megatron_paradyse.train.datasets import provide_document_iterators
 
     script = forward_step.__globals__
+    own = script.get("__name__") == "megatron_paradyse.train.gpt"
+    if _is_bert() and not own:
+        raise UserError(
+            "--paradyse-model bert with a pretrain script of a GPT: use -m "
+            "megatron_paradyse.pretrain_bert"
+        )
     if "BATCH_KEYS" in script:  # an unmodified pretrain_gpt.py, whose get_batch returns a list
         keys = script["BATCH_KEYS"]
 
@@ -153,12 +157,20 @@ def _documents(datasets_provider, forward_step, session):
             return [batch.get(key) for key in keys]
 
         script["get_batch"] = get_batch
-    elif script.get("__name__") != "megatron_paradyse.train.gpt":
+    elif not own:
         raise UserError(
             "this pretrain script has no BATCH_KEYS: documents need pretrain_gpt.py of "
             "Megatron-LM core_v0.19, or --paradyse-sequences fixed"
         )
     return functools.partial(provide_document_iterators, seconds=session.microbatch_seconds)
+
+
+def _is_bert() -> bool:
+    from megatron.training import get_args
+
+    from megatron_paradyse.train.model_kind import BERT
+
+    return get_args().paradyse_model == BERT
 
 
 def _announce(settings) -> None:

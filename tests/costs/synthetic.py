@@ -33,7 +33,7 @@ DESCRIPTION = Description(
     source="simulated",
     date="2026-01-01",
 )
-CONSTANTS = Constants(static_bytes=1e8, optimizer_seconds=0.01)
+CONSTANTS = Constants(static_bytes=1e8, optimizer_seconds=0.01, host_bytes_per_second=2e9)
 LENGTHS = tuple(128 * 2**i for i in range(9))
 STRATEGIES = (
     "megatron_ts",

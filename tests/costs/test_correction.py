@@ -49,7 +49,8 @@ def test_a_machine_slower_at_everything_changes_no_order():
 def test_recomputation_shares_the_factors_of_its_strategy():
     correction = Correction(NAMES)
     learn(correction, {"metp": 1.5}, ran=["metp"])
-    assert correction.factors("metp+recompute") == correction.factors("metp")
+    for suffix in ("+recompute", "+offload"):
+        assert correction.factors(f"metp{suffix}") == correction.factors("metp")
     assert correction.factors("unheard-of") == (1.0, 1.0)
 
 

@@ -84,6 +84,18 @@ def test_what_is_written_is_read_back_exactly(tmp_path, kind):
     assert os.listdir(tmp_path) == ["costs.json"]
 
 
+def test_a_file_without_the_hosts_rate_is_read_and_written_without(good):
+    """As earlier versions wrote it."""
+    values, folder = good
+    old = json.loads(json.dumps(values))
+    assert old["constants"].pop("host_bytes_per_second") == 2e9
+    file = read_text(folder, json.dumps(old))
+    assert file.table.constants == replace(CONSTANTS, host_bytes_per_second=None)
+    assert file.require_model().host is None
+    write_cost_file(folder / "again.json", file.table)
+    assert json.loads((folder / "again.json").read_text())["constants"] == old["constants"]
+
+
 def set_at(values, path, value):
     *way, last = path
     for key in way:
@@ -100,6 +112,8 @@ def set_at(values, path, value):
         (["constants"], [], "constants must be an object, got an array"),
         (["constants", "static_bytes"], -1, "constants.static_bytes must lie in"),
         (["constants", "static_bytes"], "1", "static_bytes must be a number, got '1'"),
+        (["constants", "host_bytes_per_second"], None, "host_bytes_per_second must be a number"),
+        (["constants", "host_bytes_per_second"], 0, "host_bytes_per_second must be at least 1"),
         (["description", "p"], 0, "p must be at least 1, got 0"),
         (["description", "p"], True, "description.p must be a whole number, got True"),
         (["description", "p"], 10**30, "description.p must lie in"),
@@ -238,7 +252,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         write_cost_file(tmp_path / "costs.json", TABLE)
     assert (tmp_path / "costs.json").read_bytes() == before
     assert os.listdir(tmp_path) == ["costs.json"]

@@ -129,7 +129,7 @@ def test_a_figure_is_drawn_whole_or_not_at_all(tmp_path):
         assert path.read_bytes().startswith(magic)
     with pytest.raises(UserError, match=r"\.png, \.svg or \.pdf"):
         plot_lengths(summary, str(tmp_path / "x.exe"), label="a", source="x")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UserError, match="there is no folder"):
         plot_lengths(summary, str(tmp_path / "none" / "x.png"), label="a", source="x")
     assert len(list(tmp_path.iterdir())) == 6
 

@@ -12,13 +12,16 @@ def allowed_pairs(problem: Problem, options: LayerOptions):
     """[(attention choice, mlp choice)] by the rule of the granularity."""
     for attention in options.attention:
         for mlp in options.mlp:
+            if problem.granularity == "operation" and (attention.name, mlp.name) in options.untried:
+                continue
             one_is_fixed = len(options.attention) == 1 or len(options.mlp) == 1
             if problem.granularity == "operation" or one_is_fixed or attention.name == mlp.name:
                 yield attention, mlp
 
 
 def steps_of(options: LayerOptions, attention: Choice, mlp: Choice):
-    own = options.pairs.get((attention.name, mlp.name))
+    names = (attention.name, mlp.name)
+    own = options.pairs.get(options.same.get(names, names))
     return [own] if own else [attention, mlp]
 
 

@@ -9,10 +9,11 @@ from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.preview.forecast import alone
 from megatron_paradyse.preview.longest import find_longest, longest
 from megatron_paradyse.preview.setup import make_setup
-from tests.train.synthetic_costs import write_costs
+from tests.train.synthetic_costs import LAWS, write_costs
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,28 @@ def test_a_mix_of_strategies_reaches_further_than_any_alone(costs):
     ratio = found.ratio()
     assert ratio is not None and ratio >= 1
     assert found.ratio(recompute=False) > 1.5  # +recompute keeps a quarter of what metp does
+
+
+def test_offload_reaches_furthest_and_is_told_apart(tmp_path):
+    """Costs of a GPU whose rate of copies is known; --no-offload leaves it out."""
+    path = write_costs(tmp_path / "costs.json", host_bytes_per_second=1e9, kind="cuda")
+    arguments = (path, "--memory-budget", "600MB", "--num-layers", 16)
+    told = " ".join(run(*arguments).output.split())
+    assert "times as far as the best one without +offload, metp+recompute" in told
+    with_it = json.loads(run(*arguments, "--json").output)
+    without = json.loads(run(*arguments, "--no-offload", "--json").output)
+    assert "of host memory a rank hold inputs of its layers" in told
+    layers = parse_runs(with_it["paradyse"]["plan"]).layers.values()
+    num_offloading = sum(choice.attention == "metp+offload" for choice in layers)
+    kept = LAWS["metp+recompute"][2] * with_it["paradyse"]["tokens"]
+    assert with_it["paradyse_host_bytes"] == pytest.approx(num_offloading * kept, rel=1e-3)
+    assert num_offloading > 2 and without["paradyse_host_bytes"] == 0
+    tokens = {row["strategy"]: row["tokens"] for row in with_it["single"]}
+    assert max(tokens, key=tokens.__getitem__) == "metp+offload"
+    assert tokens["metp+offload"] > 1.5 * tokens["metp+recompute"]
+    assert with_it["paradyse"]["tokens"] > without["paradyse"]["tokens"]
+    assert "metp+offload" not in {row["strategy"] for row in without["single"]}
+    assert with_it["ratio_to_best_single_without_offload"] > with_it["ratio_to_best_single"]
 
 
 def test_the_longest_is_found_behind_lengths_that_do_not_fit():

@@ -167,7 +167,7 @@ REFUSED = {
         "has no costs of colossal_z: profile it, or choose among megatron_ts",
     ),
     "lengths": (["--lengths", "1K,x"], "a count is written like 4096, 128K or 1.5M"),
-    "no length": (["--lengths", "0"], "lengths of at least 1 token, such as 1K,32K,300K"),
+    "no length": (["--lengths", "0"], "numbers from 1 to 1,099,511,627,776, such as 1K,32K,300K"),
     "zero budget": (["--lengths", "64", "--memory-budget", "0GiB"], "holds nothing: give"),
     "no room": (
         ["--lengths", "64", "--memory-budget", "50MB"],

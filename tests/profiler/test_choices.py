@@ -6,18 +6,23 @@ import itertools
 
 import pytest
 
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.table import LAYER, MLP, Measurement
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.flag_file import read_flags
 from megatron_paradyse.profiler.agree import leave_note, take_note
-from megatron_paradyse.profiler.flags import megatron_flags, model_file_flags
+from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.profiler.lengths import (
     check_lengths,
     default_lengths,
     expected_bytes,
     lengths_between,
 )
+from megatron_paradyse.profiler.outcome import outcome
 from megatron_paradyse.profiler.points import Options, choose_lengths, points, strategies_to_profile
+from megatron_paradyse.simulator.network import find_network, write_network
 from megatron_paradyse.units import parse_bytes
+from tests.costs.synthetic import LENGTHS, make_table
 
 
 def test_default_lengths_are_log_spaced_aligned_and_end_at_the_longest():
@@ -92,13 +97,19 @@ def test_flags_of_a_training_become_those_of_a_profile():
 def test_a_model_file_is_a_mapping_of_flags(tmp_path):
     path = tmp_path / "model.yaml"
     path.write_text("num-layers: 4\nswiglu: true\nbf16: false\nspec: [a, b]\nlr: null\n")
-    assert model_file_flags(str(path)) == ["--num-layers", "4", "--swiglu", "--spec", "a", "b"]
-    for text in ("- a\n", "a: {b: 1}\n", "a: [\n"):
+    flags = ["--num-layers", "4", "--swiglu", "--spec", "a", "b"]
+    assert read_flags(str(path), "--model") == flags
+    for text, message in (
+        ("- a\n", "line 1: a model is described by"),
+        ("b: 1\na: {b: 1}\n", "line 2: --a: expected a number or a text"),
+        ("a: 1\na: 2\n", "line 2: a is there twice: keep one"),
+        ("a: [\n", "is not YAML"),
+    ):
         path.write_text(text)
-        with pytest.raises(UserError):
-            model_file_flags(str(path))
+        with pytest.raises(UserError, match=message):
+            read_flags(str(path), "--model")
     with pytest.raises(UserError, match="give an existing YAML file"):
-        model_file_flags(str(tmp_path / "none"))
+        read_flags(str(tmp_path / "none"), "--model")
 
 
 def test_the_first_rank_that_failed_says_why(tmp_path):
@@ -115,3 +126,16 @@ def test_sizes_in_bytes_need_a_unit():
     for text in ("76G", "-1GiB", "4iB", "GiB"):
         with pytest.raises(UserError):
             parse_bytes(text)
+
+
+def test_what_a_profile_wrote_is_told_in_numbers(tmp_path):
+    path = tmp_path / "costs.json"
+    write_cost_file(path, make_table(strategies=("metp",)))
+    told = outcome(str(path), network=False)
+    assert told["output"] == str(path) and told["strategies"] == ["metp"]
+    assert told["lengths"] == sorted(LENGTHS) and told["static_bytes"] == 1e8
+    assert sum(told["measurements"].values()) == len(read_cost_file(path).table.measurements)
+    network = find_network("nvlink4", 4)
+    write_network(str(tmp_path / "network.json"), network)
+    told = outcome(str(tmp_path / "network.json"), network=True)
+    assert told["p"] == 4 and set(told["collectives"]) == set(network.collectives)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.offloaded import host_link, offloaded
 from megatron_paradyse.costs.recomputed import recomputed_layer
 from megatron_paradyse.costs.table import BYTE_QUANTITIES, BYTES_ONLY, Measurement
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
@@ -28,7 +29,7 @@ MODEL = {
     "--attention-dropout": 0,
     "--hidden-dropout": 0,
 }
-STRATEGIES = ("megatron_ts", "megatron_ts+recompute", "ulysses_z", "metp")
+STRATEGIES = ("megatron_ts", "megatron_ts+recompute", "megatron_ts+offload", "ulysses_z", "metp")
 
 
 def run_profile(output: Path, *, fault: str = "", code: int = 0, model: dict | None = None, **more):
@@ -120,6 +121,21 @@ def test_a_recomputed_layer_follows_from_its_halves(profiled):
     composed = recomputed_layer(name, name, lambda n, o: found[n, o, s].costs)
     for quantity in ("kept_bytes", "forward_bytes", "backward_bytes"):
         assert getattr(composed, quantity) == pytest.approx(getattr(layer, quantity), rel=0.02)
+
+
+def test_offload_measures_what_follows_from_recompute(profiled):
+    """Of the halves and of the layer, on the ranks; the rate of copies is measured too."""
+    found, table = profiled[1], read_cost_file(profiled[0]).table
+    link = host_link(table)
+    assert link is not None and 1e6 < link.bytes_per_second < 1e12 and not link.overlaps
+    compared = [key for key in found if key[0] == "megatron_ts+offload"]
+    assert {operation for _, operation, _ in compared} == {"attention", "mlp", "layer"}
+    for _, operation, s in compared:
+        measured = found["megatron_ts+offload", operation, s].costs
+        derived = offloaded(found["megatron_ts+recompute", operation, s].costs, link)
+        assert measured.kept_bytes == derived.kept_bytes == 0
+        for quantity in ("forward_bytes", "backward_bytes"):
+            assert getattr(measured, quantity) == getattr(derived, quantity), (operation, quantity)
 
 
 def test_a_failure_is_recorded_and_does_not_end_the_profile(profiled):

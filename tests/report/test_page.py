@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from megatron_paradyse.cli import cli
 from megatron_paradyse.report.content import Content
 from megatron_paradyse.report.figures import KINDS
+from megatron_paradyse.report.style import styles_of
 from megatron_paradyse.report.trace_file import read_trace
 from tests.report.samples import (
     BUDGET,
@@ -185,7 +186,7 @@ def test_costs_of_another_file_than_the_runs_are_warned_of(tmp_path, costs):
     ("arguments", "message"),
     [
         (["/x/y.jsonl"], "does not exist: give the file that --paradyse-trace wrote"),
-        (["TRACE", "-o", "/x/y/r.html"], "in a folder that exists"),
+        (["TRACE", "-o", "/x/y/r.html"], "there is no folder /x/y: make it"),
         (["TRACE", "-o", "/tmp"], "give the name of a file"),
         (["TRACE", "--costs", "/x.json"], "/x.json does not exist"),
         (["TRACE"] * 300, "give at most 256"),
@@ -205,6 +206,14 @@ def test_every_plan_of_the_samples_is_in_the_map(made):
     labels = {"".join(text.itertext()) for text in elements(section, "text")}
     named = {n for plan in PLANS for n in re.findall(r"[a-z_]+(?:\+recompute)?", plan)}
     assert named <= labels and {"128", "4K", "8K"} <= labels
+
+
+def test_offload_looks_like_recompute_but_is_told_apart():
+    styles = styles_of(["metp", "metp+recompute", "metp+offload"])
+    assert len({style.colour for style in styles.values()}) == 1
+    assert len({style.hatch for style in styles.values()}) == 3
+    assert len({str(style.line["linestyle"]) for style in styles.values()}) == 3
+    assert styles["metp+offload"].points["markerfacecolor"] == "none"
 
 
 def test_a_trace_of_nothing_but_memory_that_ran_out_is_drawn(tmp_path):

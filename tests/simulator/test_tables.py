@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.description import MASKS
@@ -13,10 +14,13 @@ from megatron_paradyse.simulator.models import MODELS, model_flags
 from megatron_paradyse.simulator.network import BETWEEN_NODES, LINKS, find_network
 
 MINE = "like: a100-80g\nname: Mine\nmemory_bytes: 24GiB\nhalf_flops: 5e13\n"
+HOST = "host_bytes_per_second: 10e9\nhost_efficiency: 0.5\n"
 
 
 def test_every_device_has_a_source_and_links_up_to_1024_ranks():
     assert {"a100-40g", "a800-80g", "h100-80g", "h800-80g", "h200", "b200", "l40s"} < set(DEVICES)
+    assert DEVICES["a100-80g"].host_rate == 0.4 * 32e9  # 16 lanes of PCI Express 4.0
+    assert DEVICES["h100-80g"].host_rate == DEVICES["b200"].host_rate == 0.4 * 64e9
     for device in DEVICES.values():
         assert "datasheet" in device.source
         assert find_network(device.interconnect, 1024).name
@@ -26,8 +30,9 @@ def test_every_device_has_a_source_and_links_up_to_1024_ranks():
 
 def test_a_users_device_takes_the_rest_from_the_one_it_is_like(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(MINE)
+    path.write_text(MINE + HOST)
     device = find_device(str(path))
+    assert device.host_rate == 5e9
     assert (device.name, device.memory_bytes, device.half_flops) == ("Mine", 24 << 30, 5e13)
     assert device.bandwidth_bytes_per_second == DEVICES["a100-80g"].bandwidth_bytes_per_second
 
@@ -37,6 +42,7 @@ def test_a_users_device_takes_the_rest_from_the_one_it_is_like(tmp_path):
     [
         (MINE + "flops: 3\n", r"line 5: a GPU has no 'flops'"),
         (MINE + "matmul_efficiency: 1.5\n", r"line 5: matmul_efficiency: expected a number"),
+        (MINE + "host_efficiency: 0\n", r"line 5: host_efficiency: expected a number above 0"),
         (MINE + "name: Again\n", r"line 5: name is there twice"),
         ("like: a101\n", r"line 1: like: no GPU named 'a101'"),
         ("name: Mine\n", r"lacks memory_bytes, half_flops"),
@@ -76,6 +82,14 @@ def test_named_models_are_flags_and_given_flags_come_after():
 def test_the_command_knows_the_masks_and_is_listed():
     assert commands.MASKS == MASKS
     assert "simulate" in cli.list_commands(None)
+
+
+def test_what_follows_from_other_costs_is_not_simulated(tmp_path):
+    arguments = ["simulate", "--gpu", "a100-80g", "--ranks", "8", "--model", "gpt"]
+    arguments += ["--strategies", "metp,metp+offload", "-o", str(tmp_path / "x.json")]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1 and "metp+offload is not simulated" in result.output
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Run many cases on p gloo ranks with one spawn, and hand back what each case found."""
+"""Run many cases on p gloo ranks, started once for all, and hand back what each case found."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOADED = ["torch.distributed", "megatron_paradyse.strategies.contract"]  # once, for all ranks
 Job = Callable[..., Any]  # job(group, argument) -> a picklable result
 
 
@@ -32,7 +33,8 @@ def run_ranks(
     longer than the limit (with the name of the case that was running).
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         ranks = [
             context.Process(target=_rank_main, args=(r, p, job, dict(cases), folder), daemon=True)
             for r in range(p)

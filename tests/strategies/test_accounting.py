@@ -121,6 +121,18 @@ def test_recompute_keeps_only_the_input_and_pays_in_the_backward(p, strategy, op
         assert 0 <= costs.backward_sent_bytes - measured.backward_sent_bytes <= slack
 
 
+@pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
+def test_offload_keeps_nothing_and_brings_the_input_back(strategy, operation):
+    name = f"{strategy}+offload"
+    case = next(_cases(name, operation, 2))
+    measured, costs = _worst(case), operation_costs(name, operation, _sizes(case))
+    assert measured.kept_bytes == costs.kept_bytes == 0
+    assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
+    assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
+    again = operation_costs(f"{strategy}+recompute", operation, _sizes(case))
+    assert costs.backward_bytes == again.backward_bytes + again.kept_bytes
+
+
 def _attention_flops(q, k, num_products: int, causal: bool) -> int:
     """Of [b, n, sq, d] and [b, g, sk, d]; the kernels skip the masked half of a causal square."""
     (b, n, rows, d), columns = q, k[2]

@@ -1,4 +1,4 @@
-"""The strategy that docs/strategies.md adds as an example runs, and is right."""
+"""The strategy that docs/extending.md adds as an example runs, and is right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.strategies.harness import run_ranks
 from tests.strategies.layers import AttentionCase, MlpCase, combine, run_case
 from tests.strategies.test_parity import FLOAT32_TOLERANCE
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "strategies.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def _example():

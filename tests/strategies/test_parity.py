@@ -81,6 +81,9 @@ def _cases() -> list[AttentionCase | MlpCase]:
             recompute = f"{strategy}+recompute"
             cases.append(AttentionCase(recompute, p, "causal", g=2, dropout=0.2, qk_norm="rmsnorm"))
             cases.append(MlpCase(recompute, p, gated=True, bias=True))
+        offload = f"{strategy}+offload"
+        cases.append(AttentionCase(offload, 2, "causal", g=2, dropout=0.2, rope="half"))
+        cases.append(MlpCase(offload, 2, gated=True, bias=True))
         for p in (3, 8):
             cases += _few_attention(strategy, p)
             cases.append(MlpCase(strategy, p, gated=True, bias=True))
@@ -96,6 +99,7 @@ def _half_cases() -> list[AttentionCase | MlpCase]:
             cases.append(_with_dtype(case, torch.bfloat16))
         cases.append(MlpCase(strategy, p, gated=True, bias=True, dtype=torch.bfloat16))
         cases.append(_with_dtype(AttentionCase(strategy, p, "causal"), torch.float16))
+    cases.append(MlpCase("ulysses_z+offload", 2, gated=True, bias=True, dtype=torch.bfloat16))
     return [case for case in cases if isinstance(case, MlpCase) or can_run(case)]
 
 

@@ -24,8 +24,11 @@ def _shape(n: int, g: int, d: int = 8) -> AttentionShape:
 @pytest.mark.parametrize("name", strategy_names())
 def test_a_strategy_is_found_by_its_own_name(name):
     assert get_strategy(name).name == name
-    assert get_strategy(f"{name}+recompute").name == f"{name}+recompute"
-    assert parse_strategy_name(f"{name}+recompute") == (name, True)
+    for suffix in ("+recompute", "+offload"):
+        assert get_strategy(name + suffix).name == name + suffix
+        assert parse_strategy_name(name + suffix) == (name, True)
+    with pytest.raises(UserError, match="each also with"):
+        parse_strategy_name(f"{name}+offload+recompute")
 
 
 def test_unknown_name_lists_the_known_ones():

@@ -51,8 +51,16 @@ def plans_to_compare(num_layers: int) -> dict[str, list[Plan]]:
         Plan({i: LayerChoice(pick(i + shift), pick(3 * i + 7 * shift)) for i in numbers})
         for shift in range(NUM_MICROBATCHES)
     ]
+    offloading = {
+        1: LayerChoice("ulysses_z+offload", "metp"),  # one half
+        2: LayerChoice("megatron_ts+offload", "metp+recompute"),  # a layer: attention decides
+        3: LayerChoice("metp+recompute", "megatron_cz+offload"),  # a layer that stays
+        4: LayerChoice("megatron_cz", "megatron_ts+offload"),
+    }
     return {
         **{name: [plan] for name, plan in uniform.items()},
+        "metp+offload": [Plan(dict.fromkeys(numbers, LayerChoice("metp+offload", "metp+offload")))],
+        "offload beside others": [Plan({i: offloading[i] for i in numbers})],
         "mixed over layers": [by_layer],
         "mixed over layers and operations": [by_operation[1]],
         "another at every microbatch": by_operation,

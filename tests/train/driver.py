@@ -44,9 +44,9 @@ def main() -> None:
     record_iterations(record)
     if entry in ("module", "bert"):
         sys.argv = ["pretrain", *sys.argv[3:]]
-        from megatron_paradyse.train import gpt
+        from megatron_paradyse.train.gpt import pretrain
 
-        gpt.pretrain_bert() if entry == "bert" else gpt.pretrain_gpt()
+        pretrain()
     else:
         script = sys.argv[3]
         sys.argv = [script, *sys.argv[4:]]

@@ -30,8 +30,13 @@ def write_costs(
     scale_bytes: float = 1.0,
     scale_seconds: float = 1.0,
     static_bytes: float = 1e8,
+    host_bytes_per_second: float | None = None,
+    kind: str = "cpu",
 ) -> Path:
-    """scale_bytes and scale_seconds multiply all that the layers of a microbatch take."""
+    """scale_bytes and scale_seconds multiply all that the layers of a microbatch take.
+
+    host_bytes_per_second: None, as in files of earlier versions; kind: of the device.
+    """
     measurements = []
     for s in LENGTHS:
         for name, (overhead, per_token, kept, workspace) in LAWS.items():
@@ -47,9 +52,17 @@ def write_costs(
             Measurement("model", part, s, 1, "ok", *small) for part in ("embedding", "head")
         ]
     table = CostTable(
-        dataclasses.replace(DESCRIPTION, date="2026-11-21"),
+        dataclasses.replace(
+            DESCRIPTION,
+            date="2026-11-21",
+            hardware=dataclasses.replace(DESCRIPTION.hardware, kind=kind),
+        ),
         tuple(measurements),
-        Constants(static_bytes=static_bytes, optimizer_seconds=0.01),
+        Constants(
+            static_bytes=static_bytes,
+            optimizer_seconds=0.01,
+            host_bytes_per_second=host_bytes_per_second,
+        ),
     )
     write_cost_file(path, table, fit_table(table))
     return path

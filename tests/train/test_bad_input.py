@@ -84,7 +84,7 @@ def test_unknown_yaml_key_is_named_with_its_line(data, tmp_path):
     config.write_text("policy: fixed:megatron_ts\npolizy: fixed:metp\n")
     code, stderr = start(tmp_path, *data, "--paradyse-config", config, ranks=1)
     assert code not in (0, 124)
-    assert f"{config}:2: unknown key 'polizy': known are" in stderr
+    assert f"{config}:2: unknown key 'polizy': did you mean policy? known are" in stderr
 
 
 def test_debug_shows_the_traceback(data, tmp_path):

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_paradyse.data.choices import ORDER_CHOICES
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream, build_sample_table
 from megatron_paradyse.data.loader import Sharding, collate, microbatches
-from megatron_paradyse.data.order import ORDER_CHOICES, make_order
+from megatron_paradyse.data.order import make_order
 from megatron_paradyse.errors import UserError
 from tests.train.harness import write_documents
 

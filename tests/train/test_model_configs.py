@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from megatron_paradyse.train_command import read_run
 
+from megatron_paradyse.train_command import read_run
 from tests.train.harness import ROOT, train, write_documents
 
 CONFIGS = sorted((ROOT / "configs" / "models").glob("*.yaml"))

@@ -34,7 +34,7 @@ def test_every_plan_gives_the_same_loss_and_gradients(model, tmp_path):
         timeout_seconds=240,
     )
     assert code == 0, stdout[-2000:] + stderr[-4000:]
-    expected = 2 * len(strategy_names()) + 3 + ("dropout" not in model)
+    expected = 2 * len(strategy_names()) + 5 + ("dropout" not in model)
     assert stdout.count("compared ") == expected, stdout
 
 
@@ -46,6 +46,7 @@ def data(tmp_path_factory):
 
 
 RANDOM = ["--paradyse-policy", "random:1"]
+SOME_OFFLOAD = ["--paradyse-strategies", "megatron_ts,ulysses_z+offload,metp+recompute,metp"]
 
 
 def test_fifty_iterations_of_random_plans_follow_stock_megatron(tmp_path):
@@ -68,6 +69,7 @@ MACHINERY = {
         *TP2, "--pipeline-model-parallel-size", 2, "--recompute-granularity", "full",
         "--recompute-method", "uniform", "--recompute-num-layers", 1,
     ]),
+    "pipeline, offload": (4, [*TP2, "--pipeline-model-parallel-size", 2]),
     "mixture of experts": (2, [
         *TP2, "--num-experts", 4, "--moe-router-topk", 2, "--moe-token-dispatcher-type", "alltoall",
         "--moe-router-load-balancing-type", "none", "--disable-bias-linear",
@@ -83,6 +85,6 @@ def test_switching_under_megatrons_own_machinery(machinery, data, tmp_path):
     """Random plans against fixed:megatron_ts, with gradient accumulation over microbatches."""
     ranks, flags = MACHINERY[machinery]
     fixed = train(tmp_path / "fixed", *data, *flags, ranks=ranks)
-    run = train(tmp_path / "random", *data, *flags, *RANDOM, ranks=ranks)
+    run = train(tmp_path / "random", *data, *flags, *RANDOM, *SOME_OFFLOAD, ranks=ranks)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(run.values(name), fixed.values(name), rtol=1e-4)

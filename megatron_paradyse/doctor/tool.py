@@ -1,0 +1,21 @@
+"""What another program prints."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+SECONDS = 10
+
+
+def output_of(*command: str) -> str:
+    """Its standard output, "" where it is not there, fails or hangs."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, check=True
+        )
+    except (subprocess.SubprocessError, OSError):
+        return ""
+    return process.stdout.strip()

@@ -1,0 +1,60 @@
+"""Options that several commands have; a wrong value is wrong usage, named with its option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import (
+    MAX_BATCH_SIZE,
+    MAX_SEQ_LENGTH,
+    parse_bytes,
+    parse_count,
+    parse_ratio,
+)
+
+MOST = 100  # values in a list
+
+
+class Parsed(click.ParamType[Any]):
+    """A click type from a function that raises UserError."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self.parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self.parse(value)
+        except UserError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _counts(text: str, high: int, example: str) -> tuple[int, ...]:
+    counts = tuple(parse_count(part) for part in text.split(",") if part.strip())
+    if not 1 <= len(counts) <= MOST or not all(1 <= count <= high for count in counts):
+        raise UserError(
+            f"expected 1 to {MOST} numbers from 1 to {high:,}, such as {example}, got {text[:60]!r}"
+        )
+    return counts
+
+
+def _size(text: str) -> int:
+    size = parse_bytes(text)
+    if size <= 0:
+        raise UserError(f"a memory of {text} holds nothing: give that of a rank, such as 76GiB")
+    return size
+
+
+COUNT = Parsed("count", parse_count)
+RATIO = Parsed("factor", parse_ratio)
+SIZE = Parsed("size", _size)
+LENGTHS = Parsed("lengths", lambda text: _counts(text, MAX_SEQ_LENGTH, "1K,32K,300K"))
+BATCH_SIZES = Parsed("sizes", lambda text: _counts(text, MAX_BATCH_SIZE, "1,2"))
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")

@@ -1,0 +1,75 @@
+"""Files that are there whole or not at all, whatever ends the program."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from megatron_paradyse.errors import UserError
+
+FIGURES = (".png", ".svg", ".pdf")
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A temporary name beside path, of the same suffix, which becomes path when all went well.
+
+    Raises UserError where no file of this name can be written; nothing stays behind then.
+    """
+    path = os.fspath(path)
+    check_output(path)
+    folder, name = os.path.split(path)
+    suffix = os.path.splitext(name)[1].lower()
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp{suffix}")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{path} cannot be written: {error.strerror or error}: choose another place, or "
+                "make room there"
+            ) from error
+        raise
+    # The name itself must survive a crash; some file systems cannot sync a folder.
+    with contextlib.suppress(OSError):
+        _sync(folder or ".")
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text as a whole file."""
+    with whole_file(path) as temporary, open(temporary, "x", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+def check_output(path: str | os.PathLike[str]) -> None:
+    """UserError where a file of this name cannot be written: to ask before long work begins."""
+    path = os.fspath(path)
+    folder, name = os.path.split(path)
+    if not name or os.path.isdir(path):
+        raise UserError(f"{path or 'an empty path'} is a folder: give the name of a file in it")
+    if not os.path.isdir(folder or "."):
+        raise UserError(f"{path}: there is no folder {folder}: make it, or choose another")
+    if not os.access(folder or ".", os.W_OK | os.X_OK):
+        raise UserError(f"{path}: the folder {folder or '.'} is not yours to write: choose another")
+
+
+def check_figure(path: str) -> None:
+    """check_output, and that the name tells a format of FIGURES."""
+    if os.path.splitext(path)[1].lower() not in FIGURES:
+        raise UserError(f"a figure ends in {', '.join(FIGURES[:-1])} or {FIGURES[-1]}, got {path}")
+    check_output(path)

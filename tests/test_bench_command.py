@@ -1,0 +1,120 @@
+"""`megatron-paradyse bench`: lists a checkout's benchmarks, runs them, ends what takes too long."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_paradyse import bench_command
+from megatron_paradyse.cli import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = """'''What it measures.
+
+More.'''
+import json, sys
+# options(__doc__
+print("progress", file=sys.stderr)
+print("more")
+print(json.dumps({"benchmark": "quick", "arguments": sys.argv[1:], "rows": [1, 2]}))
+"""
+FAILING = "'''Fails.'''\nimport sys\nsys.exit('options(__doc__')\n"
+TALKING = "'''Says no JSON.'''\nprint('options(__doc__')\n"
+# A benchmark with a rank of its own, neither of which ends: both hold a pipe open.
+ENDLESS = """'''Never ends.'''
+import subprocess, sys
+# options(__doc__
+code = "import signal; p = open('alive', 'w'); p.write('x'); p.flush(); signal.pause()"
+rank = subprocess.Popen([sys.executable, "-c", code])
+exec(code)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with four benchmarks, and what they import."""
+    folder = tmp_path / "benchmarks"
+    (folder / "results").mkdir(parents=True)
+    files = {"quick": QUICK, "failing": FAILING, "talking": TALKING, "endless": ENDLESS}
+    for name, text in {
+        **files,
+        "__init__": "",
+        "common": "",
+        "quick_rank": "raise SystemExit(3)",
+    }.items():
+        (folder / f"{name}.py").write_text(text)
+    (folder / "results/quick-cpu-2-cores.json").write_text("{}")
+    monkeypatch.setattr(bench_command, "ROOT", tmp_path)
+    return tmp_path
+
+
+def bench(*arguments):
+    return CliRunner().invoke(cli, ["bench", *arguments])
+
+
+def test_the_list_holds_every_benchmark_of_this_checkout():
+    found = {one["name"]: one for one in json.loads(bench("--json").stdout)["benchmarks"]}
+    named = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if re.search(r"^    \.venv/bin/python benchmarks/\w+\.py --json", path.read_text(), re.M)
+    }
+    assert set(found) == named and len(named) >= 13
+    assert found["planner"]["saved"] == ["planner-cpu-2-cores.json"]
+    for one in found.values():
+        assert one["summary"] in bench().stdout
+
+
+def test_results_come_back_as_json_and_the_options_go_in(checkout):
+    result = bench("quick", "--quick", "--save", "--json")
+    (run,) = json.loads(result.stdout)["benchmarks"]
+    assert result.exit_code == 0 and run["error"] is None and run["seconds"] > 0
+    assert run["result"]["arguments"] == ["--json", "--quick", "--save"]
+
+
+def test_a_reader_sees_the_plain_numbers(checkout):
+    result = bench("quick")
+    assert result.exit_code == 0
+    assert "  rows: 2 entries, with --json" in result.stdout.splitlines()
+    assert "quick: What it measures." in result.stderr
+
+
+def test_one_that_fails_is_named_and_the_others_run(checkout):
+    result = bench("failing", "talking", "quick", "--json")
+    failing, talking, quick = json.loads(result.stdout)["benchmarks"]
+    assert result.exit_code == 1 and quick["result"]["benchmark"] == "quick"
+    assert failing["error"] == "ended with exit code 1: see above" and failing["result"] is None
+    assert talking["error"] == "its last line of output is not JSON"
+
+
+def test_one_that_takes_too_long_is_ended_with_its_ranks(checkout):
+    os.mkfifo(checkout / "alive")
+    pipe = os.open(checkout / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    result = bench("endless", "--time-limit", "3", "--json")
+    (run,) = json.loads(result.stdout)["benchmarks"]
+    assert result.exit_code == 1
+    assert run["error"] == "took longer than 3 s: give a larger --time-limit, or --quick"
+    said = b""
+    while select.select([pipe], [], [], 30)[0] and (part := os.read(pipe, 100)):
+        said += part
+    os.close(pipe)
+    assert said == b"xx" and not part  # both began, and nobody holds it open
+
+
+def test_an_installation_without_benchmarks_says_where_they_are(checkout):
+    os.unlink(checkout / "benchmarks/common.py")
+    result = bench()
+    assert result.exit_code == 1 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert "clone it, and run pip install -e ." in result.stderr
+
+
+def test_make_bench_is_this_command():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "$(PYTHON) -m megatron_paradyse bench --all --save" in makefile
