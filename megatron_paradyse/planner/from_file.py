@@ -10,22 +10,15 @@ from dataclasses import dataclass
 
 from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
 from megatron_paradyse.costs.description import ModelShape
-from megatron_paradyse.costs.model import CostModel
-from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.edges.tiles import automatic_tile
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_costs import CostsOf, Stage, cost_source, stage_memory
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
+from megatron_paradyse.planner.known import default_strategies, known_strategies
 from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, OptimalPolicy
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.strategies import (
-    OFFLOAD,
-    RECOMPUTE,
-    base_name,
-    offloads,
-    parse_strategy_name,
-)
+from megatron_paradyse.strategies import offloads, parse_strategy_name
 
 # Lengths are planned for as the next multiple of this, so that like ones share a plan.
 ALIGNMENT = 64
@@ -55,7 +48,7 @@ def read_costs(settings: Settings) -> Costs:
     file = read_cost_file(settings.cost_model)
     model = file.require_model()
     known = known_strategies(model)
-    names = settings.strategies or _default_strategies(settings, file, known)
+    names = settings.strategies or default_strategies(settings, file, known)
     for restriction in (settings.layers or {}).values():
         names += tuple(n for n in restriction.attention + restriction.mlp if n not in names)
     names = tuple(dict.fromkeys(names))
@@ -70,33 +63,6 @@ def read_costs(settings: Settings) -> Costs:
     if not names:
         raise UserError(f"{settings.cost_model} has no strategy with costs of both operations")
     return Costs(file, names)
-
-
-def known_strategies(model: CostModel) -> tuple[str, ...]:
-    """The strategies with costs of both halves; with a host's rate +offload after +recompute."""
-    mlp = set(model.strategies(MLP))
-    names: list[str] = []
-    for name in model.strategies(ATTENTION):
-        if name in mlp:
-            names.append(name)
-            if name.endswith(RECOMPUTE) and model.host is not None:
-                names.append(base_name(name) + OFFLOAD)
-    return tuple(dict.fromkeys(names))
-
-
-def _default_strategies(
-    settings: Settings, file: CostFile, known: tuple[str, ...]
-) -> tuple[str, ...]:
-    """All, less +offload if the settings say so, or on a CPU: it has one memory."""
-    wanted = settings.offload
-    if wanted and not any(map(offloads, known)):
-        raise UserError(
-            f"offload: true, but {file.path} has no rate of copies to the host, or nothing with "
-            "+recompute: profile again, or leave it out"
-        )
-    if wanted is None:
-        wanted = file.table.description.hardware.kind != "cpu"
-    return tuple(name for name in known if wanted or not offloads(name))
 
 
 def check_policy(settings: Settings) -> None:

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 
 from megatron_paradyse.costs.correction import Correction, corrected
 from megatron_paradyse.costs.cost_file import CostFile
-from megatron_paradyse.planner.from_file import (
-    UNLIMITED,
-    Costs,
-    FilePolicies,
-    known_strategies,
-)
+from megatron_paradyse.planner.from_file import UNLIMITED, Costs, FilePolicies
+from megatron_paradyse.planner.known import known_strategies
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.report.records import Run
 from megatron_paradyse.settings import Settings

@@ -1,0 +1,37 @@
+"""The strategies that a cost file has costs of, and which of them plans use unless told."""
+
+from __future__ import annotations
+
+from megatron_paradyse.costs.cost_file import CostFile
+from megatron_paradyse.costs.model import CostModel
+from megatron_paradyse.costs.table import ATTENTION, MLP
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE, base_name, offloads
+
+
+def known_strategies(model: CostModel) -> tuple[str, ...]:
+    """The strategies with costs of both halves; with a host's rate +offload after +recompute."""
+    mlp = set(model.strategies(MLP))
+    names: list[str] = []
+    for name in model.strategies(ATTENTION):
+        if name in mlp:
+            names.append(name)
+            if name.endswith(RECOMPUTE) and model.host is not None:
+                names.append(base_name(name) + OFFLOAD)
+    return tuple(dict.fromkeys(names))
+
+
+def default_strategies(
+    settings: Settings, file: CostFile, known: tuple[str, ...]
+) -> tuple[str, ...]:
+    """All, less +offload if the settings say so, or on a CPU: it has one memory."""
+    wanted = settings.offload
+    if wanted and not any(map(offloads, known)):
+        raise UserError(
+            f"offload: true, but {file.path} has no rate of copies to the host, or nothing with "
+            "+recompute: profile again, or leave it out"
+        )
+    if wanted is None:
+        wanted = file.table.description.hardware.kind != "cpu"
+    return tuple(name for name in known if wanted or not offloads(name))
