@@ -180,7 +180,6 @@ OPEN = (
         "beyond 128K, and the longest of ours are shorter than the published maxima."
     ),
     ("- Seconds are without the optimizer step, the same for all."),
-    ("- Simulated with the ten strategies that recompute or not; none offloads to host memory."),
 )
 
 
