@@ -8,12 +8,12 @@ import importlib.metadata
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from megatron_paradyse.machine import cpu_name
+from megatron_paradyse.ports import free_port
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -72,9 +72,7 @@ def versions() -> dict[str, str]:
 
 def spawn(module: str, arguments: list[str], *, ranks: int, timeout_seconds: float) -> None:
     """Run `-m module` on gloo ranks of this machine; raises if one fails or the limit passes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(ranks):
         environment = {

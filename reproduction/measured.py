@@ -120,7 +120,7 @@ class Run:
             task = {"policies": policies, "lengths": self._lengths()}
             for row in self._ranks("figure2", model, task):
                 rows.append({"model": model, **row})
-        self._write("figure2-measured.csv", FIGURE_COLUMNS, rows)
+            self._write("figure2-measured.csv", FIGURE_COLUMNS, rows)  # so far
 
     def table5(self) -> None:
         """What every part of the framework contributes, on the GPT and GRCh38 as in the paper."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.ports import free_port
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
 
 PROGRESS_FD = "MEGATRON_PARADYSE_PROGRESS_FD"
@@ -37,9 +37,7 @@ def start_ranks(argv: Sequence[str], *, ranks: int, output: Path) -> None:
 
 def _run(argv: Sequence[str], ranks: int, log: Path, display: Display) -> int:
     """The first code other than 0 that a rank ends with, or 0; every rank has ended."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     reading, writing = os.pipe()
     processes = []
     try:

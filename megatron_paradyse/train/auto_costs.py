@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.policy import cost_policy_kind
+from megatron_paradyse.ports import free_port
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.describe import versions
 from megatron_paradyse.train.model_kind import GPT
@@ -122,7 +122,7 @@ class Search:
         """Every rank's child takes part; the first rank fits and keeps the result."""
         raw = self._file.with_suffix(".raw.json")
         if self._rank == 0:
-            self._say_all("port", str(_free_port()))
+            self._say_all("port", str(free_port()))
         port = self._hear("port", LIMIT_SECONDS)
         command = [sys.executable, "-m", "megatron_paradyse", "profile", "--output", str(raw)]
         command += ["--quick", "--budget-seconds", str(BUDGET_SECONDS)]
@@ -297,12 +297,6 @@ def _store(rank: int, world: int):
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return torch.distributed.PrefixStore(f"paradyse/costs/{attempt}", store)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def _write(path: Path, content: str) -> None:

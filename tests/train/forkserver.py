@@ -12,10 +12,11 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
+
+from megatron_paradyse.ports import free_port
 
 
 def serve() -> None:
@@ -32,7 +33,7 @@ def serve() -> None:
 
 
 def _run(request: dict) -> int:
-    port = _free_port()
+    port = free_port()
     children = {}
     for rank in range(request["ranks"]):
         pid = os.fork()
@@ -93,12 +94,6 @@ def _become_rank(request: dict, rank: int, port: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
