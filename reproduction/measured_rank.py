@@ -91,7 +91,8 @@ class Trained(Workload):
     def _panel(self, documents: list[int]) -> list[dict]:
         fits = {name: self._fitting(name, documents) for name in self.policies}
         for name, lengths in fits.items():
-            _say(f"{name} runs {len(lengths)} of {len(documents)} documents")
+            running = sum(length in lengths for length in documents)
+            _say(f"{name} runs {running} of {len(documents)} documents")
             for length in list(lengths)[:2]:
                 self.seconds(name, length)  # warm up
         rows = []
