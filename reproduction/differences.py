@@ -13,7 +13,7 @@ is compared with strategies with Megatron's own head, ours with the head in tile
 Measured: 24 documents a panel, of lengths times 1/64 and 1/128, memory at which the fastest
 strategy would end at 0.425 of the longest. None is drawn between 416 (568) tokens and the longest,
 so a measured extension only says that the longest document trained; METP alone trains it too. Up to
-416 (568) tokens ParaDySe is level with MegatronTS on BERT and GPT within 6%, and 12 to 14% slower on
+416 (568) tokens ParaDySe is level with MegatronTS on BERT and GPT within 6%, 12 to 14% slower on
 LLaMA: its costs, measured once, took METP's MLP for the faster one, which it is not, and nothing
 corrects them here as training does. As published runs out of memory on the GPT's longest document.
 At this scale its head is in tiles too."""
