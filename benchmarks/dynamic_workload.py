@@ -79,11 +79,13 @@ def main() -> None:
     finish("dynamic_workload", result, configuration, arguments)
 
 
-def profile_and_fit(folder: Path, flags: list[str], lengths: str, quick: bool) -> str:
+def profile_and_fit(
+    folder: Path, flags: list[str], lengths: str, quick: bool, *, ranks: int = RANKS
+) -> str:
     """A fitted cost file of the model on this machine, by the commands that users run."""
     raw, fitted = str(folder / "raw.json"), str(folder / "costs.json")
     command = [sys.executable, "-m", "megatron_paradyse"]
-    profile = [*command, "profile", "--nproc", str(RANKS), "--output", raw, "--lengths", lengths]
+    profile = [*command, "profile", "--nproc", str(ranks), "--output", raw, "--lengths", lengths]
     if quick:
         profile += ["--strategies", "megatron_ts,ulysses_z,metp,metp+recompute"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

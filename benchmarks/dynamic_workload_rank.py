@@ -11,28 +11,19 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from benchmarks.iterations import start_rank, train_one
 from megatron_paradyse.policy import FixedPolicy
-from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
-from megatron_paradyse.train import plugin
 
 METP = "metp"
 
 
 def main() -> None:
     task = json.loads(os.environ["DYNAMIC_WORKLOAD"])
-    sys.argv[1:] = megatron_flags(
-        sys.argv[1:], model_path=None, ranks=int(os.environ["WORLD_SIZE"])
-    )
-    plugin.install()
+    start_rank()
     import torch
-    from megatron.training import training
-    from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args()
-    training.initialize_megatron()
-    args.check_for_nan_in_loss_and_grad = False
     workload = Workload(task["costs"])
     result = workload.run(task)
     if torch.distributed.get_rank() == 0:
@@ -116,8 +107,6 @@ class Workload:
         return time.perf_counter() - start
 
     def _step(self, policy: str, length: int) -> None:
-        from benchmarks.iterations import train_one
-
         self.choosing.append(self._choose(policy, length))
         train_one(self._model, length)
 

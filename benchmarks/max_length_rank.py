@@ -8,25 +8,16 @@ import sys
 from pathlib import Path
 
 from benchmarks.dynamic_workload_rank import Workload
+from benchmarks.iterations import start_rank
 from megatron_paradyse.policy import FixedPolicy
-from megatron_paradyse.profiler.flags import megatron_flags
-from megatron_paradyse.train import plugin
 from megatron_paradyse.units import parse_bytes
 
 
 def main() -> None:
     task = json.loads(os.environ["MAX_LENGTH"])
-    sys.argv[1:] = megatron_flags(
-        sys.argv[1:], model_path=None, ranks=int(os.environ["WORLD_SIZE"])
-    )
-    plugin.install()
+    start_rank()
     import torch
-    from megatron.training import training
-    from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args()
-    training.initialize_megatron()
-    args.check_for_nan_in_loss_and_grad = False
     workload = Workload(task["costs"])
     workload.budget = parse_bytes(task["budget"])
     rows = [

@@ -12,35 +12,26 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.iterations import start_rank
 from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner import evaluate
 from megatron_paradyse.planner.from_costs import Stage, cost_source, model_seconds, stage_memory
 from megatron_paradyse.planner.policies import OptimalPolicy
-from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
-from megatron_paradyse.train import plugin
 
 TURN_SECONDS = 0.3
 
 
 def main() -> None:
     task = json.loads(os.environ["WHOLE_MODEL"])
-    sys.argv[1:] = megatron_flags(
-        sys.argv[1:], model_path=None, ranks=int(os.environ["WORLD_SIZE"])
-    )
-    plugin.install()
+    args = start_rank()
     import torch
-    from megatron.training import training
-    from megatron.training.arguments import parse_and_validate_args
 
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler import model as profiled
 
-    args = parse_and_validate_args()
     num_layers = args.num_layers
-    training.initialize_megatron()
-    args.check_for_nan_in_loss_and_grad = False
     meter = make_meter()
     model, constants = profiled.build_and_measure(
         num_layers, meter, longest_tokens=max(task["lengths"])

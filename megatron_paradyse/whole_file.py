@@ -26,7 +26,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -39,10 +39,11 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
         raise
     # The name itself must survive a crash; some file systems cannot sync a folder.
     with contextlib.suppress(OSError):
-        _sync(folder or ".")
+        sync(folder or ".")
 
 
-def _sync(path: str) -> None:
+def sync(path: str) -> None:
+    """Wait until the disk has what was written to a file, or the names of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -13,7 +13,7 @@ from reproduction import costs, published
 from reproduction.documents import document_lengths, in_order
 from reproduction.frameworks import FixedRunner, Runner, ours
 from reproduction.names import FIXED, ORDERS, SIMULATED
-from reproduction.tables import origin, update_table
+from reproduction.tables import of_panels, origin, update_table
 
 COLUMNS = (
     *("model", "distribution", "order", "documents", "changes"),
@@ -34,9 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
         COLUMNS,
         rows,
         made=origin(SIMULATED, costs.HARDWARE),
-        replaces=lambda r: (
-            r["model"] in arguments.models and r["distribution"] in arguments.distributions
-        ),
+        replaces=of_panels(arguments.models, arguments.distributions),
     )
 
 

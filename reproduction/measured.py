@@ -11,22 +11,32 @@ as long as published, the GPU's own memory; not yet run.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import hardware, spawn, versions
+from benchmarks.common import hardware, spawn
+from benchmarks.dynamic_workload import profile_and_fit
 from megatron_paradyse.data.distributions import DISTRIBUTIONS, draw_lengths
 from megatron_paradyse.simulator.models import MODELS
+from reproduction.names import AS_PUBLISHED, FIXED, MEASURED, PARADYSE
+from reproduction.options import parser
+from reproduction.tables import (
+    CASE_STUDY,
+    FIGURE2,
+    TABLE5,
+    Row,
+    of_panels,
+    origin,
+    update_table,
+)
 
-PUBLISHED, OURS = "paradyse-as-published", "paradyse"
 LLAMA = {
     "--swiglu": True,
     "--normalization": "RMSNorm",
@@ -36,14 +46,6 @@ LLAMA = {
 }
 SMALL = {"--num-layers": 4, "--hidden-size": 256, "--num-attention-heads": 8, "--vocab-size": 257}
 SMALL |= {"--max-position-embeddings": 8192, "--attention-dropout": 0, "--hidden-dropout": 0}
-FIGURE_COLUMNS = (
-    *("model", "distribution", "order", "policy"),
-    *("document", "tokens", "seconds", "peak_bytes", "plan"),
-)
-ABLATION_COLUMNS = (
-    *("model", "distribution", "framework", "max_tokens", "cumulative_seconds"),
-    *("full_seconds_to_same_length", "saved_share", "ci_low", "ci_high"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +88,11 @@ SCALES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("figure2", "table5", "case_study"))
-    parser.add_argument("--scale", choices=SCALES, default="tiny")
-    parser.add_argument("--models", default="bert,llama,gpt")
-    parser.add_argument("--distributions", default="githubcode,grch38")
-    parser.add_argument("--as-published", action="store_true", help="leave out our own defaults")
-    parser.add_argument("--output", type=Path, default=Path("results"))
-    parser.add_argument("--documents", type=int, help="of each distribution")
-    parser.add_argument("--costs", type=Path, help="folder of cost files, made once and kept")
-    arguments = parser.parse_args()
+    reader = parser(__doc__.splitlines()[0])
+    reader.add_argument("what", choices=("figure2", "table5", "case_study"))
+    reader.add_argument("--documents", type=int, help="of each distribution")
+    reader.add_argument("--costs", type=Path, help="folder of cost files, made once and kept")
+    arguments = reader.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -109,26 +106,29 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, scale: Scale, folder: Path):
         self._arguments, self._scale, self._folder = arguments, scale, folder
-        self._models = _chosen(arguments.models, scale.models)
-        self._distributions = _chosen(arguments.distributions, scale.shrink)
 
     def figure2(self) -> None:
         """Every strategy and ParaDySe over the same documents, sorted and shuffled."""
-        rows = []
-        for model in self._models:
-            policies = [PUBLISHED] if self._arguments.as_published else [OURS, PUBLISHED]
-            task = {"policies": policies, "lengths": self._lengths()}
-            for row in self._ranks("figure2", model, task):
-                rows.append({"model": model, **row})
-            self._write("figure2-measured.csv", FIGURE_COLUMNS, rows)  # so far
+        distributions = self._arguments.distributions
+        policies = [AS_PUBLISHED] if self._arguments.as_published else [PARADYSE, AS_PUBLISHED]
+        task = {"policies": policies, "lengths": self._lengths(distributions)}
+        for model in self._arguments.models:
+            rows = [{"model": model, **row} for row in self._ranks("figure2", model, task)]
+            in_panels, made = of_panels((model,), distributions), {*FIXED, *policies}
+            self._write(
+                "figure2",
+                FIGURE2,
+                rows,
+                lambda row, of=in_panels, made=made: of(row) and row["policy"] in made,
+            )
 
     def table5(self) -> None:
         """What every part of the framework contributes, on the GPT and GRCh38 as in the paper."""
         model, distribution = "gpt", "grch38"
-        lengths = {distribution: self._lengths()[distribution]}
-        rows = self._ranks("table5", model, {"lengths": lengths, "seed": 0})
+        task = {"lengths": self._lengths((distribution,))}
+        rows = self._ranks("table5", model, task)
         rows = [{"model": model, "distribution": distribution, **row} for row in rows]
-        self._write("table5-measured.csv", ABLATION_COLUMNS, rows)
+        self._write("table5", TABLE5, rows, of_panels((model,), (distribution,)))
 
     def case_study(self) -> None:
         """A restart, part by part, against a change of strategy from one microbatch to the next."""
@@ -137,13 +137,13 @@ class Run:
         switch = self._ranks("switch", "gpt", {"length": 512, "iterations": 24})
         parts = {**parts, "restart": sum(parts.values()), **switch}
         rows = [{"part": name, "seconds": seconds} for name, seconds in parts.items()]
-        self._write("case_study-measured.csv", ("part", "seconds"), rows)
+        self._write("case_study", CASE_STUDY, rows, lambda row: True)
 
-    def _lengths(self) -> dict[str, list[int]]:
+    def _lengths(self, distributions: Sequence[str]) -> dict[str, list[int]]:
         """Drawn like the published distributions, and the longest document of each."""
         count = self._arguments.documents or self._scale.documents
         lengths = {}
-        for name in self._distributions:
+        for name in distributions:
             shrink = self._scale.shrink[name]
             drawn = draw_lengths(name, count - 1, shrink, 0).tolist()
             lengths[name] = [*drawn, int(DISTRIBUTIONS[name].max_tokens * shrink)]
@@ -152,7 +152,7 @@ class Run:
     def _ranks(self, what: str, model: str, task: dict) -> Any:
         costs = self._costs(model)
         budget = None if self._scale.enforced else "device"
-        task = {"what": what, "costs": str(costs), "budget": budget, **task}
+        task = {"what": what, "costs": costs, "budget": budget, **task}
         return self._spawn("reproduction.measured_rank", model, task)
 
     def _spawn(self, module: str, model: str, task: dict) -> Any:
@@ -167,42 +167,28 @@ class Run:
             flags += [name] if value is True else [name, str(value)]
         return [*flags, "--seq-length", "8192"]
 
-    def _costs(self, model: str) -> Path:
-        """Measured on this machine by the commands that users run; kept where the user says."""
-        kept = Path("build/reproduction/measured") / self._arguments.scale
-        folder = self._arguments.costs or kept
+    def _costs(self, model: str) -> str:
+        """Measured on this machine by the commands that users run, and kept."""
+        kept = self._arguments.costs or Path("build/reproduction/measured") / self._arguments.scale
+        folder = kept / model
         folder.mkdir(parents=True, exist_ok=True)
-        raw, fitted = folder / f"{model}-raw.json", folder / f"{model}.json"
-        if fitted.exists():
-            return fitted
-        command = [sys.executable, "-m", "megatron_paradyse"]
-        profile = [*command, "profile", "--nproc", str(self._scale.ranks), "--output", str(raw)]
-        profile += ["--lengths", self._scale.profiled, *self._flags(model)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(profile, check=True, timeout=3600, env=environment, stdout=sys.stderr)
-        fit = [*command, "fit", str(raw), "-o", str(fitted)]
-        subprocess.run(fit, check=True, timeout=600, stdout=sys.stderr)
-        return fitted
+        if (folder / "costs.json").exists():
+            return str(folder / "costs.json")
+        scale = self._scale
+        return profile_and_fit(folder, self._flags(model), scale.profiled, False, ranks=scale.ranks)
 
-    def _write(self, name: str, columns: tuple[str, ...], rows: list[dict]) -> None:
-        path = self._arguments.output / name
+    def _write(
+        self,
+        name: str,
+        columns: Sequence[str],
+        rows: list[dict],
+        replaces: Callable[[Row], bool],
+    ) -> None:
+        path = self._arguments.output / f"{name}-{MEASURED}.csv"
         described = hardware()
         machine = described.get("gpu") or f"{described['cpu']}, {described['cores']} cores"
-        text = ", ".join(f"{key} {value}" for key, value in versions().items())
-        with path.open("w", newline="") as file:
-            file.write(f"# source: measured; {machine}; {time.strftime('%Y-%m-%d')}; {text}\n")
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+        update_table(path, columns, rows, made=origin(MEASURED, machine), replaces=replaces)
         print(f"wrote {path}", file=sys.stderr)
-
-
-def _chosen(names: str, known: dict) -> list[str]:
-    chosen = [name.strip().lower() for name in names.split(",")]
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
-        sys.exit(f"error: {unknown[0]!r} is not one of {', '.join(known)}")
-    return chosen
 
 
 if __name__ == "__main__":

@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import random
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.dynamic_workload_rank import Workload, _say
+from benchmarks.iterations import start_rank
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.policy import FixedPolicy
 from megatron_paradyse.preview.longest import find_longest
 from megatron_paradyse.preview.setup import make_setup
-from megatron_paradyse.profiler.flags import megatron_flags
-from megatron_paradyse.strategies import RECOMPUTE, strategy_names
-from megatron_paradyse.train import plugin
+from megatron_paradyse.strategies import RECOMPUTE, base_name, strategy_names
+from reproduction.frameworks import Ran, until_out_of_memory, without_forest
+from reproduction.table5 import contribution
 
 FASTEST_REACHES = 0.425  # of the longest document, where memory is enforced
 ORDERS = ("sorted", "shuffled")
 PUBLISHED = {"policy": "heuristic", "granularity": "layer", "strategies": strategy_names()}
 REPETITIONS = 3
-RESAMPLES = 2000
 
 
 def main() -> None:
     task = json.loads(os.environ["REPRODUCTION"])
-    sys.argv[1:] = megatron_flags(
-        sys.argv[1:], model_path=None, ranks=int(os.environ["WORLD_SIZE"])
-    )
-    plugin.install()
+    start_rank()
     import torch
-    from megatron.training import training
-    from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args()
-    training.initialize_megatron()
-    args.check_for_nan_in_loss_and_grad = False
     trained = Trained(task)
     result = getattr(trained, task["what"])()
     if torch.distributed.get_rank() == 0:
@@ -178,10 +168,17 @@ class Trained(Workload):
             name: [seconds.get((i, plan.runs())) for i, plan in enumerate(planned)]
             for name, planned in plans.items()
         }
-        full = per_document["full"]
-        return [
-            ablation_row(name, documents, found, full, seed=self._task["seed"])
+        done = {
+            name: until_out_of_memory(map(Ran, documents, found, itertools.repeat(0)))
             for name, found in per_document.items()
+        }
+        return [
+            {
+                "framework": name,
+                "max_tokens": ran[-1].tokens if ran else 0,
+                **contribution(done["full"], ran),
+            }
+            for name, ran in done.items()
         ]
 
     def _frameworks(self) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -189,14 +186,15 @@ class Trained(Workload):
         everything = [n for base in strategy_names() for n in (base, base + RECOMPUTE)]
         frameworks = {"full": (self._costs, {"policy": "optimal"})}
         for left_out in strategy_names():
-            kept = tuple(n for n in everything if n.removesuffix(RECOMPUTE) != left_out)
+            kept = tuple(n for n in everything if base_name(n) != left_out)
             frameworks[f"without {left_out}"] = (
                 self._costs,
                 {"policy": "optimal", "strategies": kept},
             )
         published = self._published_costs()
+        polynomials = self._refitted("polynomials", "hybrid", without_forest)
         return frameworks | {
-            "without the forest": (self._without_forest(), {"policy": "optimal"}),
+            "without the forest": (polynomials, {"policy": "optimal"}),
             "without mixing": (self._costs, {"policy": "optimal", "granularity": "sequence"}),
             "layers for operations": (self._costs, {"policy": "optimal", "granularity": "layer"}),
             "without recompute": (
@@ -249,20 +247,6 @@ class Trained(Workload):
         """The same measurements with the paper's fit."""
         return self._refitted("published", "paper", lambda model: model)
 
-    def _without_forest(self) -> str:
-        """The hybrid fit less the forest on its residual: polynomials."""
-
-        def polynomials(model):
-            for fit in model.fits:
-                bare = tuple(dataclasses.replace(q, factors=None) for q in fit.fits)
-                yield dataclasses.replace(fit, fits=bare)
-
-        return self._refitted(
-            "polynomials",
-            "hybrid",
-            lambda model: type(model)(model.kind, [*polynomials(model)], model.constants),
-        )
-
     def _refitted(self, name: str, kind: str, change) -> str:
         import torch
 
@@ -295,32 +279,6 @@ class _Given:
 
     def plan(self, *_: Any, **__: Any):
         return self.chosen
-
-
-def ablation_row(name: str, documents: list[int], seconds, full, *, seed: int) -> dict:
-    """saved_share: of the framework's time, saved by the full one, up to its longest document.
-
-    The interval has 95% of the shares of as many documents, drawn from them with replacement.
-    """
-    fits = [value is not None for value in seconds]
-    until = fits.index(False) if False in fits else len(fits)
-    row = {"framework": name, "max_tokens": documents[until - 1] if until else 0}
-    if not until:
-        return row
-    mine, theirs = np.array(seconds[:until]), np.array(full[:until])
-    shares = []
-    rng = np.random.default_rng(seed)
-    for _ in range(RESAMPLES):
-        drawn = rng.integers(until, size=until)
-        shares.append(1 - theirs[drawn].sum() / mine[drawn].sum())
-    low, high = np.percentile(shares, (2.5, 97.5))
-    return row | {
-        "cumulative_seconds": float(mine.sum()),
-        "full_seconds_to_same_length": float(theirs.sum()),
-        "saved_share": float(1 - theirs.sum() / mine.sum()),
-        "ci_low": float(low),
-        "ci_high": float(high),
-    }
 
 
 def _device_bytes() -> float:

@@ -37,7 +37,7 @@ from reproduction import costs
 from reproduction.documents import document_lengths, in_order
 from reproduction.frameworks import MOST_TOKENS, Runner, aligned, ours, until_out_of_memory
 from reproduction.names import SHUFFLED, SIMULATED
-from reproduction.tables import origin, update_table
+from reproduction.tables import of_panels, origin, update_table
 
 COLUMNS = (
     *("model", "distribution", "peer", "global_batch", "documents", "documents_that_fit"),
@@ -68,9 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
         COLUMNS,
         rows,
         made=origin(SIMULATED, f"{costs.HARDWARE}; an estimate"),
-        replaces=lambda r: (
-            r["model"] in arguments.models and r["distribution"] in arguments.distributions
-        ),
+        replaces=of_panels(arguments.models, arguments.distributions),
     )
 
 

@@ -35,7 +35,7 @@ from reproduction.names import (
     WITHOUT_HALVES,
     title,
 )
-from reproduction.tables import TABLE5, origin, update_table
+from reproduction.tables import TABLE5, of_panels, origin, update_table
 
 RESAMPLES, CONFIDENCE, SEED = 2000, 0.95, 5
 
@@ -95,16 +95,13 @@ def run(arguments: argparse.Namespace) -> None:
             rows += _model_rows(of_model, frameworks, arguments.distributions)
         print(f"table 5: {of_model.model} simulated", file=sys.stderr)
     made = {row["framework"] for row in rows}
+    in_panels = of_panels(arguments.models, arguments.distributions)
     update_table(
         arguments.output / "table5-simulated.csv",
         TABLE5,
         rows,
         made=origin(SIMULATED, costs.HARDWARE),
-        replaces=lambda r: (
-            r["model"] in arguments.models
-            and r["distribution"] in arguments.distributions
-            and r["framework"] in made
-        ),
+        replaces=lambda r: in_panels(r) and r["framework"] in made,
     )
 
 

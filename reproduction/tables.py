@@ -8,13 +8,13 @@ from __future__ import annotations
 import csv
 import datetime
 import importlib.metadata
-import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.whole_file import whole_file
 
 Row = Mapping[str, str]
 
@@ -66,16 +66,19 @@ def write_table(
 ) -> None:
     """Write rows under a comment, all or nothing; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="") as stream:
-            stream.write(f"# source: {made}\n")
-            writer = csv.writer(stream, lineterminator="\n")
-            writer.writerow(columns)
-            writer.writerows([text(row[name]) for name in columns] for row in rows)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        whole_file(path) as temporary,
+        open(temporary, "w", encoding="utf-8", newline="") as stream,
+    ):
+        stream.write(f"# source: {made}\n")
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([text(row[name]) for name in columns] for row in rows)
+
+
+def of_panels(models: Sequence[str], distributions: Sequence[str]) -> Callable[[Row], bool]:
+    """Whether a row is of one of these models on one of these distributions."""
+    return lambda row: row["model"] in models and row["distribution"] in distributions
 
 
 def update_table(

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_paradyse.data.metadata import DatasetMetadata
 from megatron_paradyse.data.tokenizers import TokenArray
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.whole_file import sync
 
 MAX_DOCUMENT_TOKENS = np.iinfo(np.int32).max  # .idx keeps lengths as int32
 SUFFIXES = (".bin", ".idx", ".json")
@@ -120,7 +121,7 @@ class DatasetWriter:
         with open(self._temporary[".json"], "w", encoding="utf-8") as stream:
             stream.write(metadata.to_json())
         for path in self._temporary.values():
-            _sync(path)
+            sync(path)
         self._remove_named()
         try:
             for suffix in SUFFIXES:
@@ -128,7 +129,7 @@ class DatasetWriter:
         except BaseException:
             self._remove_named()
             raise
-        _sync(os.path.dirname(self.prefix) or ".")
+        sync(os.path.dirname(self.prefix) or ".")
         self._committed = True
         return metadata
 
@@ -141,14 +142,6 @@ class DatasetWriter:
         for path in self._temporary.values():
             if os.path.lexists(path):
                 os.unlink(path)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _import_builder() -> Any:
