@@ -22,12 +22,24 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import get_args
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_paradyse.policy import Policy
+
+
+@dataclass
+class RowParams(PackedSeqParams):
+    """How a packed microbatch reaches the model: its row, for which max_seqlen_q is the longest."""
+
+    row: Row | None = None
+
+    def __post_init__(self):
+        assert self.row is not None
+        self.max_seqlen_q = self.max_seqlen_kv = max(self.row.lengths)  # Megatron's RoPE table
 
 
 @dataclass

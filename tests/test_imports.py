@@ -25,7 +25,7 @@ MODULES = {
 WITHOUT_TORCH = ("plan", "plan_file", "policy", "settings", "errors", "units", "strategies")
 WITHOUT_TORCH += ("simulator.hardware", "simulator.network", "simulator.models", "train.summary")
 WITHOUT_TORCH += ("report.figures", "report.page", "train_command", "doctor.checks")
-WITHOUT_TORCH += ("setting_kinds", "flag_file", "schema_command")
+WITHOUT_TORCH += ("packing", "setting_kinds", "flag_file", "schema_command")
 # Each may import those after it, besides errors and units; nothing below imports what is above.
 LAYERS = (
     ("cli",),
@@ -37,7 +37,7 @@ LAYERS = (
     ("policy",),
     ("settings", "plan_file"),
     ("setting_kinds",),
-    ("plan", "data", "edges"),
+    ("plan", "data", "edges", "packing"),
     ("strategies",),
 )
 

@@ -1,0 +1,1 @@
+"""Many documents in one sequence, each on no more ranks than it needs."""

@@ -1,0 +1,77 @@
+"""A packed microbatch: documents in one sequence, and which rank holds which of their tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+Range = tuple[int, int]  # [start, stop)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Documents packed into one sequence of s tokens over p ranks.
+
+    Positions count through the documents in their order, and then through the padding, up to s:
+    a document is a contiguous range of positions. A rank holds any s/p of them.
+
+    lengths: tokens of each document, at least 1.
+    shards: for each of the p ranks the ranges of positions that its s/p rows hold, in the order of
+        the rows; every position is held once. Contiguous chunks are the case of one range a rank.
+    """
+
+    lengths: tuple[int, ...]
+    shards: tuple[tuple[Range, ...], ...]
+
+    def __post_init__(self) -> None:
+        held = sorted(itertools.chain.from_iterable(self.shards))
+        ends = [0, *(stop for _, stop in held)]
+        assert [start for start, _ in held] == ends[:-1], "every position is held once"
+        assert all(start < stop for start, stop in held), "no range is empty"
+        assert len({sum(b - a for a, b in shard) for shard in self.shards}) == 1, "s/p rows each"
+        assert min(self.lengths, default=0) > 0 and sum(self.lengths) <= self.seq_length
+
+    @property
+    def p(self) -> int:
+        return len(self.shards)
+
+    @cached_property
+    def seq_length(self) -> int:
+        """s, padding included."""
+        return sum(stop - start for shard in self.shards for start, stop in shard)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the documents, without padding."""
+        return sum(self.lengths)
+
+    @cached_property
+    def documents(self) -> tuple[Range, ...]:
+        """Each document's range of positions."""
+        ends = list(itertools.accumulate(self.lengths, initial=0))
+        return tuple(itertools.pairwise(ends))
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Per rank what it holds of documents: (document, start, stop), counted inside it."""
+        return tuple(tuple(self._pieces_of(shard)) for shard in self.shards)
+
+    def _pieces_of(self, shard: Sequence[Range]):
+        for number, (begin, end) in enumerate(self.documents):
+            for start, stop in shard:
+                low, high = max(start, begin), min(stop, end)
+                if low < high:
+                    yield number, low - begin, high - begin
+
+
+def contiguous(lengths: Sequence[int], p: int, *, alignment: int | None = None) -> Row:
+    """The documents one after the other, rank r holding the r-th chunk of them.
+
+    alignment: s is a multiple of it, and it of p; None: of p.
+    """
+    alignment = alignment or p
+    assert alignment % p == 0
+    size = -(-sum(lengths) // alignment) * alignment // p
+    return Row(tuple(lengths), tuple(((r * size, (r + 1) * size),) for r in range(p)))

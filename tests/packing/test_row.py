@@ -1,0 +1,61 @@
+"""A packed row's positions, pieces and attention work."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.packing.work import imbalance, keys_received, scores_per_rank
+
+ZIGZAG = Row((6, 2), (((0, 2), (4, 6)), ((2, 4), (6, 8))))
+
+
+def test_documents_follow_each_other():
+    assert contiguous((3, 5, 1), 4).documents == ((0, 3), (3, 8), (8, 9))
+
+
+def test_padding_fills_up_to_the_alignment():
+    row = contiguous((3, 5, 1), 4, alignment=16)
+    assert (row.seq_length, row.num_tokens) == (16, 9)
+
+
+def test_pieces_are_counted_inside_their_document():
+    assert ZIGZAG.pieces == (((0, 0, 2), (0, 4, 6)), ((0, 2, 4), (1, 0, 2)))
+
+
+@pytest.mark.parametrize("row", [ZIGZAG, contiguous((3, 5, 1), 4), contiguous((7,), 2)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_are_those_counted_one_by_one(row, causal):
+    document = {
+        position: number
+        for number, (start, stop) in enumerate(row.documents)
+        for position in range(start, stop)
+    }
+    counted = [
+        sum(
+            document[q] == document[k] and (k <= q or not causal)
+            for start, stop in shard
+            for q, k in itertools.product(range(start, stop), document)
+            if q in document
+        )
+        for shard in row.shards
+    ]
+    assert scores_per_rank(row, causal=causal) == counted
+
+
+def test_a_zigzag_document_alone_is_even():
+    assert imbalance(Row((8,), (((0, 2), (6, 8)), ((2, 4), (4, 6)))), causal=True) == 1.0
+
+
+def test_ranks_receive_the_rest_of_their_documents_only():
+    assert keys_received(ZIGZAG) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "shards", [(((0, 2),), ((1, 3),)), (((0, 2),), ((3, 5),)), (((0, 3),), ((3, 4),))]
+)
+def test_every_position_is_held_once_and_evenly(shards):
+    with pytest.raises(AssertionError):
+        Row((2,), shards)
