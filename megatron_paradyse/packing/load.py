@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from megatron_paradyse.packing.row import Row
 
 STEPS_PER_DOUBLING = 16
@@ -39,35 +37,36 @@ class Load:
 
 
 def load_of(row: Row, *, causal: bool) -> Load:
-    """In time proportional to documents and ranges; packing/work.py says the same, per rank."""
-    ranges = sorted((start, stop, r) for r, shard in enumerate(row.shards) for start, stop in shard)
-    lengths = np.array(row.lengths, dtype=np.int64)
-    stops = np.cumsum(lengths)
-    edges = np.unique(np.concatenate(([0], stops, [start for start, _, _ in ranges])))
-    edges = edges[edges <= stops[-1]]
-    first, last = edges[:-1], edges[1:]
-    document = np.searchsorted(stops, first, side="right")
-    holder = np.searchsorted([start for start, _, _ in ranges], first, side="right") - 1
-    rank = np.array([r for _, _, r in ranges])[holder]
-    tokens, whole = last - first, lengths[document]
-    rectangles = tokens * whole
-    before = (stops - lengths)[document]
-    a, b = first - before, last - before
-    scores = (b * (b + 1) - a * (a + 1)) // 2 if causal else rectangles
-    held, place = np.unique(rank * len(lengths) + document, return_inverse=True)
-    seen = np.zeros(len(held), dtype=np.int64)  # of a document, by the queries that a rank holds
-    np.maximum.at(seen, place, b if causal else whole)
-    missing = seen - _sums(place, tokens, len(held))
-    ranks = held // len(lengths)
+    """One walk over documents and ranges; packing/work.py says the same rank by rank."""
+    scores, rectangles = [0] * row.p, [0] * row.p
+    missing, documents = [0] * row.p, [0] * row.p
+    ranges = iter(sorted((stop, r) for r, shard in enumerate(row.shards) for _, stop in shard))
+    range_stop, rank = next(ranges)
+    position = 0
+    for length in row.lengths:
+        start, stop = position, position + length
+        held: dict[int, tuple[int, int]] = {}  # by rank: tokens, and what its queries see
+        while position < stop:
+            if position == range_stop:
+                range_stop, rank = next(ranges)
+            first, position = position - start, min(range_stop, stop)
+            last = position - start
+            rectangles[rank] += (last - first) * length
+            scores[rank] += (last * (last + 1) - first * (first + 1)) // 2
+            held[rank] = (held.get(rank, (0, 0))[0] + last - first, last if causal else length)
+        for rank_of, (tokens, seen) in held.items():
+            missing[rank_of] += seen - tokens
+            documents[rank_of] += 1
+    scores = scores if causal else rectangles
     return Load(
         seq_length=row.seq_length,
         p=row.p,
-        scores=int(scores.sum()),
-        fullest_scores=_most(rank, scores, row.p),
-        rectangles=_most(rank, rectangles, row.p),
-        keys_received=_most(ranks, missing, row.p),
-        documents=len(lengths),
-        fullest_documents=_most(ranks, np.ones_like(ranks), row.p),
+        scores=sum(scores),
+        fullest_scores=max(scores),
+        rectangles=max(rectangles),
+        keys_received=max(missing),
+        documents=len(row.lengths),
+        fullest_documents=max(documents),
     )
 
 
@@ -103,14 +102,3 @@ def _step_up(value: int, unit: int) -> int:
         return 0 if value <= 0 else value
     step = math.ceil(STEPS_PER_DOUBLING * math.log2(value / unit) - 1e-9)
     return max(value, round(unit * 2 ** (step / STEPS_PER_DOUBLING)))
-
-
-def _sums(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Of whole numbers, which np.bincount would make floating-point."""
-    total = np.zeros(size, dtype=np.int64)
-    np.add.at(total, index, values)
-    return total
-
-
-def _most(index: np.ndarray, values: np.ndarray, size: int) -> int:
-    return int(_sums(index, values, size).max())
