@@ -29,6 +29,7 @@ from megatron_paradyse.strategies import offloads, parse_strategy_name
 # Lengths are planned for as the next multiple of this, so that like ones share a plan.
 ALIGNMENT = 64
 DEFAULT_GAMMA = 0.05  # smoothing of the heuristic, as in the paper
+MEASURED_GAIN = 0.05  # of mixing strategies, below which measured costs do not tell plans apart
 ABLATIONS = ("prune", "short-circuit", "mix", "early-termination", "cache", "smoothing")
 RESERVE_SHARE = 0.05  # of a GPU: communicators, libraries, fragmentation
 UNLIMITED = 1 << 62  # a CPU without --paradyse-memory-budget
@@ -78,6 +79,11 @@ def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
 def check_policy(settings: Settings) -> None:
     """UserError for parts that a policy by cost does not have, and for unknown strategies."""
     ablations(settings)
+    if settings.mixing_gain is not None and cost_policy_kind(settings) == "heuristic":
+        raise UserError(
+            "--paradyse-mixing-gain has no effect with --paradyse-policy heuristic, which mixes by "
+            "Algorithm 1: leave it out, or use optimal"
+        )
     for name in settings.strategies or ():
         parse_strategy_name(name)
 
@@ -224,10 +230,20 @@ class FilePolicies:
             "rows": self.model.packed and row_source(self.model, correct, alignment=ALIGNMENT),
         }
         if cost_policy_kind(settings) == "optimal":
-            return OptimalPolicy(self.costs.strategies, source, memory, gamma=gamma, **common)
+            return OptimalPolicy(
+                self.costs.strategies, source, memory, gain=self._gain, gamma=gamma, **common
+            )
         if smooth and gamma is None and "smoothing" not in ablations(settings):
             gamma = DEFAULT_GAMMA
         return self._heuristic(source, memory, common | {"gamma": gamma})
+
+    @property
+    def _gain(self) -> float:
+        """Measured costs are noisy: of many plans, the fastest is one measured too low."""
+        if self.settings.mixing_gain is not None:
+            return self.settings.mixing_gain
+        measured = self.costs.file.table.description.source == "measured"
+        return MEASURED_GAIN if measured else 0.0
 
     def _heuristic(self, source, memory, common: dict) -> CostPolicy:
         off = ablations(self.settings)
