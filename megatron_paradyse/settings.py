@@ -27,6 +27,7 @@ BY_COST = (
     "cost_model",
     "accept_costs",
     "mixing_gain",
+    "host_memory",
     "memory_margin",
     "over_budget",
     "smoothing",
@@ -93,6 +94,12 @@ class Settings:
         kinds.SIZE,
         "memory per rank, such as 76GiB (default on a GPU: what is free at the start, less a "
         "reserve); on a CPU it is enforced, by the bytes of tensors alive",
+    )
+    host_memory: str | None = _setting(
+        None,
+        kinds.SIZE,
+        "host memory per rank that +offload may take, such as 64GiB (default: the rank's share of "
+        "0.8 of what is free at the start)",
     )
     memory_margin: float = _setting(
         0.03, kinds.SHARE, "how far a real peak may be above its estimate (default 0.03)"

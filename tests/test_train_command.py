@@ -95,6 +95,7 @@ def test_every_setting_reaches_the_training(tmp_path):
         "cost_model": "c.json",
         "accept_costs": True,
         "memory_budget": "119MiB",
+        "host_memory": "64GiB",
         "memory_margin": 0.05,
         "over_budget": "refuse",
         "smoothing": 0.1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,8 +33,10 @@ class Stage:
     static_bytes: what stays through the training; buffer_bytes_per_token: of the buffer into which
     Megatron gathers a microbatch, per token of it (s b): of every microbatch, or where
     buffer_free_above says so, of those of at most so many tokens, and above of those whose plan
-    names megatron_ts; num_in_flight: forwards that wait for their backward at once; margin: how far
-    a real peak may be above its estimate, as a share of it.
+    names megatron_ts; input_bytes_per_token: of a layer's input on a rank, likewise; host_bytes:
+    what +offload may take of host memory, None without limit; num_in_flight: forwards that wait
+    for their backward at once; margin: how far a real peak may be above its estimate, as a share
+    of it.
     """
 
     budget_bytes: int
@@ -42,6 +45,8 @@ class Stage:
     has_head: bool = True
     buffer_bytes_per_token: int = 0
     buffer_free_above: int | None = None
+    input_bytes_per_token: float = 0.0
+    host_bytes: int | None = None
     num_in_flight: int = 1
     margin: float = 0.0
 
@@ -132,6 +137,8 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         head_peak=head_peak,
         gather_bytes=gather_bytes,
         gathers=lambda strategy: base_name(strategy) == MEGATRON_TS,
+        input_bytes=lambda s, b: math.ceil(stage.input_bytes_per_token * s * b),
+        host_bytes=stage.host_bytes,
         num_in_flight=stage.num_in_flight,
         margin=stage.margin,
     )

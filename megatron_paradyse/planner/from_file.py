@@ -25,6 +25,7 @@ from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, Opti
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import offloads, parse_strategy_name
+from megatron_paradyse.units import parse_bytes
 
 # Lengths are planned for as the next multiple of this, so that like ones share a plan.
 ALIGNMENT = 64
@@ -119,7 +120,8 @@ class FilePolicies:
 
     num_layers: of the model, if not the file's: static bytes are then scaled by parameters that
     the shape lets one estimate. megatron_mlp: the MLP is Megatron's own whatever the plan says, as
-    a mixture of experts is.
+    a mixture of experts is. host_bytes: a rank's host memory for +offload, where the settings do
+    not say; None without limit.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class FilePolicies:
         *,
         num_layers: int | None = None,
         megatron_mlp: bool = False,
+        host_bytes: int | None = None,
     ):
         self.settings, self.costs, self.budget_bytes = settings, costs, budget_bytes
         self.model = costs.file.require_model()
@@ -137,6 +140,9 @@ class FilePolicies:
         self.num_layers = num_layers or shape.num_layers
         self._depth = parameters(shape, self.num_layers) / parameters(shape, shape.num_layers)
         self._megatron_mlp = megatron_mlp
+        if settings.host_memory is not None:
+            host_bytes = parse_bytes(settings.host_memory)
+        self._host_bytes = host_bytes
 
     def stage(
         self,
@@ -159,9 +165,17 @@ class FilePolicies:
             buffer_free_above=self._buffer_free_above(has_head, num_in_flight),
             has_embedding=has_embedding,
             has_head=has_head,
+            input_bytes_per_token=self._input_bytes_per_token,
+            host_bytes=self._host_bytes,
             num_in_flight=num_in_flight,
             margin=self.settings.memory_margin,
         )
+
+    @property
+    def _input_bytes_per_token(self) -> float:
+        """Of a rank's share of an activation [s, b, h]."""
+        description = self.costs.file.table.description
+        return description.model.hidden_size * self._element_bytes / description.p
 
     @property
     def _gather_bytes_per_token(self) -> int:

@@ -20,6 +20,7 @@ from megatron_paradyse.planner.peak import evaluate, with_margin
 from megatron_paradyse.planner.pipeline import shares
 from megatron_paradyse.planner.problem import Choice, LayerOptions, Outcome, Planner, Problem
 from megatron_paradyse.planner.sources import CostSource, Numbers, RowSource, StageMemory
+from megatron_paradyse.strategies import offloads
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +136,12 @@ class CostPolicy:
         shape = (seq_length, batch_size, forward_only, load)
         made: dict[tuple[tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
         layers = {}
-        for number in numbers:
+        most = memory.layers_on_host(seq_length, batch_size)
+        for place, number in enumerate(numbers):
             first, second = self._allowed(number, "attention"), self._allowed(number, "mlp")
+            if most is not None and place >= most:
+                # What the first layers keep, they keep for longest.
+                first, second = _without_offload(first), _without_offload(second)
             if (first, second) not in made:
                 made[first, second] = self._options(costs, first, second, *shape)
             layers[number] = made[first, second]
@@ -246,6 +251,11 @@ class HeuristicPolicy(CostPolicy):
         planner = settings.pop("planner", None) or HeuristicPlanner()
         settings.setdefault("gamma", 0.05)
         super().__init__(planner, tuple(strategies), costs, memory, **settings)
+
+
+def _without_offload(names: tuple[str, ...]) -> tuple[str, ...]:
+    """All of them where there is nothing else: then it was asked for."""
+    return tuple(name for name in names if not offloads(name)) or names
 
 
 def _make_choice(name: str, numbers: Numbers, gathers: bool) -> Choice:

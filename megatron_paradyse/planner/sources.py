@@ -31,7 +31,8 @@ class StageMemory:
 
     embedding and head give (s, b) -> bytes: what the embedding and buffers of this size keep, the
     embedding's peak, the head's peak. gather_bytes: of the buffer that is there besides if the
-    plan names a strategy for which gathers is true.
+    plan names a strategy for which gathers is true. host_bytes: what +offload may take of host
+    memory, None without limit; input_bytes: of a layer's input, which it keeps there.
     """
 
     budget_bytes: int
@@ -41,9 +42,16 @@ class StageMemory:
     head_peak: Callable[[int, int], int] = _nothing
     gather_bytes: Callable[[int, int], int] = _nothing
     gathers: Callable[[str], bool] = _never
+    input_bytes: Callable[[int, int], int] = _nothing
+    host_bytes: int | None = None
     num_in_flight: int = 1
     kept_share: float = 0.75
     margin: float = 0.0
+
+    def layers_on_host(self, seq_length: int, batch_size: int) -> int | None:
+        """Of how many layers the inputs fit there, with every microbatch in flight; None: all."""
+        each = self.input_bytes(seq_length, batch_size) * self.num_in_flight
+        return None if self.host_bytes is None or each == 0 else self.host_bytes // each
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ def policy_options(command: Callable) -> Callable:
     options = [
         click.argument("costs", metavar="COSTS"),
         click.option("--memory-budget", metavar="SIZE", help="Memory of a rank, such as 76GiB."),
+        click.option("--host-memory", metavar="SIZE", help="A rank's host memory for +offload."),
         click.option(
             "--memory-margin",
             type=click.FloatRange(0, 1),

@@ -19,6 +19,7 @@ DROPPED = {
     "--paradyse-granularity": 1,
     "--paradyse-mixing-gain": 1,
     "--paradyse-memory-margin": 1,
+    "--paradyse-host-memory": 1,
     "--paradyse-over-budget": 1,
     "--paradyse-verify-plans": 0,
     "--paradyse-balance": 0,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
 from megatron.training import print_rank_0
 
+from megatron_paradyse.machine import free_bytes
 from megatron_paradyse.planner.from_file import RESERVE_SHARE, UNLIMITED
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.units import parse_bytes
 
+HOST_SHARE = 0.8  # of free host memory: data, checkpoints and the system take the rest
 TAUGHT_MARGIN = 0.02  # what a plan that ran out of memory is believed to have lacked
 
 
@@ -33,6 +36,23 @@ def budget_bytes(settings: Settings, *, trace: Path | None) -> int:
     least = torch.tensor([budget], device=torch.cuda.current_device())
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     return int(least)
+
+
+def host_bytes(settings: Settings) -> int | None:
+    """Host memory that this rank's +offload may take, the least of any rank; None: not known.
+
+    All ranks must call it.
+    """
+    if settings.host_memory is not None:
+        found: int | None = parse_bytes(settings.host_memory)
+    else:
+        free, ranks = free_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        found = None if free is None else int(HOST_SHARE * free) // ranks
+    least = torch.tensor(
+        [UNLIMITED if found is None else found], device=torch.cuda.current_device()
+    )
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+    return None if int(least) == UNLIMITED else int(least)
 
 
 def _taught(trace: Path | None) -> list[int]:

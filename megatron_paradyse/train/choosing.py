@@ -21,7 +21,7 @@ from megatron_paradyse.planner.pipeline import in_flight
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train.budget import budget_bytes
+from megatron_paradyse.train.budget import budget_bytes, host_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
 
 
@@ -49,6 +49,7 @@ class CostPolicies:
             self.budget_bytes,
             num_layers=get_args().num_layers,
             megatron_mlp=bool(get_args().num_experts),
+            host_bytes=host_bytes(settings),
         )
         self.online = self._online() if settings.correction else None
         self._correct: Correct | None = None

@@ -131,3 +131,31 @@ def test_ninety_six_layers_with_it_are_planned_with_a_proof(seed):
     outcome = OptimalPlanner().plan(realistic(random.Random(seed)))
     assert outcome.fits and "offload" in outcome.plan.runs()
     assert outcome.seconds == pytest.approx(outcome.bound_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_as_many_inputs_go_to_the_host_as_it_holds(files, most):
+    """The first layers', each b s/p h e bytes."""
+    each = S * 256 * 4 // 4
+    budget = BUDGETS[0]
+    _, whole = problem(files["gpu"], budget, host_memory=f"{most * each + 1}B")
+    offered = [
+        {choice.name for choice in whole.layers[number].attention} >= {OFFLOAD} for number in LAYERS
+    ]
+    assert offered == [place < most for place in range(len(LAYERS))]
+
+
+def test_forwards_in_flight_share_the_hosts_memory(files):
+    each = S * 256 * 4 // 4
+    made = FilePolicies(
+        settings(files["gpu"], host_memory=f"{4 * each}B"), read_costs(settings(files["gpu"])), 0
+    )
+    stage = made.stage(budget=BUDGETS[-1], num_in_flight=2)
+    whole = made.policy(stage, smooth=False).problem(LAYERS, 1, S, False)
+    offered = [OFFLOAD in {c.name for c in whole.layers[n].attention} for n in LAYERS]
+    assert offered == [True, True, False]
+
+
+def test_what_only_offloads_is_offered_all_the_same(files):
+    _, whole = problem(files["gpu"], BUDGETS[0], host_memory="1B", strategies=(OFFLOAD,))
+    assert all(options.attention[0].name == OFFLOAD for options in whole.layers.values())
