@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
 from megatron.core import mpu
 
 from megatron_paradyse.live_bytes import Meter
+from megatron_paradyse.moments import moment, seconds_between
 from megatron_paradyse.profiler.model import largest_over_ranks
 from megatron_paradyse.profiler.operations import Operation, Sink
 
@@ -34,21 +34,21 @@ def measure_bytes(operation: Operation, meter: Meter) -> tuple[MeasuredBytes, tu
         x = operation.make_input()
         before = meter.live_bytes
         meter.reset_peak()
-        marks = [_mark()]
+        marks = [moment()]
         output, held = operation.forward(x)
         del x  # from here on it lives only if the operation keeps it
-        marks.append(_mark())
+        marks.append(moment())
         forward_peak = meter.peak_bytes
         after = meter.live_bytes
         scalar = Sink.apply(output)
         del output
         meter.reset_peak()
         scalar.backward()
-        marks.append(_mark())
+        marks.append(moment())
         backward_peak = meter.peak_bytes
         del scalar, held
     measured = [after - before, forward_peak - after, backward_peak - after]
-    seconds = [_seconds(*marks[:2]), _seconds(*marks[1:])]
+    seconds = [seconds_between(*marks[:2]), seconds_between(*marks[1:])]
     largest = [max(0.0, value) for value in largest_over_ranks([*measured, *seconds])]
     return MeasuredBytes(*largest[:3]), (largest[3], largest[4])
 
@@ -97,29 +97,13 @@ def _of_all_ranks(runs: list[tuple[float, float]]) -> tuple[float, float]:
 
 def _timed(operation: Operation) -> tuple[float, float]:
     x = operation.make_input()
-    marks = [_mark()]
+    marks = [moment()]
     output, held = operation.forward(x)
     del x
-    marks.append(_mark())
+    marks.append(moment())
     scalar = Sink.apply(output)
     del output
     scalar.backward()
     del scalar, held
-    marks.append(_mark())
-    return _seconds(marks[0], marks[1]), _seconds(marks[1], marks[2])
-
-
-def _mark():
-    """A moment: on a GPU of its stream, so that the host may run ahead as in training."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(start, end) -> float:
-    if not torch.cuda.is_available():
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    marks.append(moment())
+    return seconds_between(marks[0], marks[1]), seconds_between(marks[1], marks[2])

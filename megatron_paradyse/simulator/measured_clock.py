@@ -7,11 +7,10 @@ of it is laid on two lines of time, as clock.py does: kernels, and communication
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from megatron_paradyse.moments import moment, seconds_between
 
 
 class MeasuredClock:
@@ -26,21 +25,21 @@ class MeasuredClock:
 
     def mark(self) -> None:
         """A moment that laps() tells of."""
-        moment = _moment()
-        self._steps.append(("mark", moment, moment, 0.0))
+        now = moment()
+        self._steps.append(("mark", now, now, 0.0))
 
     def begin(self, seconds: float, prepare: Callable[[], None] | None = None) -> int:
         """Start a communication of so many seconds; what prepare() takes counts nowhere."""
-        before = after = _moment()
+        before = after = moment()
         if prepare is not None:
             prepare()
-            after = _moment()
+            after = moment()
         self._steps.append(("begin", before, after, seconds))
         return len(self._steps) - 1
 
     def wait(self, begun: int) -> None:
-        moment = _moment()
-        self._steps.append(("wait", moment, moment, begun))
+        now = moment()
+        self._steps.append(("wait", now, now, begun))
 
     def laps(self) -> list[float]:
         """Seconds from each mark to the next, communication included."""
@@ -49,7 +48,7 @@ class MeasuredClock:
         marks: list[float] = []
         last = self._steps[0][1]
         for index, (what, before, after, number) in enumerate(self._steps):
-            compute += _seconds(last, before)
+            compute += seconds_between(last, before)
             last = after
             if what == "begin":
                 communication = max(communication, compute) + number
@@ -59,19 +58,3 @@ class MeasuredClock:
             else:
                 marks.append(compute)
         return [end - start for start, end in itertools.pairwise(marks)]
-
-
-def _moment() -> Any:
-    """Now: on a GPU of its stream."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3

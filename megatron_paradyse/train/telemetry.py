@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_paradyse.hook import Planned
 from megatron_paradyse.live_bytes import Meter
+from megatron_paradyse.moments import moment, seconds_between
 
 
 @dataclass(eq=False)
@@ -33,7 +32,7 @@ class Microbatch:
         if len(self.marks) < 4:
             return None
         start, end, again, done = self.marks[:4]
-        return _seconds(start, end) + _seconds(again, done)
+        return seconds_between(start, end) + seconds_between(again, done)
 
 
 class Telemetry:
@@ -55,16 +54,16 @@ class Telemetry:
             self.meter.reset_peak()
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: self._backward_ends(microbatch))
-        microbatch.marks.append(_mark())
+        microbatch.marks.append(moment())
 
     def forward_ends(self, output: Tensor) -> None:
         microbatch = self._microbatches[-1]
-        microbatch.marks.append(_mark())
+        microbatch.marks.append(moment())
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda grad: microbatch.marks.append(_mark()))
+            output.register_hook(lambda grad: microbatch.marks.append(moment()))
 
     def _backward_ends(self, microbatch: Microbatch) -> None:
-        microbatch.marks.append(_mark())
+        microbatch.marks.append(moment())
         if self.meter is not None:
             microbatch.peak_bytes = self.meter.peak_bytes
 
@@ -81,19 +80,3 @@ class Telemetry:
         """The microbatches since the last call, in the order of their forwards."""
         taken, self._microbatches = self._microbatches, []
         return taken
-
-
-def _mark() -> Any:
-    """A point in time: of the stream on a GPU."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
