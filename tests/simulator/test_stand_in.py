@@ -63,7 +63,7 @@ def test_a_stand_in_waits_for_the_collectives_that_its_strategy_begins(stand_in)
 
 def test_kernels_and_communication_are_laid_side_by_side(monkeypatch):
     moments = iter([0.0, 1.0, 1.5, 4.5, 5.5])
-    monkeypatch.setattr(measured_clock, "_moment", lambda: next(moments))
+    monkeypatch.setattr(measured_clock, "moment", lambda: next(moments))
     clock = measured_clock.MeasuredClock()
     clock.restart()  # 0
     begun = clock.begin(2.0, prepare=lambda: None)  # at 1; prepared until 1.5, which is not counted
