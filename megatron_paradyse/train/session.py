@@ -13,6 +13,8 @@ from megatron.training import print_rank_0, training
 from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.live_bytes import Meter, make_meter
 from megatron_paradyse.model_edges import attach_edges
+from megatron_paradyse.packing.pack import Costs
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.choosing import CostPolicies
@@ -62,6 +64,18 @@ class Session:
     def microbatch_seconds(self) -> Callable[[int, int], float] | None:
         """Predicted (b, s) -> seconds, by which replicas are balanced if they are to be."""
         return self._predicted_seconds if self.settings.balance else None
+
+    @property
+    def packing_costs(self) -> Costs | None:
+        """By which documents are packed; None where the policy does not choose by cost."""
+        if cost_policy_kind(self.settings) is None:
+            return None
+        return Costs(self._row_seconds, functools.partial(self._predicted_seconds, 1))
+
+    def _row_seconds(self, row: Row) -> float | None:
+        assert self._policies is not None, "the model is built before the data are read"
+        policies = self._policies
+        return policies.row_seconds(row) if policies.row_fits(row) else None  # type: ignore[attr-defined]
 
     def _predicted_seconds(self, batch_size: int, seq_length: int) -> float:
         assert self._policies is not None, "the model is built before the data are read"
