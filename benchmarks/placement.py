@@ -2,8 +2,8 @@
 
 Global batches of 1,024 documents drawn from both published distributions are packed under token
 budgets and placed on p ranks, with a causal mask. Bytes are of keys and values of one layer's
-forward, 8 heads of 128 in bfloat16, against a plain ring over contiguous chunks, in which every rank
-gets all keys.
+forward, 8 heads of 128 in bfloat16, against a plain ring over contiguous chunks, in which every
+rank gets all keys.
 
     .venv/bin/python benchmarks/placement.py --json
 """
@@ -55,9 +55,9 @@ def main() -> None:
 def measure(distribution: str, p: int, budget: int) -> dict:
     """One global batch on p ranks, in microbatches of at most budget tokens."""
     lengths = draw_lengths(distribution, DOCUMENTS, 1.0, 0).tolist()
-    grid = Grid(p=p, alignment=2 * p)
+    grid = Grid(p=p, hidden_size=HIDDEN_SIZE, alignment=2 * p)
     start = time.perf_counter()
-    packing = pack(lengths, budget, grid, flops_costs(grid, HIDDEN_SIZE))
+    packing = pack(lengths, budget, grid, flops_costs(grid))
     seconds = time.perf_counter() - start
     placed = [
         made.row or place([lengths[made.documents[0]]], p, causal=True, alignment=2 * p)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
-from megatron_paradyse.packing.work import scores_per_rank
+from megatron_paradyse.packing.work import scores_between, scores_per_rank
 
-SAMPLED = 8  # rows by which a budget is judged
+SAMPLED = 12  # rows by which a budget is judged
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,22 @@ class Costs:
 class Grid:
     """What microbatches are made for.
 
-    alignment: s is a multiple of it, and it of p. at_least: microbatches of a replica. stages: of
-    the pipeline.
+    hidden_size: of the model. alignment: s is a multiple of it, and it of p. at_least: microbatches
+    of a replica. stages: of the pipeline.
     """
 
     p: int
+    hidden_size: int
     num_replicas: int = 1
     alignment: int = 1
     causal: bool = True
     at_least: int = 1
     stages: int = 1
+
+    def work(self, tokens: int) -> float:
+        """FLOPs of a document, in tokens of linear layers: 24 h^2 a token, 4 h a score."""
+        scores = scores_between(tokens, 0, tokens, self.causal)
+        return tokens + scores / (6 * self.hidden_size)
 
 
 @dataclass(frozen=True)
@@ -69,21 +75,14 @@ class Packing:
     seconds: float
 
 
-def flops_costs(grid: Grid, hidden_size: int) -> Costs:
-    """Where nothing better is known: the work of the fullest rank, in tokens of linear layers.
-
-    A token's linear layers take 24 h^2 FLOPs, a score 4 h. Everything fits.
-    """
+def flops_costs(grid: Grid) -> Costs:
+    """Where nothing better is known: the work of the fullest rank. Everything fits."""
 
     def row_work(row: Row) -> float:
         fullest = max(scores_per_rank(row, causal=grid.causal))
-        return row.seq_length / grid.p + fullest / (6 * hidden_size)
+        return row.seq_length / grid.p + fullest / (6 * grid.hidden_size)
 
-    def alone(tokens: int) -> float:
-        scores = tokens * (tokens + 1) / 2 if grid.causal else tokens * tokens
-        return (tokens + scores / (6 * hidden_size)) / grid.p
-
-    return Costs(row_work, alone)
+    return Costs(row_work, lambda tokens: grid.work(tokens) / grid.p)
 
 
 def pack(lengths: Sequence[int], tokens: int | None, grid: Grid, costs: Costs) -> Packing:
@@ -103,29 +102,35 @@ def pack(lengths: Sequence[int], tokens: int | None, grid: Grid, costs: Costs) -
 
 def _of_best_budget(lengths: Sequence[int], grid: Grid, costs: Costs) -> Packing:
     """The best of the two budgets that are predicted to be fastest by a few of their rows."""
-    per_replica = sum(lengths) // grid.num_replicas
-    budgets = [grid.alignment << i for i in range(40) if grid.alignment << i < 2 * per_replica]
-    rates = []
-    for tokens in budgets or [grid.alignment]:
-        rate = _sampled_rate(lengths, tokens, grid, costs)
-        if rate is not None:
-            rates.append((-rate, tokens))
-    best = sorted(rates)[:2] or [(0.0, grid.alignment)]
+    total = sum(lengths)
+    first = max(grid.alignment, 1 << (total // len(lengths)).bit_length())  # above the mean
+    budgets = [
+        first << i for i in range(40) if i == 0 or first << i < 2 * total // grid.num_replicas
+    ]
+    found = []
+    for tokens in budgets:
+        seconds = _sampled_seconds(lengths, tokens, grid, costs)
+        if seconds is None:
+            break  # longer rows will not fit either
+        found.append((seconds, tokens))
+    best = sorted(found)[:2] or [(0.0, grid.alignment)]
     made = [pack(lengths, tokens, grid, costs) for _, tokens in best]
     return min(made, key=lambda packing: (packing.seconds, packing.tokens))
 
 
-def _sampled_rate(lengths: Sequence[int], tokens: int, grid: Grid, costs: Costs) -> float | None:
-    """Tokens per predicted second; None where a row of so many tokens does not fit."""
+def _sampled_seconds(lengths: Sequence[int], tokens: int, grid: Grid, costs: Costs) -> float | None:
+    """Of all microbatches, by one of every few neighbours; None where a row does not fit."""
     groups = like_lengths(lengths, tokens)
-    sample = groups[:: max(1, len(groups) // SAMPLED)]
-    seconds = 0.0
-    for group in sample:
-        made = _priced(lengths, group, grid=grid, costs=costs)
+    work = [sum(grid.work(lengths[number]) for number in group) for group in groups]
+    each, seconds = -(-len(groups) // SAMPLED), 0.0
+    for start in range(0, len(groups), each):
+        stop = min(start + each, len(groups))
+        middle = (start + stop) // 2
+        made = _priced(lengths, groups[middle], grid=grid, costs=costs)
         if made is None:
             return None
-        seconds += made.seconds
-    return sum(lengths[number] for group in sample for number in group) / seconds
+        seconds += made.seconds * sum(work[start:stop]) / work[middle]
+    return seconds
 
 
 def like_lengths(lengths: Sequence[int], tokens: int) -> list[list[int]]:

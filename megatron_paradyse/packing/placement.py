@@ -107,10 +107,12 @@ class _Ranks:
     def _spread(self, number: int, scores: int, most: float) -> None:
         """Evenly over as few ranks as keep the piece small, those of the least scores."""
         length, num_ranks = self._lengths[number], 2
+        while num_ranks < self._p and scores > most * num_ranks:
+            num_ranks *= 2
         while num_ranks < self._p:
             need = -(-length // num_ranks)
             able = [rank for rank in range(self._p) if self.room[rank] >= need]
-            if scores <= most * num_ranks and len(able) >= num_ranks:
+            if len(able) >= num_ranks:
                 able.sort(key=lambda rank: (self.scores[rank], -self.room[rank], rank))
                 break
             num_ranks *= 2

@@ -141,6 +141,7 @@ def _packed(
     chunks = args.virtual_pipeline_model_parallel_size or 1
     grid = Grid(
         p=args.tensor_model_parallel_size,
+        hidden_size=args.hidden_size,
         num_replicas=mpu.get_data_parallel_world_size(),
         alignment=alignment(args.tensor_model_parallel_size),
         at_least=args.microbatch_group_size_per_vp_stage if chunks > 1 else 1,
@@ -152,7 +153,7 @@ def _packed(
             pack,
             tokens=args.paradyse_settings.pack_tokens,
             grid=grid,
-            costs=costs or flops_costs(grid, args.hidden_size),
+            costs=costs or flops_costs(grid),
         ),
         global_batch_size=size,
         replica=mpu.get_data_parallel_rank(),

@@ -14,6 +14,7 @@ from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.live_bytes import Meter, make_meter
 from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.packing.pack import Costs
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import Settings
@@ -70,12 +71,17 @@ class Session:
         """By which documents are packed; None where the policy does not choose by cost."""
         if cost_policy_kind(self.settings) is None:
             return None
-        return Costs(self._row_seconds, functools.partial(self._predicted_seconds, 1))
+        return Costs(self._row_seconds, self._alone_seconds)
 
     def _row_seconds(self, row: Row) -> float | None:
         assert self._policies is not None, "the model is built before the data are read"
-        policies = self._policies
-        return policies.row_seconds(row) if policies.row_fits(row) else None  # type: ignore[attr-defined]
+        return self._policies.row_seconds(row)  # type: ignore[attr-defined]
+
+    def _alone_seconds(self, tokens: int) -> float:
+        """Of one document: as a row, which is quick to predict, or where that does not fit."""
+        row = place([tokens], mpu.get_tensor_model_parallel_world_size(), causal=True)
+        seconds = self._row_seconds(row)
+        return self._predicted_seconds(1, tokens) if seconds is None else seconds
 
     def _predicted_seconds(self, batch_size: int, seq_length: int) -> float:
         assert self._policies is not None, "the model is built before the data are read"

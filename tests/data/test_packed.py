@@ -19,7 +19,7 @@ from megatron_paradyse.packing.pack import Grid, flops_costs, pack
 from megatron_paradyse.packing.placement import place
 
 GLOBAL_BATCH = 12
-GRID = Grid(p=2, num_replicas=2, alignment=4)
+GRID = Grid(p=2, hidden_size=64, num_replicas=2, alignment=4)
 
 
 class Stream:
@@ -35,7 +35,7 @@ class Stream:
 def shares(replica: int, *, consumed: int = 0, num_workers: int = 0):
     made = PackedShares(
         Stream(),
-        functools.partial(pack, tokens=64, grid=GRID, costs=flops_costs(GRID, 64)),
+        functools.partial(pack, tokens=64, grid=GRID, costs=flops_costs(GRID)),
         global_batch_size=GLOBAL_BATCH,
         replica=replica,
         alignment=4,
