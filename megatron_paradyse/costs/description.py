@@ -10,7 +10,8 @@ from typing import Any
 from megatron_paradyse import __version__
 from megatron_paradyse.errors import UserError
 
-MASKS = ("causal", "bidirectional")
+CAUSAL = "causal"
+MASKS = (CAUSAL, "bidirectional")
 DEVICE_KINDS = ("cpu", "cuda")
 SOURCES = ("measured", "stand-in", "simulated")
 # Two devices of one name may differ by what driver and firmware reserve.

@@ -31,15 +31,28 @@ def imbalance(row: Row, *, causal: bool) -> float:
     return max(scores) * len(scores) / max(sum(scores), 1)
 
 
-def keys_received(row: Row) -> list[int]:
-    """Per rank the tokens whose keys and values other ranks hold and its queries may see.
+def keys_received(row: Row, *, causal: bool = False) -> list[int]:
+    """Per rank the tokens whose keys and values other ranks hold and its queries see.
 
-    A ring that sends a document's keys to the ranks that hold some of it, and to no others.
+    What a ring moves that sends keys to ranks whose queries see them, and to no others. causal:
+    queries see no later key; else all of their document.
     """
-    held: list[dict[int, int]] = []
-    for pieces in row.pieces:
-        tokens: dict[int, int] = {}
+    return [sum(column) for column in zip(*keys_moved(row, causal=causal), strict=True)]
+
+
+def keys_moved(row: Row, *, causal: bool = False) -> list[list[int]]:
+    """[p][p]: the tokens whose keys and values rank i sends to rank j."""
+    moved = [[0] * row.p for _ in range(row.p)]
+    holders: dict[int, dict[int, list[tuple[int, int]]]] = {}  # of a document, by rank
+    for rank, pieces in enumerate(row.pieces):
         for number, start, stop in pieces:
-            tokens[number] = tokens.get(number, 0) + stop - start
-        held.append(tokens)
-    return [sum(row.lengths[n] - mine for n, mine in tokens.items()) for tokens in held]
+            holders.setdefault(number, {}).setdefault(rank, []).append((start, stop))
+    for by_rank in holders.values():
+        for receiver, queries in by_rank.items():
+            last = max(stop for _, stop in queries)
+            for sender, keys in by_rank.items():
+                if sender != receiver:
+                    moved[sender][receiver] += sum(
+                        stop - start for start, stop in keys if start < last or not causal
+                    )
+    return moved

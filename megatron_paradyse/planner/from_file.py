@@ -12,9 +12,15 @@ from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
 from megatron_paradyse.costs.description import ModelShape
 from megatron_paradyse.edges.tiles import automatic_tile
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.planner.from_costs import CostsOf, Stage, cost_source, stage_memory
+from megatron_paradyse.planner.from_costs import (
+    Correct,
+    Stage,
+    cost_source,
+    row_source,
+    stage_memory,
+)
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
-from megatron_paradyse.planner.known import default_strategies, known_strategies
+from megatron_paradyse.planner.known import default_strategies, known_for_rows, known_strategies
 from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, OptimalPolicy
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import Settings
@@ -37,8 +43,11 @@ class Costs:
     strategies: tuple[str, ...]
 
 
-def read_costs(settings: Settings) -> Costs:
-    """The cost file that the settings name; UserError if there is none or it lacks a strategy."""
+def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
+    """The cost file that the settings name; UserError if there is none or it lacks a strategy.
+
+    packed: whether plans are of packed rows; None: as the settings say.
+    """
     check_policy(settings)
     if settings.cost_model is None:
         raise UserError(
@@ -47,7 +56,8 @@ def read_costs(settings: Settings) -> Costs:
         )
     file = read_cost_file(settings.cost_model)
     model = file.require_model()
-    known = known_strategies(model)
+    packed = settings.sequences == "packed" if packed is None else packed
+    known = known_for_rows(model) if packed else known_strategies(model)
     names = settings.strategies or default_strategies(settings, file, known)
     for restriction in (settings.layers or {}).values():
         names += tuple(n for n in restriction.attention + restriction.mlp if n not in names)
@@ -198,18 +208,20 @@ class FilePolicies:
             )
 
     def policy(
-        self, stage: Stage, *, smooth: bool = True, costs_of: CostsOf | None = None
+        self, stage: Stage, *, smooth: bool = True, correct: Correct | None = None
     ) -> CostPolicy:
-        """smooth: keep previous plans if the settings say so; costs_of: instead of the file's."""
+        """smooth: keep previous plans if the settings say so; correct: the layers' costs."""
         settings = self.settings
         gamma = settings.smoothing if smooth else None
-        source = cost_source(costs_of or self.model.operation, self.model.offloaded)
+        correct = correct or (lambda costs_of: costs_of)
+        source = cost_source(correct(self.model.operation), self.model.offloaded)
         memory = stage_memory(self.model.operation, stage)
         common = {
             "granularity": settings.granularity,
             "allowed": self._allowed,
             "alignment": ALIGNMENT,
             "refuse": settings.over_budget == "refuse",
+            "rows": self.model.packed and row_source(self.model, correct, alignment=ALIGNMENT),
         }
         if cost_policy_kind(settings) == "optimal":
             return OptimalPolicy(self.costs.strategies, source, memory, gamma=gamma, **common)

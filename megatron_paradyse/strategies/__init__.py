@@ -15,18 +15,34 @@ from typing import TYPE_CHECKING
 from megatron_paradyse.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_paradyse.strategies.contract import Strategy
+    from megatron_paradyse.strategies.contract import Microbatch, Strategy
 
 ENTRY_POINT_GROUP = "megatron_paradyse.strategies"
 RECOMPUTE = "+recompute"
 OFFLOAD = "+offload"  # recomputes too; what it keeps waits in host memory
 
-BUILT_IN = ("megatron_ts", "ulysses_z", "megatron_cz", "colossal_z", "metp")
+BUILT_IN = ("megatron_ts", "ulysses_z", "megatron_cz", "colossal_z", "metp", "local_z")
+PACKED_ONLY = ("local_z",)  # run microbatches of which no document is on two ranks, and no others
 
 
-def strategy_names() -> tuple[str, ...]:
-    """Every registered strategy, without modifiers: the built-in ones, then third parties'."""
-    return BUILT_IN + tuple(name for name in sorted(_third_party()) if name not in BUILT_IN)
+def strategy_names(*, packed: bool = False) -> tuple[str, ...]:
+    """Every registered strategy, without modifiers: the built-in ones, then third parties'.
+
+    packed: also those of PACKED_ONLY, which are no choice for a single document.
+    """
+    names = BUILT_IN + tuple(name for name in sorted(_third_party()) if name not in BUILT_IN)
+    return tuple(name for name in names if packed or name not in PACKED_ONLY)
+
+
+def takes(name: str, microbatch: Microbatch, p: int) -> bool:
+    """Whether the strategy can run the microbatch on p ranks; of a built-in one without torch."""
+    base = base_name(name)
+    if base in BUILT_IN:
+        from megatron_paradyse.strategies.contract import documents_stay
+
+        return base not in PACKED_ONLY or documents_stay(microbatch, p)
+    strategy = _load(base)
+    return strategy.takes is None or strategy.takes(microbatch, p)
 
 
 def base_name(name: str) -> str:
@@ -56,10 +72,10 @@ def parse_strategy_name(name: str) -> tuple[str, bool]:
 
     Raises UserError if there is no such name.
     """
-    base = base_name(name)
-    if base not in strategy_names():
+    base, names = base_name(name), strategy_names(packed=True)
+    if base not in names:
         raise UserError(
-            f"no strategy named {name!r}: use one of {', '.join(strategy_names())}, "
+            f"no strategy named {name!r}: use one of {', '.join(names)}, "
             f"each also with {RECOMPUTE} or {OFFLOAD}"
         )
     return base, base != name

@@ -1,8 +1,9 @@
 """What each strategy costs, by formula: FLOPs, bytes sent, bytes kept, workspace.
 
-Per rank and per operation (attention, mlp) of one layer, for documents=None. The workspace comes
-from walking the same allocations and releases as the code, in a Ledger that holds numbers instead
-of tensors. docs/strategies.md derives the closed forms. Buffers inside kernels are not counted.
+Per rank and per operation (attention, mlp) of one layer, for documents=None; of packed documents,
+what attention sends (packed_attention_sent). The workspace comes from walking the same allocations
+and releases as the code, in a Ledger that holds numbers instead of tensors. docs/strategies.md
+derives the closed forms. Buffers inside kernels are not counted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import offloads, parse_strategy_name
 from megatron_paradyse.strategies.sizes import Costs, LayerSizes, Ledger
 from megatron_paradyse.strategies.walks import WALKS
+
+RINGS = ("megatron_cz", "colossal_z", "metp")  # keys and values go between ranks as they are
 
 
 def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
@@ -84,6 +87,35 @@ def _flops(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
 
 
 def _sent_bytes(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
+    forward, backward = _sent_whatever_is_packed(base, operation, z)
+    if operation == "mlp" or base not in RINGS:
+        return forward, backward
+    swaps = 0
+    if base in ("megatron_cz", "metp") and z.causal:
+        swaps = 2 * (z.s // z.p // 2) * z.b * z.h * z.element_bytes
+    ring = (z.p - 1) * (z.kv_sent if base == "metp" else z.kv)
+    return forward + swaps + ring, backward + swaps + ring + z.wide(ring)
+
+
+def packed_attention_sent(
+    strategy: str, z: LayerSizes, *, keys_sent: int, keys_received: int
+) -> tuple[int, int]:
+    """Bytes that a rank sends for a microbatch with shards, in the forward and in the backward.
+
+    keys_sent, keys_received: tokens whose keys and values it sends and receives; the gradients of
+    what it received go back in the backward. packing/traffic.py counts these tokens.
+    """
+    base, recompute = parse_strategy_name(strategy)
+    forward, backward = _sent_whatever_is_packed(base, "attention", z)
+    if base in RINGS:
+        token = (z.kv_sent if base == "metp" else z.kv) // z.rows
+        forward += keys_sent * token
+        backward += keys_sent * token + z.wide(keys_received * token)
+    return forward, backward + (forward if recompute else 0)
+
+
+def _sent_whatever_is_packed(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
+    """What depends on the sizes alone: all but the keys and values of rings, and their swaps."""
     others = z.p - 1
     if base == "megatron_ts":
         heads = others * z.qkv if operation == "attention" and z.g < z.p else 0
@@ -100,11 +132,7 @@ def _sent_bytes(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
     if base == "metp":
         aligned, aligned_back = _aligning_sent(z)
         forward, backward = forward + aligned, backward + aligned_back
-    swaps = 0
-    if base in ("megatron_cz", "metp") and z.causal:
-        swaps = 2 * (z.s // z.p // 2) * z.b * z.h * z.element_bytes
-    ring = others * (z.kv_sent if base == "metp" else z.kv)
-    return forward + swaps + ring, backward + swaps + ring + z.wide(ring)
+    return forward, backward
 
 
 def _weights_sent(base: str, z: LayerSizes, weights: int, bias_rows: int) -> tuple[int, int]:

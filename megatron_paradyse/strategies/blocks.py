@@ -7,7 +7,9 @@ square on the diagonal: never a general mask. A sliding window adds a band to so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -64,14 +66,30 @@ class Block:
 
 
 def whole(microbatch: Microbatch) -> tuple[Span, ...]:
-    """The span of a rank that holds every position."""
+    """The span of a rank that holds every position, in their order (order.py brings them there)."""
     return (Span(0, 0, microbatch.seq_length),)
 
 
 def contiguous_spans(microbatch: Microbatch, p: int, rank: int) -> tuple[Span, ...]:
-    """The span of `rank` in the resident layout: the rank-th contiguous chunk."""
+    """The spans of `rank` in the resident layout: the rank-th contiguous chunk, or its shard."""
+    if microbatch.shards is not None:
+        assert len(microbatch.shards) == p, "a shard for each rank"
+        return spans_of_ranges(microbatch.shards[rank])
     size = microbatch.seq_length // p
     return (Span(0, rank * size, (rank + 1) * size),)
+
+
+def spans_of_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
+    """The spans of rows that hold these ranges of positions one after the other."""
+    spans: list[Span] = []
+    row = 0
+    for start, stop in ranges:
+        if spans and spans[-1].stop == start:
+            spans[-1] = replace(spans[-1], stop=stop)
+        else:
+            spans.append(Span(row, start, stop))
+        row += stop - start
+    return tuple(spans)
 
 
 def balanced_spans(microbatch: Microbatch, p: int, rank: int) -> tuple[Span, ...]:
@@ -79,9 +97,10 @@ def balanced_spans(microbatch: Microbatch, p: int, rank: int) -> tuple[Span, ...
 
     Causal work grows linearly with the position, and the two halves' positions sum to the same on
     every rank. Any chunk size will do: the first half takes the odd row. A rank that is its own
-    mirror holds its whole chunk.
+    mirror holds its whole chunk. A microbatch with shards was balanced when these were chosen:
+    nothing is swapped.
     """
-    if rank == p - 1 - rank:
+    if microbatch.shards is not None or rank == p - 1 - rank:
         return contiguous_spans(microbatch, p, rank)
     size = microbatch.seq_length // p
     half = (size + 1) // 2
@@ -107,13 +126,10 @@ def plan_blocks(
     """
     blocks: list[Block] = []
     for sequences, ranges in _sequences_alike(documents, batch_size):
-        for q_span in q_spans:
-            for k_span in k_spans:
-                pairs = [(q_span, k_span)] if ranges is None else _cut(q_span, k_span, ranges)
-                for q, k in pairs:
-                    block = _block(sequences, q, k, causal, window)
-                    if block is not None:
-                        blocks.append(block)
+        for q, k in _pairs(q_spans, k_spans, ranges):
+            block = _block(sequences, q, k, causal, window)
+            if block is not None:
+                blocks.append(block)
     if merge and window is None:
         blocks = _merged(_merged(blocks, across="k_rows"), across="q_rows")
     return tuple(blocks)
@@ -170,12 +186,32 @@ def _sequences_alike(documents: Documents | None, batch_size: int):
         first = stop
 
 
-def _cut(q_span: Span, k_span: Span, ranges: Sequence[tuple[int, int]]):
-    """The parts of two spans that lie in the same document."""
-    for start, stop in ranges:
-        q, k = _part(q_span, start, stop), _part(k_span, start, stop)
-        if len(q) > 0 and len(k) > 0:
-            yield q, k
+def _pairs(
+    q_spans: tuple[Span, ...], k_spans: tuple[Span, ...], ranges: Sequence[tuple[int, int]] | None
+) -> Iterator[tuple[Span, Span]]:
+    """The pairs of spans; with documents, of their parts that lie in the same one."""
+    if ranges is None:
+        yield from itertools.product(q_spans, k_spans)
+        return
+    queries, keys = _by_document(q_spans, ranges), _by_document(k_spans, ranges)
+    for number in sorted(queries.keys() & keys.keys()):
+        yield from itertools.product(queries[number], keys[number])
+
+
+def _by_document(
+    spans: tuple[Span, ...], ranges: Sequence[tuple[int, int]]
+) -> dict[int, list[Span]]:
+    """The parts of the spans that lie in each document."""
+    parts: dict[int, list[Span]] = {}
+    stops = [stop for _, stop in ranges]
+    for span in spans:
+        for number in range(bisect_right(stops, span.start), len(ranges)):
+            start, stop = ranges[number]
+            if start >= span.stop:
+                break
+            if start < stop:
+                parts.setdefault(number, []).append(_part(span, start, stop))
+    return parts
 
 
 def _part(span: Span, start: int, stop: int) -> Span:

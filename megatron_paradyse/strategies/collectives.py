@@ -143,6 +143,19 @@ def exchange_async(x: Tensor, group: ProcessGroup, *, to: int, source: int) -> P
     return Pending(received, transport.exchange(received, x, group, to=to, source=source), x)
 
 
+def uneven_exchange_async(
+    x: Tensor, into: Tensor, group: ProcessGroup, *, to: int, source: int
+) -> Pending:
+    """Send x to group rank `to` and receive `into` from group rank `source`.
+
+    They may differ in size. Nothing of no size is sent, so that ranks may have nothing to do.
+    """
+    x = x.contiguous()
+    if x.numel():
+        record("send", x.nbytes)
+    return Pending(into, transport.exchange(into, x, group, to=to, source=source), x)
+
+
 def ring_exchange_async(x: Tensor, group: ProcessGroup) -> Pending:
     """Send x to the next rank of the ring and receive the previous rank's; sends x once."""
     p, rank = group.size(), group.rank()

@@ -11,7 +11,8 @@ Legend, used by every file beside this one:
 
 The resident layout, the same for every strategy, so that switching moves nothing:
 
-    activations  [s/p, b, h]           rank r holds the r-th contiguous chunk of the sequence
+    activations  [s/p, b, h]           rank r holds the r-th contiguous chunk of the sequence, or
+                                       of packed documents the positions of Microbatch.shards[r]
     qkv          [(n + 2g) d / p, h]   rows of Megatron's linear_qkv: for each key/value head its
                                        n/g query heads, then its key head, then its value head
     proj         [h, n d / p]          columns of Megatron's linear_proj
@@ -26,8 +27,11 @@ share of the work, as Megatron's sequence parallelism expects.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megatron_paradyse.errors import UserError
@@ -127,8 +131,13 @@ class Microbatch:
         sequence, its documents as (start, stop) token ranges: ascending, disjoint, within [0, s).
         Attention does not cross documents. A token in no document is padding: nobody attends to
         it and its own attention output is zero.
+    shards: None when rank r holds the r-th contiguous chunk of the positions; else, for each of
+        the p ranks, the ranges of positions that its s/p rows hold, in the order of the rows.
+        Every position is held once. Then exchanges follow the documents: what no document needs
+        moves nowhere.
     rope: angles [s, d_rot] of the s global positions in float32 (d_rot <= d), or None. Their
-        cosine and sine rotate the first d_rot channels of each query and key head.
+        cosine and sine rotate the first d_rot channels of each query and key head. Where angles
+        restart at each document, row i has those of position i's place in its document.
     dropout_seed: with global indices (sequence, head, query, key) it decides what attention
         dropout drops, so that every strategy, p and recomputation drops the same.
     """
@@ -136,6 +145,7 @@ class Microbatch:
     seq_length: int
     batch_size: int
     documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    shards: tuple[tuple[tuple[int, int], ...], ...] | None = None
     rope: Tensor | None = None
     dropout_seed: int = 0
 
@@ -150,8 +160,9 @@ MlpFunction = Callable[["Tensor", MlpWeights, MlpShape, "ProcessGroup"], "Tensor
 class Strategy:
     """One entry of the registry.
 
-    check(shape, p) raises ValueError with the rule, the values and the remedy when this strategy
+    check(shape, p) raises UserError with the rule, the values and the remedy when this strategy
     cannot run such an attention on p ranks.
+    takes(microbatch, p) says whether it can run the microbatch; None: it can run any.
     """
 
     name: str  # as code and flags write it: megatron_ts
@@ -159,3 +170,24 @@ class Strategy:
     attention: AttentionFunction
     mlp: MlpFunction
     check: Callable[[AttentionShape, int], None]
+    takes: Callable[[Microbatch, int], bool] | None = None
+
+
+def documents_stay(microbatch: Microbatch, p: int) -> bool:
+    """Whether each document lies on one of the p ranks: then attention needs no other rank."""
+    if p == 1 or microbatch.documents is None:
+        return p == 1
+    size = microbatch.seq_length // p
+    shards = microbatch.shards or tuple(((r * size, (r + 1) * size),) for r in range(p))
+    return _stay(microbatch.documents, shards)
+
+
+@lru_cache(maxsize=64)
+def _stay(documents, shards) -> bool:
+    held = sorted((start, rank) for rank, shard in enumerate(shards) for start, _ in shard)
+    starts = [start for start, _ in held]
+    for start, stop in itertools.chain.from_iterable(documents):
+        first, last = bisect_right(starts, start) - 1, bisect_left(starts, stop)
+        if len({rank for _, rank in held[first:last]}) > 1:
+            return False
+    return True

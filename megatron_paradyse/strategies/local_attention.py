@@ -8,6 +8,7 @@ A query in no document gets out 0, lse -inf and gradients 0: no kernel ever sees
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,10 +72,18 @@ class PartialOutput:
         task: AttentionTask,
     ) -> None:
         """Attend to k and v, which hold the positions k_spans."""
-        for block in task.blocks(q_spans, k_spans):
-            self._add_block(block, k, v, task)
+        blocks = task.blocks(q_spans, k_spans)
+        first = [False] * len(blocks)
+        packed = task.microbatch.shards is not None
+        if packed and self._out is None and not any(_covers(block, self.q) for block in blocks):
+            first = _first_of_their_queries(blocks)
+            self._make_room(self.q.dtype if all(first) else accumulation_dtype(self.q.dtype))
+        for block, is_first in zip(blocks, first, strict=True):
+            self._add_block(block, k, v, task, is_first)
 
-    def _add_block(self, block: Block, k: Tensor, v: Tensor, task: AttentionTask) -> None:
+    def _add_block(
+        self, block: Block, k: Tensor, v: Tensor, task: AttentionTask, is_first: bool
+    ) -> None:
         q_part, k_part, v_part = _cut(block, self.q, (k, v))
         kernel = task.kernel(self.q, block)
         out, lse = kernel.forward(q_part, k_part, v_part, task.rule(block))
@@ -82,18 +91,30 @@ class PartialOutput:
         if self._out is None and _covers(block, self.q):
             self._out, self._lse = out, lse
             return
-        self._widen()
+        if not is_first:
+            self._widen()
         assert self._out is not None and self._lse is not None
         rows, sequences = slice(*block.q_rows), slice(*block.sequences)
-        merge_(self._out[rows, sequences], self._lse[sequences, :, rows], out, lse)
+        of_block = self._out[rows, sequences], self._lse[sequences, :, rows]
+        if is_first:
+            for whole, part in zip(of_block, (out, lse), strict=True):
+                whole.copy_(part)
+        else:
+            merge_(*of_block, out, lse)
+
+    def _make_room(self, dtype: torch.dtype) -> None:
+        """For every query."""
+        sq, b, n, _ = self.q.shape
+        self._out = torch.zeros_like(self.q, dtype=dtype, memory_format=torch.contiguous_format)
+        wide = accumulation_dtype(self.q.dtype)
+        self._lse = self.q.new_full((b, n, sq), float("-inf"), dtype=wide)
 
     def _widen(self) -> None:
-        """Make room, in the accumulation dtype, for every query."""
-        sq, b, n, _ = self.q.shape
+        """Have room in the accumulation dtype."""
         dtype = accumulation_dtype(self.q.dtype)
         if self._out is None:
-            self._out = torch.zeros_like(self.q, dtype=dtype, memory_format=torch.contiguous_format)
-            self._lse = self.q.new_full((b, n, sq), float("-inf"), dtype=dtype)
+            self._make_room(dtype)
+        assert self._out is not None
         self._out = self._out.to(dtype)
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -162,6 +183,24 @@ def _cut(block: Block, q: Tensor, others: tuple[Tensor, Tensor], *, like_queries
         x[slice(*r), slice(*block.sequences)].permute(1, 2, 0, 3)
         for x, r in zip((q, *others), rows, strict=True)
     )
+
+
+def _first_of_their_queries(blocks: Sequence[Block]) -> list[bool]:
+    """Of each block, whether none before it has any of its queries: there is nothing to merge.
+
+    Of documents that lie on one rank in one piece, every block.
+    """
+    first: list[bool] = []
+    starts: list[int] = []  # of disjoint ranges of rows, ascending, and their stops
+    stops: list[int] = []
+    for block in blocks:
+        start, stop = block.q_rows
+        i, j = bisect_right(stops, start), bisect_left(starts, stop)
+        first.append(i == j)
+        if i < j:
+            start, stop = min(start, starts[i]), max(stop, stops[j - 1])
+        starts[i:j], stops[i:j] = [start], [stop]
+    return first
 
 
 def _covers(block: Block, q: Tensor) -> bool:

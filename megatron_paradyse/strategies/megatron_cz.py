@@ -6,6 +6,8 @@
 Causal attention over contiguous chunks would give the last rank most of the work. So rank r swaps
 the second half of its chunk with rank p-1-r before the attention and back after it: the rank then
 holds an early and a late half chunk, and at every step of the ring every rank has the same work.
+Of packed documents (Microbatch.shards) nothing is swapped, and keys and values go straight to the
+ranks whose queries see them.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def attention(
     p, rank = group.size(), group.rank()
     spans_of = balanced_spans if shape.causal else contiguous_spans
     spans_of_ranks = tuple(spans_of(microbatch, p, r) for r in range(p))
-    if shape.causal:
+    swaps = shape.causal and microbatch.shards is None
+    if swaps:
         x = swap_halves(x, group)
     q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans_of_ranks[rank])
     proj = gather_weight(weights.proj.t(), group)
@@ -57,7 +60,7 @@ def attention(
         group=group,
     )
     y = zero_proj(out, proj, weights, group)
-    return swap_halves(y, group) if shape.causal else y
+    return swap_halves(y, group) if swaps else y
 
 
 STRATEGY = Strategy(

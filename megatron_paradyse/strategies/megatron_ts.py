@@ -36,6 +36,7 @@ from megatron_paradyse.strategies.contract import (
 from megatron_paradyse.strategies.feedforward import activate, activation_gradient
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
+from megatron_paradyse.strategies.order import to_positions, to_rows
 
 
 def attention(
@@ -48,14 +49,15 @@ def attention(
     """[s/p, b, h] -> [s/p, b, h]. Sends 2 (p-1) s/p b h values forward, 3 of these backward."""
     p, rank = group.size(), group.rank()
     qkv = _ColumnLinear.apply(x, weights.qkv, weights.qkv_bias, group)
-    q, k, v = _heads_of_rank(qkv, shape, group)
+    q, k, v = _heads_of_rank(to_positions(qkv, microbatch), shape, group)
     del qkv
     spans = whole(microbatch)
     q, k = normalise_and_rotate(q, k, weights, shape, microbatch, spans)
     task = AttentionTask(shape, microbatch, first_head=rank * shape.num_heads // p)
     out = local_attention(q, k, v, spans=spans, task=task)
     del q, k, v
-    return _RowLinear.apply(out.flatten(2), weights.proj, group, None)
+    out = to_rows(out, microbatch).flatten(2)
+    return _RowLinear.apply(out, weights.proj, group, None)
 
 
 def mlp(x: Tensor, weights: MlpWeights, shape: MlpShape, group: ProcessGroup) -> Tensor:

@@ -48,9 +48,11 @@ class _Layer:
         """Contiguous chunks <-> chunks of equal causal work: once per layer, not per block.
 
         Half of x and half of the output change ranks. Swapping each block's q, k, v and output
-        would move (n + g) d / h times as much, and again as much in the backward.
+        would move (n + g) d / h times as much, and again as much in the backward. Shards of packed
+        documents are balanced already.
         """
-        return swap_halves(x, self.group) if self.shape.causal else x
+        swaps = self.shape.causal and self.microbatch.shards is None
+        return swap_halves(x, self.group) if swaps else x
 
     def own_block(self, weights: AttentionWeights) -> Block:
         """The rank's aligned qkv rows, its proj columns, and if there is one the qkv bias."""

@@ -2,7 +2,8 @@
 
 Partial results are merged by log-sum-exp. In the backward, the gradients of a chunk of keys and
 values travel with it, in float32; its owner uses it last, so that p-1 hops bring them home. From
-"Ring Attention with Blockwise Transformers for Near-Infinite Context" (Liu et al., 2023).
+"Ring Attention with Blockwise Transformers for Near-Infinite Context" (Liu et al., 2023). Of packed
+documents, ranks send each other only what is seen (routes.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_paradyse.strategies.local_attention import (
     add_gradients_,
     new_gradients,
 )
-from megatron_paradyse.strategies.ring import TravellingGradient, ring_chunks
+from megatron_paradyse.strategies.routes import exchange_among
 
 
 def ring_attention(
@@ -32,7 +33,8 @@ def ring_attention(
     """q [s/p, b, n, d], keys and values kv [2, s/p, b, g, d] -> [s/p, b, n, d].
 
     spans_of_ranks[r] are the positions that rank r's chunk holds. Keeps q, kv, the output and
-    its lse. Sends kv p-1 times forward; as often backward, and as often its float32 gradients.
+    its lse. Sends kv p-1 times forward; as often backward, and as often its float32 gradients. With
+    shards in the microbatch, to each rank the part that its queries see.
     """
     return _RingAttention.apply(q, kv, spans_of_ranks, task, group)
 
@@ -47,8 +49,10 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output [s/p, b, n, d] and its lse [b, n, s/p], for use inside an autograd Function."""
     q_spans, partial = spans_of_ranks[group.rank()], PartialOutput(q)
-    for source, chunk in ring_chunks(kv, group):
-        partial.add(chunk[0], chunk[1], q_spans=q_spans, k_spans=spans_of_ranks[source], task=task)
+    exchange = exchange_among(spans_of_ranks, task, group, dim=1)
+    for source, chunk in exchange.chunks(kv):
+        k_spans = exchange.spans_from[source]
+        partial.add(chunk[0], chunk[1], q_spans=q_spans, k_spans=k_spans, task=task)
         del chunk
     return partial.result()
 
@@ -65,13 +69,15 @@ def ring_backward(
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and of kv, given what ring_forward took and returned."""
-    q_spans, travelling = spans_of_ranks[group.rank()], TravellingGradient(group)
+    q_spans = spans_of_ranks[group.rank()]
+    exchange = exchange_among(spans_of_ranks, task, group, dim=1)
+    travelling = exchange.gradient()
     (grad_q,) = new_gradients(q)
-    for source, chunk in ring_chunks(kv, group, own_last=True):
+    for source, chunk in exchange.chunks(kv, backward=True):
         (grad_kv,) = new_gradients(chunk)
         add_gradients_(
             (grad_q, grad_kv[0], grad_kv[1]), grad_out, q, chunk[0], chunk[1], out, lse,
-            q_spans=q_spans, k_spans=spans_of_ranks[source], task=task,
+            q_spans=q_spans, k_spans=exchange.spans_from[source], task=task,
         )  # fmt: skip
         travelling.add(grad_kv)
         del chunk, grad_kv

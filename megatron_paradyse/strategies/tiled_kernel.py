@@ -141,12 +141,12 @@ def per_query_head(x: Tensor, y: Tensor) -> Tensor:
     """[b, n, t, i] x [b, g, i, j] -> [b, n, t, j]: each group of n/g heads shares one y."""
     b, n, t, _ = x.shape
     g = y.shape[1]
-    return (x.reshape(b, g, n // g * t, -1) @ y).view(b, n, t, -1)
+    return (x.reshape(b, g, n // g * t, x.shape[3]) @ y).view(b, n, t, y.shape[3])
 
 
 def per_kv_head(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
     """[b, n, t, k]^T x [b, n, t, d] -> [b, g, k, d], summed over each group of n/g heads."""
     b, n, t, _ = x.shape
     g = like.shape[1]
-    x, y = x.reshape(b, g, n // g * t, -1), y.reshape(b, g, n // g * t, -1)
+    x, y = (z.reshape(b, g, n // g * t, z.shape[3]) for z in (x, y))
     return x.transpose(-1, -2) @ y

@@ -40,16 +40,17 @@ def all_to_all(
 def exchange(into: Tensor, x: Tensor, group: ProcessGroup, *, to: int, source: int) -> Works:
     """Send x to rank `to` and receive from rank `source`, as one batch: no order can deadlock.
 
+    What is empty is neither sent nor received: both sides know.
     NCCL makes the group's communicator at its first use, which all ranks must join. A group whose
     first use is an exchange in which some rank has no part (swap_halves with odd p) would hang;
     Megatron uses the tensor-parallel group before any layer runs.
     """
-    return dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, dist.get_global_rank(group, to), group),
-            dist.P2POp(dist.irecv, into, dist.get_global_rank(group, source), group),
-        ]
-    )
+    operations = [
+        dist.P2POp(operation, buffer, dist.get_global_rank(group, peer), group)
+        for operation, buffer, peer in ((dist.isend, x, to), (dist.irecv, into, source))
+        if buffer.numel()
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def broadcast(x: Tensor, group: ProcessGroup, *, owner: int) -> Works:

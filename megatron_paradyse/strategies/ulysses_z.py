@@ -27,6 +27,7 @@ from megatron_paradyse.strategies.contract import (
     check_layout,
 )
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
+from megatron_paradyse.strategies.order import to_positions, to_rows
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 
 
@@ -45,11 +46,13 @@ def attention(
     packed = _pack_heads(q, k, v, p)
     del q, k, v  # so that no more than two copies of them are ever alive
     packed = transpose_blocks(packed, group).flatten(0, 1)  # [s, b, (n + 2g') / p, d]
+    packed = to_positions(packed, microbatch)
     num_heads, num_kv_heads = shape.num_heads // p, num_kv_heads_sent(shape, p) // p
     q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     task = AttentionTask(shape, microbatch, first_head=rank * num_heads)
     out = local_attention(q, k, v, spans=whole(microbatch), task=task)
     del packed, q, k, v
+    out = to_rows(out, microbatch)
     out = transpose_blocks(out.unflatten(0, (p, -1)), group)  # [p, s/p, b, n/p, d]
     return zero_proj(out.permute(1, 2, 0, 3, 4).flatten(2, 3), proj, weights, group)
 

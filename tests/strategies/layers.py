@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.strategies import get_strategy
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
@@ -49,6 +50,7 @@ class AttentionCase:
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     query_scale: float = 1.0  # multiplies the scores
+    row: Row | None = None  # packed documents: of s tokens, b is 1
 
     @property
     def name(self) -> str:
@@ -56,7 +58,7 @@ class AttentionCase:
         parts = [self.strategy, f"p{self.p}", self.mask, f"n{self.n}g{self.g}"]
         for field in fields(self)[5:]:
             value = getattr(self, field.name)
-            if value != field.default:
+            if value != field.default and field.name != "row":
                 parts.append(f"{field.name}={str(value).removeprefix('torch.')}")
         return "-".join(parts)
 
@@ -169,18 +171,38 @@ def microbatch_of(case: AttentionCase, device: str = "cpu") -> Microbatch:
     if case.rope is not None:
         d_rot = case.d // 2 if case.rope == "partial" else case.d
         frequency = 10.0 ** (-torch.arange(d_rot // 2) / (d_rot // 2))
-        angles = torch.arange(case.s)[:, None] * frequency
+        angles = places_of(case)[:, None] * frequency
         if case.rope == "interleaved":
             rope = angles.repeat_interleave(2, dim=1)
         else:
             rope = torch.cat((angles, angles), dim=1)
-    return Microbatch(
+    microbatch = Microbatch(
         seq_length=case.s,
         batch_size=case.b,
         documents=documents_of(case.mask, case.s, case.b),
         rope=None if rope is None else rope.to(device),
         dropout_seed=1234567890123,
     )
+    if case.row is None:
+        return microbatch
+    return replace(microbatch, documents=(case.row.documents,), shards=case.row.shards)
+
+
+def places_of(case: AttentionCase) -> Tensor:
+    """The place of each of the s positions in its document; 0 in the padding of a row."""
+    if case.row is None:
+        return torch.arange(case.s)
+    places = torch.zeros(case.s, dtype=torch.long)
+    for start, stop in case.row.documents:
+        places[start:stop] = torch.arange(stop - start)
+    return places
+
+
+def positions_of(case: AttentionCase | MlpCase, p: int, rank: int) -> Tensor:
+    """The positions that the rank's rows hold, in their order."""
+    if isinstance(case, AttentionCase) and case.row is not None:
+        return torch.cat([torch.arange(*held) for held in case.row.shards[rank]])
+    return torch.arange(case.s).chunk(p)[rank]
 
 
 def full_weights(case: AttentionCase | MlpCase, random: torch.Generator):
@@ -248,6 +270,28 @@ def run_reference(case: AttentionCase | MlpCase, dtype: torch.dtype, device: str
     return output, grad_x, replace(weights, **grads)
 
 
+def run_documents_one_by_one(case: AttentionCase):
+    """As run_reference, in float64, each document of the row alone in a microbatch of its own."""
+    assert case.row is not None
+    x, grad, weights = inputs_of(case)
+    rope = microbatch_of(case).rope
+    output, grad_x = torch.zeros_like(x), torch.zeros_like(x)
+    totals = map_tensors(weights, torch.zeros_like)
+    for start, stop in case.row.documents:
+        alone = Microbatch(stop - start, 1, rope=None if rope is None else rope[start:stop])
+
+        def function(x, weights, alone=alone):
+            return reference_attention(x, weights, case.shape, alone)
+
+        held = slice(start, stop)
+        output[held], grad_x[held], grads = _run_and_differentiate(
+            function, x[held], weights, grad[held]
+        )
+        for name, part in grads.items():
+            getattr(totals, name).add_(part)
+    return output, grad_x, totals
+
+
 @dataclass
 class RankLayer:
     """A case as one rank sees it: its shards, in the case's dtype, and the layer of them."""
@@ -282,10 +326,11 @@ def rank_layer(group, case: AttentionCase | MlpCase, device: str = "cpu") -> Ran
     def local(t: Tensor) -> Tensor:
         return t.to(device, case.dtype, copy=True)
 
+    mine = positions_of(case, p, rank)
     return RankLayer(
-        local(x.chunk(p)[rank]).requires_grad_(),
+        local(x[mine]).requires_grad_(),
         map_tensors(shards, lambda t: local(t).requires_grad_()),
-        local(grad.chunk(p)[rank]),
+        local(grad[mine]),
         microbatch,
         run,
     )
@@ -300,11 +345,14 @@ def run_case(group, case: AttentionCase | MlpCase, device: str = "cpu") -> dict[
         if "norm" in name:  # partial sums, which Megatron adds up over the group
             grads[name] = grads[name].double().cpu()
             dist.all_reduce(grads[name], group=group)
-    true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
-    truth = shard_of(case, true_grads, p, rank)
+    if isinstance(case, AttentionCase) and case.row is not None and not case.dropout:
+        true_output, true_grad_x, true_grads = run_documents_one_by_one(case)
+    else:
+        true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
+    truth, mine = shard_of(case, true_grads, p, rank), positions_of(case, p, rank)
     return {
-        "output": deviation(output, true_output.chunk(p)[rank]),
-        "x": deviation(grad_x, true_grad_x.chunk(p)[rank]),
+        "output": deviation(output, true_output[mine]),
+        "x": deviation(grad_x, true_grad_x[mine]),
     } | {name: deviation(grads[name], getattr(truth, name)) for name in grads}
 
 

@@ -1,0 +1,71 @@
+"""Rows of all ranks, as a gather or an all_to_all brings them, <-> rows in the order of positions.
+
+A rank that holds the whole sequence computes each document in one piece, wherever its tokens came
+from. A microbatch without shards, or whose shards are contiguous chunks, is in order already.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_paradyse.strategies.contract import Microbatch
+
+Shards = tuple[tuple[tuple[int, int], ...], ...]
+
+
+def to_positions(x: Tensor, microbatch: Microbatch) -> Tensor:
+    """x [s, ...] in the order of ranks and their rows -> in the order of positions."""
+    if in_order(microbatch):
+        return x
+    rows, positions = _indices(microbatch, x)
+    return _Permute.apply(x, rows, positions)
+
+
+def to_rows(x: Tensor, microbatch: Microbatch) -> Tensor:
+    """The inverse of to_positions."""
+    if in_order(microbatch):
+        return x
+    rows, positions = _indices(microbatch, x)
+    return _Permute.apply(x, positions, rows)
+
+
+def in_order(microbatch: Microbatch) -> bool:
+    """Whether the rows of the ranks, one rank after the other, are in the order of positions."""
+    if microbatch.shards is None:
+        return True
+    starts = [start for shard in microbatch.shards for start, _ in shard]
+    return all(first < second for first, second in itertools.pairwise(starts))
+
+
+def _indices(microbatch: Microbatch, x: Tensor) -> tuple[Tensor, Tensor]:
+    """For each position its row, and for each row its position, on the device of x."""
+    assert microbatch.shards is not None
+    make = _indices_on if type(x) is Tensor else _indices_on.__wrapped__  # no fake one is kept
+    return make(microbatch.shards, x.device)
+
+
+@lru_cache(maxsize=4)  # one copy to the device for all layers
+def _indices_on(shards: Shards, device: torch.device) -> tuple[Tensor, Tensor]:
+    ranges = [np.arange(start, stop) for shard in shards for start, stop in shard]
+    positions = np.concatenate(ranges)
+    rows = np.empty_like(positions)
+    rows[positions] = np.arange(len(positions))
+    return torch.tensor(rows, device=device), torch.tensor(positions, device=device)
+
+
+class _Permute(Function):
+    @staticmethod
+    def forward(ctx, x, index, inverse):
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
