@@ -75,7 +75,7 @@ class Session:
 
     def _row_seconds(self, row: Row) -> float | None:
         assert self._policies is not None, "the model is built before the data are read"
-        return self._policies.row_seconds(row)  # type: ignore[attr-defined]
+        return self._policies.row_seconds(row)
 
     def _alone_seconds(self, tokens: int) -> float:
         """Of one document: as a row, which is quick to predict, or where that does not fit."""
