@@ -64,7 +64,7 @@ def measure(distribution: str, p: int, budget: int) -> dict:
         for made in packing.replicas[0]
     ]
     uneven = [imbalance(row, causal=True) for row in placed]
-    exchanged = sum(sum(keys_received(row)) for row in placed)
+    exchanged = sum(sum(keys_received(row, causal=True)) for row in placed)
     ring = sum((p - 1) * row.seq_length for row in placed)
     return {
         "distribution": distribution,

@@ -25,12 +25,12 @@ def install() -> None:
 
     @functools.wraps(get_schedule)
     def get_packed_schedule(*args, **kwargs):
-        return functools.partial(_run_packed, get_schedule(*args, **kwargs))
+        return functools.partial(run_packed, get_schedule(*args, **kwargs))
 
     training.get_forward_backward_func = get_packed_schedule
 
 
-def _run_packed(schedule, *, data_iterator, num_microbatches: int, **kwargs) -> Any:
+def run_packed(schedule, *, data_iterator, num_microbatches: int, **kwargs) -> Any:
     """The schedule on the next global batch of the iterator, of one of each model chunk."""
     chunks = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     steps = [PackedStep(shares) for shares in chunks]
