@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan, uniform_plan
 from megatron_paradyse.planner.cache import CAPACITY, CachedPlanner, SmoothedPlanner
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
@@ -101,8 +102,10 @@ class CostPolicy:
         layer_numbers: Sequence[int],
         *,
         forward_only: bool = False,
+        row: Row | None = None,
     ) -> Plan:
-        return self.outcome(batch_size, seq_length, layer_numbers, forward_only=forward_only).plan
+        shape = (batch_size, seq_length, layer_numbers)
+        return self.outcome(*shape, forward_only=forward_only, row=row).plan
 
     def outcome(
         self,
@@ -111,6 +114,7 @@ class CostPolicy:
         layer_numbers: Sequence[int],
         *,
         forward_only: bool = False,
+        row: Row | None = None,
     ) -> Outcome:
         """The plan with its estimated seconds and peak.
 
