@@ -96,14 +96,6 @@ def positions_held(row: Row) -> np.ndarray:
     return np.concatenate([np.arange(start, stop) for start, stop in ranges])
 
 
-def places_in_documents(row: Row) -> np.ndarray:
-    """Which token of its document each row holds, rank after rank; 0 of padding."""
-    places = np.zeros(row.seq_length, dtype=np.int64)
-    for start, stop in row.documents:
-        places[start:stop] = np.arange(stop - start)
-    return places[positions_held(row)]
-
-
 def packed_shares(
     shares: PackedShares, *, consumed: int, global_batch_size: int, num_workers: int
 ) -> Iterator[Share]:

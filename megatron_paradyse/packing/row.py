@@ -54,6 +54,17 @@ class Row:
         ends = list(itertools.accumulate(self.lengths, initial=0))
         return tuple(itertools.pairwise(ends))
 
+    def places(self, *, by_rows: bool = False) -> list[int]:
+        """The place of every position in its document, 0 in padding; by_rows: of every row.
+
+        Rows are those of the ranks one after the other.
+        """
+        places = [place for length in self.lengths for place in range(length)]
+        places += [0] * (self.seq_length - len(places))
+        if not by_rows:
+            return places
+        return [place for shard in self.shards for a, b in shard for place in places[a:b]]
+
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
         """Per rank what it holds of documents: (document, start, stop), counted inside it."""

@@ -9,12 +9,7 @@ from megatron.core import mpu
 from megatron.training import get_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_paradyse.data.packed import (
-    NO_LABEL,
-    PackedMicrobatch,
-    Share,
-    places_in_documents,
-)
+from megatron_paradyse.data.packed import NO_LABEL, PackedMicrobatch, Share
 from megatron_paradyse.hook import RowParams
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.train.batch import BATCH_NAMES, count_lengths, device_of_rank
@@ -73,7 +68,7 @@ class PackedStep:
 def _positions(microbatch: PackedMicrobatch) -> torch.Tensor:
     if microbatch.row is None:
         return torch.arange(microbatch.seq_length)
-    return torch.from_numpy(places_in_documents(microbatch.row))
+    return torch.tensor(microbatch.row.places(by_rows=True))
 
 
 def _broadcast_microbatches(share: Share | None) -> tuple[PackedMicrobatch, ...]:

@@ -13,7 +13,6 @@ from megatron_paradyse.data.packed import (
     PackedShares,
     collate_row,
     packed_shares,
-    places_in_documents,
 )
 from megatron_paradyse.packing.pack import Grid, flops_costs, pack
 from megatron_paradyse.packing.placement import place
@@ -55,7 +54,7 @@ def test_a_row_is_laid_out_rank_after_rank_with_labels_inside_documents():
     assert inputs.tolist() == [flat_inputs[i] for shard in held for i in shard]
     assert labels.tolist() == [flat_labels[i] for shard in held for i in shard]
     places = [0, 1, 2, 3, 4, 5, 0, 1]
-    assert places_in_documents(row).tolist() == [places[i] for shard in held for i in shard]
+    assert row.places(by_rows=True) == [places[i] for shard in held for i in shard]
 
 
 def test_padding_has_no_label():

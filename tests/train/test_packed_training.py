@@ -49,15 +49,14 @@ def test_the_loss_curve_is_that_of_documents_one_by_one(data, unpacked, tmp_path
     assert consumed[0] == consumed[1] and consumed[0][-1] == str(16 * ITERATIONS)
 
 
+STAGES = ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2]
+
+
 @pytest.mark.parametrize(
     "ranks, strategy, flags",
-    [
-        (2, "megatron_cz", []),
-        (4, "ulysses_z", []),  # two replicas
-        (4, "metp", ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2]),
-    ],
+    [(2, "megatron_cz", []), (4, "ulysses_z", []), (4, "metp", STAGES)],
     ids=["tp2", "tp2-dp2", "tp2-pp2-interleaved"],
-)  # fmt: skip
+)
 def test_grids_resume_at_the_exact_document(ranks, strategy, flags, data, unpacked, tmp_path):
     """From the checkpoint of one rank without packing: the same last iterations."""
     expected, checkpoint = unpacked
@@ -69,6 +68,6 @@ def test_grids_resume_at_the_exact_document(ranks, strategy, flags, data, unpack
     assert validation_loss(run) == pytest.approx(validation_loss(expected), rel=1e-5)
     records = [json.loads(line) for path in tmp_path.glob("trace*") for line in path.open()]
     lengths = [r for r in records if r["kind"] == "iteration"]
-    assert {(r["shortest_sequence_tokens"] > 0, r["longest_sequence_tokens"] < 96) for r in lengths} == {(True, True)}  # fmt: skip
+    assert all(0 < r["shortest_sequence_tokens"] < r["longest_sequence_tokens"] for r in lengths)
     microbatches = sum(r["kind"] == "microbatch" for r in records)
     assert 0 < microbatches < len(lengths) * 16, "documents share microbatches"
