@@ -22,7 +22,6 @@ from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
-from megatron_paradyse.costs.description import CAUSAL
 from megatron_paradyse.costs.forest import StepTable
 from megatron_paradyse.costs.hybrid import MAX_RESIDUAL, HybridFit
 from megatron_paradyse.costs.laws import MAX_PIECES, NUM_TERMS, Law
@@ -30,6 +29,7 @@ from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFi
 from megatron_paradyse.costs.offloaded import host_link
 from megatron_paradyse.costs.packed import FACTORS, Packed, PackedFit
 from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
+from megatron_paradyse.costs.row_bytes import layer_sizes
 from megatron_paradyse.costs.strict import (
     ContentError,
     check_array,
@@ -135,7 +135,8 @@ def _read_packed(value: Any, table: CostTable, fits: Collection[tuple[str, str]]
             for name in ("forward", "backward")
         ]
         read[strategy] = PackedFit(strategy, like, count, *factors)
-    return Packed(table.description.attention_mask == CAUSAL, read)
+    sizes = layer_sizes(table.description)
+    return Packed(sizes.causal, sizes, read)
 
 
 def _read_operation(value: Any, where: str, kind: str) -> OperationFit:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_paradyse.costs.description import CAUSAL
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
 from megatron_paradyse.costs.laws import Array, scale_of
 from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
@@ -22,6 +21,7 @@ from megatron_paradyse.costs.packed import (
     work_of,
 )
 from megatron_paradyse.costs.paper import PaperFit, fit_paper
+from megatron_paradyse.costs.row_bytes import layer_sizes
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
     ATTENTION,
@@ -53,8 +53,9 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
             f"nothing was measured at {MIN_LENGTHS} lengths or more: profile at more lengths"
         )
     model = CostModel(kind, fits, table.constants, host_link(table))
-    causal = table.description.attention_mask == CAUSAL
-    model.packed = Packed(causal, fit_rows(model, table.rows, causal=causal))
+    sizes = layer_sizes(table.description)
+    found = fit_rows(model, table.rows, causal=sizes.causal)
+    model.packed = Packed(sizes.causal, sizes, found)
     return model
 
 

@@ -26,6 +26,7 @@ from megatron_paradyse.costs.hybrid import TIME_FLOOR, HybridFit
 from megatron_paradyse.costs.laws import PAIRS, Array
 from megatron_paradyse.packing.load import Load, load_of_one
 from megatron_paradyse.strategies import base_name
+from megatron_paradyse.strategies.sizes import LayerSizes
 
 FACTORS = ("score", "key", "document", "alone")
 NOTHING = (0.0,) * len(FACTORS)
@@ -34,10 +35,10 @@ MIN_ROWS = 4
 LEAST_SHARE = 0.05
 # Every rank has some heads of all queries, so that documents need not be even.
 SPLIT_HEADS = ("megatron_ts", "ulysses_z")
-# Score rows over all tokens of a document, masked or not.
-WHOLE_SCORES = ("colossal_z",)
+# Score rows with a column for each key that is there, masked or not.
+WHOLE_COLUMNS = ("colossal_z",)
 LOCAL = "local_z"  # costs nothing of its own where it was not profiled:
-AS_LOCAL = ("megatron_cz", "ulysses_z", "colossal_z")  # what else gathers weights and computes so
+AS_LOCAL = ("megatron_cz", "ulysses_z")  # what else gathers weights and computes so
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,13 @@ class PackedFit:
 
 @dataclass(frozen=True)
 class Packed:
-    """How packed rows follow from single documents; causal: whose scores are one triangle."""
+    """How packed rows follow from single documents.
+
+    causal: whether these have one triangle of scores; sizes: of the layer, for any s.
+    """
 
     causal: bool
+    sizes: LayerSizes
     fits: Mapping[str, PackedFit] = field(default_factory=dict)  # by strategy
 
 
@@ -64,7 +69,10 @@ def work_of(strategy: str, load: Load) -> tuple[float, ...]:
     base = base_name(strategy)
     if base in SPLIT_HEADS:
         return load.scores / load.p, 0.0, load.documents, 0.0
-    scores = load.rectangles if base in WHOLE_SCORES else load.fullest_scores
+    scores: float = load.fullest_scores
+    if base in WHOLE_COLUMNS:
+        rows = load.seq_length / load.p
+        scores = rows * (rows + load.keys_received)
     alone = 0.0 if load.crosses or load.p == 1 else -1.0
     return scores, load.keys_received, load.fullest_documents, alone
 

@@ -16,6 +16,7 @@ from megatron_paradyse.costs.packed import (
     share_of_scores,
     work_of,
 )
+from megatron_paradyse.costs.row_bytes import with_row_bytes
 from megatron_paradyse.costs.table import ATTENTION, MODEL, OperationCosts
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
@@ -27,9 +28,11 @@ class RowTerms:
     """Seconds of a strategy's attention on the rows of s tokens, linear in what they hold.
 
     one: costs of one document; work: what that holds; forward, backward: seconds per unit of it.
+    like: whose document it is.
     """
 
     strategy: str
+    like: str
     one: OperationCosts
     work: tuple[float, ...]
     forward: tuple[float, ...]
@@ -60,7 +63,8 @@ def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
         backward = fit.backward
         if recomputes(strategy):
             backward = tuple(f + b for f, b in zip(fit.forward, fit.backward, strict=True))
-        return RowTerms(strategy, model.operation(name, ATTENTION, s), work, fit.forward, backward)
+        one = model.operation(name, ATTENTION, s)
+        return RowTerms(strategy, name, one, work, fit.forward, backward)
     # What exchanges less than others takes no longer than the fastest of them.
     names = like(model, strategy, ATTENTION)
     name = min(names, key=lambda name: model.operation(name, ATTENTION, s).time_seconds)
@@ -70,7 +74,7 @@ def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
     for fitted, seconds in zip(fits, (one.forward_seconds, one.backward_seconds), strict=False):
         share = share_of_scores(fitted, s) if isinstance(fitted, HybridFit) else 0.0
         factors.append((share * seconds / work[0], *NOTHING[1:]))
-    return RowTerms(strategy, one, work, *factors)
+    return RowTerms(strategy, name, one, work, *factors)
 
 
 class RowCosts:
@@ -103,7 +107,10 @@ class RowCosts:
             return self._model.operation(like(self._model, strategy, operation)[0], operation, s)
         terms = row_terms(self._model, strategy, self._load)
         forward, backward = terms.seconds(self._load)
-        return dataclasses.replace(terms.one, forward_seconds=forward, backward_seconds=backward)
+        one = dataclasses.replace(terms.one, forward_seconds=forward, backward_seconds=backward)
+        packed, fits = self._model.packed, self._model.fits_of(terms.like, ATTENTION)
+        assert packed is not None
+        return with_row_bytes(strategy, one, fits, packed.sizes, self._load)
 
 
 def like(model: CostModel, strategy: str, operation: str) -> tuple[str, ...]:

@@ -94,12 +94,14 @@ def _read_load(value: Any, where: str, p: int) -> Load:
     values = check_keys(value, where, LOAD_KEYS)
     s = check_integer(values["seq_length"], f"{where}.seq_length", low=1, high=MAX_SEQ_LENGTH)
     check_integer(values["p"], f"{where}.p", low=1, high=s)
-    pairs, tokens = ("scores", "fullest_scores", "rectangles"), ("documents", "fullest_documents")
+    pairs, tokens = ("scores", "fullest_scores"), ("documents", "fullest_documents")
     for name in pairs:
         check_integer(values[name], f"{where}.{name}", low=1, high=s * s)
     for name in tokens:
         check_integer(values[name], f"{where}.{name}", low=1, high=s)
     check_integer(values["keys_received"], f"{where}.keys_received", low=0, high=s)
+    if not isinstance(values["in_order"], bool):
+        raise ContentError(f"{where}.in_order must be true or false")
     if values["p"] != p:
         raise ContentError(f"{where}.p must be that of the description, {p}, got {values['p']}")
     return Load(**values)

@@ -15,20 +15,20 @@ class Load:
     """A row's tokens, attention work and exchange; scores are per head.
 
     seq_length: s, padding included. scores: unmasked, of all ranks together; fullest_scores: of the
-    queries that the rank with the most of them holds; rectangles: rows times the tokens of their
-    document, nothing masked, of the rank with the most. keys_received: tokens whose keys and
-    values the rank with the most of them needs of others, for its queries see them. documents: how
-    many there are; fullest_documents: of how many the rank with the most of them holds tokens.
+    queries that the rank with the most of them holds. keys_received: tokens whose keys and values
+    the rank with the most of them needs of others, for its queries see them. documents: how many
+    there are; fullest_documents: of how many the rank with the most of them holds tokens. in_order:
+    whether the rows of the ranks, one rank after the other, are in the order of positions.
     """
 
     seq_length: int
     p: int
     scores: int
     fullest_scores: int
-    rectangles: int
     keys_received: int
     documents: int
     fullest_documents: int
+    in_order: bool = True
 
     @property
     def crosses(self) -> bool:
@@ -38,8 +38,7 @@ class Load:
 
 def load_of(row: Row, *, causal: bool) -> Load:
     """One walk over documents and ranges; packing/work.py says the same rank by rank."""
-    scores, rectangles = [0] * row.p, [0] * row.p
-    missing, documents = [0] * row.p, [0] * row.p
+    scores, missing, documents = [0] * row.p, [0] * row.p, [0] * row.p
     ranges = iter(sorted((stop, r) for r, shard in enumerate(row.shards) for _, stop in shard))
     range_stop, rank = next(ranges)
     position = 0
@@ -51,22 +50,24 @@ def load_of(row: Row, *, causal: bool) -> Load:
                 range_stop, rank = next(ranges)
             first, position = position - start, min(range_stop, stop)
             last = position - start
-            rectangles[rank] += (last - first) * length
-            scores[rank] += (last * (last + 1) - first * (first + 1)) // 2
+            if causal:
+                scores[rank] += (last * (last + 1) - first * (first + 1)) // 2
+            else:
+                scores[rank] += (last - first) * length
             held[rank] = (held.get(rank, (0, 0))[0] + last - first, last if causal else length)
         for rank_of, (tokens, seen) in held.items():
             missing[rank_of] += seen - tokens
             documents[rank_of] += 1
-    scores = scores if causal else rectangles
+    starts = [start for shard in row.shards for start, _ in shard]
     return Load(
         seq_length=row.seq_length,
         p=row.p,
         scores=sum(scores),
         fullest_scores=max(scores),
-        rectangles=max(rectangles),
         keys_received=max(missing),
         documents=len(row.lengths),
         fullest_documents=max(documents),
+        in_order=starts == sorted(starts),
     )
 
 
@@ -74,7 +75,7 @@ def load_of_one(seq_length: int, p: int, *, causal: bool) -> Load:
     """Of one document of s tokens, its causal scores spread evenly as the strategies do."""
     s = seq_length
     scores = s * (s + 1) // 2 if causal else s * s
-    return Load(s, p, scores, -(-scores // p), s * s // p, s - s // p, 1, 1)
+    return Load(s, p, scores, -(-scores // p), s - s // p, 1, 1)
 
 
 def rounded_up(load: Load, *, alignment: int, causal: bool) -> Load:
@@ -90,7 +91,6 @@ def rounded_up(load: Load, *, alignment: int, causal: bool) -> Load:
         seq_length=s,
         scores=_step_up(load.scores, one.scores),
         fullest_scores=_step_up(load.fullest_scores, one.fullest_scores),
-        rectangles=_step_up(load.rectangles, one.rectangles),
         keys_received=_step_up(load.keys_received, one.keys_received),
         documents=_step_up(load.documents, 1),
         fullest_documents=_step_up(load.fullest_documents, 1),

@@ -32,10 +32,9 @@ Pairs = tuple[tuple[str, str, int], ...]  # attention, MLP, layers
 
 @dataclass(frozen=True)
 class _Made:
-    """The runs of like layers of a plan, and the most that a row may hold to run it."""
+    """The runs of like layers of a plan, and the most keys that a row may need to run it."""
 
     pairs: Pairs
-    rectangles: int
     keys_received: int
 
 
@@ -110,10 +109,10 @@ class RowPrices:
             one,
             scores=math.ceil(one.scores * share),
             fullest_scores=math.ceil(one.fullest_scores * share),
-            rectangles=math.ceil(one.rectangles * share),
             keys_received=one.keys_received if crosses else 0,
-            documents=math.ceil(1 / share),
+            documents=math.ceil(1 / share) + 1,
             fullest_documents=math.ceil(1 / share / p),
+            in_order=False,
         )
         try:
             problem = self._policy.problem(self._layers, 1, s, False, load)
@@ -122,7 +121,7 @@ class RowPrices:
         outcome = self._policy.planner.plan(problem)
         if not outcome.fits:
             return None
-        return _Made(_pairs(outcome.plan), load.rectangles, load.keys_received)
+        return _Made(_pairs(outcome.plan), load.keys_received)
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,7 @@ class _Length:
     edge_seconds: float
 
     def seconds(self, load: Load) -> float | None:
-        fit = [
-            made
-            for made in self.plans
-            if load.rectangles <= made.rectangles and load.keys_received <= made.keys_received
-        ]
+        fit = [made for made in self.plans if load.keys_received <= made.keys_received]
         if not fit:
             return None
         attention = {name: terms.seconds(load) for name, terms in self.terms.items()}

@@ -81,15 +81,12 @@ def test_plans_of_rows_are_the_best_of_all(budget_mib, file):
 
 
 def test_a_row_of_one_document_is_planned_as_the_document(file):
-    chooses = policy(file, 64, NAMES)
+    chooses = policy(file, names=NAMES)
     for s in (256, 2048, 16384):
         alone = chooses.outcome(1, s, LAYERS)
         packed = chooses.outcome(1, s, LAYERS, row=zigzag((s,), P))
-        assert (packed.plan, packed.seconds, packed.peak_bytes) == (
-            alone.plan,
-            alone.seconds,
-            alone.peak_bytes,
-        )
+        assert (packed.plan, packed.seconds) == (alone.plan, alone.seconds)
+        assert packed.peak_bytes >= alone.peak_bytes
 
 
 def test_short_documents_take_less_time_than_one_long_one(file):
