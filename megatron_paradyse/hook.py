@@ -1,29 +1,30 @@
 """Before each forward pass: ask the policy, and hand its plan to the layers with the microbatch.
 
-The plan travels to the layers as Megatron's packed_seq_params argument. Megatron's activation
-recomputation closes over that argument, so a layer that runs again in the backward sees the plan
-of its own microbatch, whatever has been planned since.
+The plan travels to the layers as Megatron's packed_seq_params argument (microbatch_params.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_data_parallel_rank, get_global_memory_buffer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import get_args
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.microbatch_params import RowParams as RowParams
+from megatron_paradyse.microbatch_params import planned_microbatch, row_of
 from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.plan import Plan
+from megatron_paradyse.strategies import takes
+from megatron_paradyse.strategies.contract import Microbatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,44 +32,12 @@ if TYPE_CHECKING:
     from megatron_paradyse.policy import Policy
 
 
-@dataclass
-class RowParams(PackedSeqParams):
-    """How a packed microbatch reaches the model: its row, for which max_seqlen_q is the longest."""
-
-    row: Row | None = None
-
-    def __post_init__(self):
-        assert self.row is not None
-        self.max_seqlen_q = self.max_seqlen_kv = max(self.row.lengths)  # Megatron's RoPE table
-
-
-@dataclass
-class PlannedMicrobatch(PackedSeqParams):
-    """Megatron's packed-sequence parameters of a microbatch, and its plan.
-
-    original is what Megatron passed: None for unpacked sequences. documents: what strategies must
-    know of padding (strategies/contract.py). seed differs between microbatches and between
-    data-parallel replicas, and is the same after a restart.
-    """
-
-    plan: Plan = field(default_factory=lambda: Plan({}))
-    original: PackedSeqParams | None = None
-    documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    seed: int = 0
-
-    def __post_init__(self):
-        pass  # seq_idx was computed when the original was made
-
-    def dropout_seed(self, layer_number: int) -> int:
-        """The seed of a layer's attention dropout, alike on every rank of the group."""
-        return self.seed * 4096 + layer_number
-
-
 @dataclass(frozen=True)
 class Planned:
     """What the hook decided for a microbatch, and what the policy predicts if it can.
 
-    seconds and peak_bytes: of the layers of this stage, forward and backward.
+    seconds and peak_bytes: of the layers of this stage, forward and backward. row: of packed
+    documents.
     """
 
     iteration: int
@@ -79,6 +48,7 @@ class Planned:
     planner_seconds: float
     seconds: float | None = None
     peak_bytes: int | None = None
+    row: Row | None = None
 
 
 class Observer(Protocol):
@@ -114,19 +84,16 @@ class MicrobatchHook:
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
         rows, batch_size = hidden.shape[0], hidden.shape[1]  # [s/p, b, h]
         seed = self._next_seed()
-        planned = self._decide(batch_size, rows * self._shards)
+        original, seq_length = kwargs.get("packed_seq_params"), rows * self._shards
+        row = row_of(original, seq_length=seq_length, batch_size=batch_size, p=self._shards)
+        planned = self._decide(batch_size, seq_length, row)
         if self._verify:
             _verify(planned, block.tp_group, hidden.device)
         if self._outcome is not None:
-            _drop_other_buffers(rows * self._shards * hidden[0].numel())
-        original = kwargs.get("packed_seq_params")
-        fields = {} if original is None else _fields(original)
-        kwargs["packed_seq_params"] = PlannedMicrobatch(
-            **fields,
-            plan=planned.plan,
-            original=original,
-            documents=_documents(kwargs.get("attention_mask")),
-            seed=seed,
+            _drop_other_buffers(seq_length * hidden[0].numel())
+        padded = _documents(kwargs.get("attention_mask"))
+        kwargs["packed_seq_params"] = planned_microbatch(
+            original, row, padded, plan=planned.plan, seed=seed
         )
         if self._observer is not None and torch.is_grad_enabled():
             self._observer.begins(planned, hidden)
@@ -137,19 +104,34 @@ class MicrobatchHook:
         if self._observer is not None and torch.is_grad_enabled():
             self._observer.forward_ends(output)
 
-    def _decide(self, batch_size: int, seq_length: int) -> Planned:
+    def _decide(self, batch_size: int, seq_length: int, row: Row | None) -> Planned:
         shape = (batch_size, seq_length, self._layer_numbers)
-        forward_only = not torch.is_grad_enabled()
+        how: dict = {"forward_only": not torch.is_grad_enabled()}
+        if row is not None:  # a policy that is never asked about rows need not know of them
+            how["row"] = row
         start = time.perf_counter()
         seconds, peak_bytes = None, None
         if self._outcome is not None:
-            outcome = self._outcome(*shape, forward_only=forward_only)
+            outcome = self._outcome(*shape, **how)
             plan, seconds, peak_bytes = outcome.plan, outcome.seconds, outcome.peak_bytes
         else:
-            plan = self._policy.plan(*shape, forward_only=forward_only)
+            plan = self._policy.plan(*shape, **how)
         spent = time.perf_counter() - start
+        self._check_taken(plan, batch_size, seq_length, row)
         counters = (self._iteration, self._microbatch)
-        return Planned(*counters, batch_size, seq_length, plan, spent, seconds, peak_bytes)
+        return Planned(*counters, batch_size, seq_length, plan, spent, seconds, peak_bytes, row)
+
+    def _check_taken(self, plan: Plan, batch_size: int, seq_length: int, row: Row | None) -> None:
+        """UserError if the plan names a strategy that cannot run this microbatch."""
+        microbatch = microbatch_of(row) if row else Microbatch(seq_length, batch_size)
+        choices = set(plan.layers.values())
+        for name in sorted({name for one in choices for name in (one.attention, one.mlp)}):
+            if not takes(name, microbatch, self._shards):
+                what = f"{len(row.lengths)} packed documents" if row else "a whole sequence"
+                raise UserError(
+                    f"{name} cannot run {what} of s={seq_length} over p={self._shards} ranks, as "
+                    "not every document lies on one rank: use megatron_cz, which runs any"
+                )
 
     def _next_seed(self) -> int:
         """A hash of the run's seed, the iteration, the microbatch and the replica.
@@ -163,10 +145,6 @@ class MicrobatchHook:
         self._microbatch = (self._microbatch + 1) % get_num_microbatches()
         counters = (args.seed, iteration, self._microbatch, get_data_parallel_rank())
         return int.from_bytes(hashlib.sha256(repr(counters).encode()).digest()[:4])
-
-
-def _fields(params: PackedSeqParams) -> dict:
-    return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
 
 
 def _documents(mask: Tensor | None) -> tuple | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import LayerChoice, Plan, uniform_plan
 from megatron_paradyse.plan_file import PlanFile, load_plan_file
 from megatron_paradyse.settings import Settings
@@ -16,7 +17,7 @@ POLICIES = "fixed:STRATEGY, plan:FILE, random:SEED, optimal or heuristic"
 
 
 class Policy(Protocol):
-    """Chooses a plan from the shape of a microbatch alone, alike on every rank of the group."""
+    """Chooses a plan from a microbatch's shape and row alone, alike on every rank of the group."""
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -30,10 +31,12 @@ class Policy(Protocol):
         layer_numbers: Sequence[int],
         *,
         forward_only: bool = False,
+        row: Row | None = None,
     ) -> Plan:
         """The plan of the layers that this pipeline stage holds, for s = seq_length tokens.
 
-        forward_only: the microbatch has no backward, as in an evaluation.
+        forward_only: the microbatch has no backward, as in an evaluation. row: of packed documents;
+        given only where there is one.
         """
         ...
 
@@ -46,7 +49,7 @@ class FixedPolicy:
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     def plan(
-        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: bool
+        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: object
     ) -> Plan:
         key = tuple(layer_numbers)
         if key not in self._plans:
@@ -72,7 +75,7 @@ class PlanFilePolicy:
             )
 
     def plan(
-        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: bool
+        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: object
     ) -> Plan:
         return self._file.plan(layer_numbers)
 
@@ -86,7 +89,7 @@ class RandomPolicy:
         self._drawn = 0
 
     def plan(
-        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: bool
+        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: object
     ) -> Plan:
         self._drawn += 1
         return Plan(

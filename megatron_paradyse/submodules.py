@@ -11,6 +11,7 @@ import functools
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -19,7 +20,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.hook import PlannedMicrobatch
+from megatron_paradyse.microbatch_params import (
+    PlannedMicrobatch,
+    RowParams,
+    packed_for_kernels,
+)
+from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.shapes import attention_shape, mlp_shape
 from megatron_paradyse.strategies import base_name, get_strategy, offloads, recomputes
@@ -27,6 +33,7 @@ from megatron_paradyse.strategies.blocks import whole
 from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
 from megatron_paradyse.strategies.host import kept_on_host
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
+from megatron_paradyse.strategies.order import in_order, to_positions, to_rows
 
 HALVES = ("attention", "mlp")
 
@@ -147,13 +154,11 @@ class SwitchableSelfAttention(SelfAttention):
             planned, strategy = None, MEGATRON_TS
         else:
             strategy = base_name(planned.plan[self.layer_number].attention)
-        if planned is not None and (
-            strategy != MEGATRON_TS or isinstance(self.core_attention, CoreAttention)
-        ):
-            _refuse_packed(planned, strategy)
-        if strategy == MEGATRON_TS:
-            if planned is not None and not isinstance(self.core_attention, CoreAttention):
-                packed_seq_params = planned.original
+        if strategy == MEGATRON_TS and self._megatron_can(planned):
+            if planned is not None and isinstance(self.core_attention, CoreAttention):
+                rotary_pos_emb = _per_row(planned, rotary_pos_emb)
+            elif planned is not None:
+                packed_seq_params = _for_its_kernels(planned, hidden_states.device)
             return super().forward(
                 hidden_states,
                 attention_mask,
@@ -172,6 +177,15 @@ class SwitchableSelfAttention(SelfAttention):
         )
         return out, _bias(self.linear_proj)
 
+    def _megatron_can(self, planned: PlannedMicrobatch | None) -> bool:
+        """Whether Megatron's own forward can run it; else megatron_ts of this package does.
+
+        A core attention other than ours takes packed documents in the order of its rows.
+        """
+        if planned is None or planned.row is None or isinstance(self.core_attention, CoreAttention):
+            return True
+        return in_order(microbatch_of(planned.row))
+
     def _weights(self) -> AttentionWeights:
         _announce_use(self.linear_qkv, self.linear_proj, self.q_layernorm, self.k_layernorm)
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
@@ -189,11 +203,15 @@ class SwitchableSelfAttention(SelfAttention):
         if isinstance(rotary_pos_emb, tuple):
             rotary_pos_emb = rotary_pos_emb[0]
         rows, batch_size = hidden_states.shape[:2]
+        rope = None
+        if rotary_pos_emb is not None:
+            rope = planned.angles(rotary_pos_emb)[:, 0, 0, :]
         return Microbatch(
             seq_length=rows * self.pg_collection.tp.size(),
             batch_size=batch_size,
             documents=planned.documents,
-            rope=None if rotary_pos_emb is None else rotary_pos_emb[:, 0, 0, :],
+            shards=planned.shards,
+            rope=rope,
             dropout_seed=planned.dropout_seed(self.layer_number),
         )
 
@@ -264,24 +282,31 @@ class CoreAttention(MegatronModule):
             query.shape[0],
             query.shape[1],
             documents=planned.documents if planned is not None else None,
+            shards=planned.shards if planned is not None else None,
             dropout_seed=seed,
         )
+        query, key, value = (to_positions(x, microbatch) for x in (query, key, value))
         task = AttentionTask(
             attention_shape(self, training=self.training),
             microbatch,
             first_head=self.tp_group.rank() * query.shape[2],
         )
         out = local_attention(query, key, value, spans=whole(microbatch), task=task)
-        return out.flatten(2)
+        return to_rows(out, microbatch).flatten(2)
 
 
-def _refuse_packed(planned: PlannedMicrobatch, strategy: str) -> None:
-    """Documents that Megatron has packed into a sequence would attend to each other."""
-    if planned.original is not None and planned.original.cu_seqlens_q is not None:
-        raise UserError(
-            f"{strategy} does not know Megatron's packed sequences: use --paradyse-sequences "
-            "documents, or TransformerEngine's attention with --paradyse-policy fixed:megatron_ts"
-        )
+def _per_row(planned: PlannedMicrobatch, table):
+    """RoPE's table, or that of queries and that of keys -> the angles of every row gathered."""
+    if isinstance(table, tuple):
+        return tuple(_per_row(planned, part) for part in table)
+    return None if table is None else planned.angles(table, by_rows=True)
+
+
+def _for_its_kernels(planned: PlannedMicrobatch, device) -> PackedSeqParams | None:
+    """What Megatron's own attention takes of packed documents: cumulative lengths."""
+    if planned.row is not None and isinstance(planned.original, RowParams):
+        return packed_for_kernels(planned.row, device)
+    return planned.original
 
 
 def _announce_use(*modules) -> None:

@@ -7,12 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn import functional as F
 
-from megatron_paradyse.errors import UserError
-from megatron_paradyse.hook import PlannedMicrobatch
-from megatron_paradyse.submodules import _bias, _normalised, _of_strategy, _refuse_packed
+from megatron_paradyse.microbatch_params import planned_microbatch
+from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.plan import Plan
+from megatron_paradyse.submodules import (
+    CoreAttention,
+    SwitchableSelfAttention,
+    _bias,
+    _normalised,
+    _of_strategy,
+)
 
 FUSED = SimpleNamespace(gradient_accumulation_fusion=True)
 
@@ -128,8 +134,18 @@ def test_an_empty_bias_is_none():
         F.linear(torch.ones(1, 4), torch.ones(3, 4), torch.empty(0))
 
 
-def test_sequences_that_megatron_packed_are_refused_not_mixed():
-    original = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 8]))
-    _refuse_packed(PlannedMicrobatch(original=None), "metp")
-    with pytest.raises(UserError, match="metp does not know Megatron's packed sequences: use"):
-        _refuse_packed(PlannedMicrobatch(original=original), "metp")
+@pytest.mark.parametrize(
+    ("row", "core", "megatrons"),
+    [
+        (None, None, True),
+        (contiguous((3, 5), 2), None, True),
+        (Row((3, 5), (((4, 8),), ((0, 4),))), None, False),
+        (Row((3, 5), (((4, 8),), ((0, 4),))), "ours", True),
+    ],
+)
+def test_megatrons_own_kernels_run_rows_in_order_only(row, core, megatrons):
+    """Others run megatron_ts of this package: they bring the row into order first."""
+    core = object.__new__(CoreAttention) if core else None
+    attention = SimpleNamespace(core_attention=core)
+    planned = planned_microbatch(None, row, None, plan=Plan({}), seed=0)
+    assert SwitchableSelfAttention._megatron_can(attention, planned) is megatrons

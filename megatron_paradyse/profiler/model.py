@@ -42,7 +42,7 @@ class GivenPolicy:
         self.chosen: Plan | None = None
         self.strategies: tuple[str, ...] = ()
 
-    def plan(self, batch_size: int, seq_length: int, layer_numbers, **_: bool) -> Plan:
+    def plan(self, batch_size: int, seq_length: int, layer_numbers, **_: object) -> Plan:
         return self.chosen or uniform_plan(tuple(layer_numbers), "megatron_ts")
 
 

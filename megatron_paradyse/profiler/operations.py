@@ -24,6 +24,7 @@ from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER
 from megatron_paradyse.model_edges import losses_in_tiles
 from megatron_paradyse.plan import uniform_plan
 from megatron_paradyse.profiler.model import ProfiledModel
+from megatron_paradyse.settings import FIXED
 from megatron_paradyse.train.gpt import loss_function, read_batch
 
 
@@ -175,7 +176,7 @@ def raw_batch(seq_length: int, batch_size: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seq_length)
     shape = (batch_size, seq_length + 1)
     text = torch.randint(args.padded_vocab_size, shape, generator=generator)
-    if args.paradyse_settings.sequences == "documents":
+    if args.paradyse_settings.sequences != FIXED:
         return {"tokens": text, "lengths": torch.full((batch_size,), seq_length)}
     positions = torch.arange(seq_length).expand(batch_size, -1)
     return {

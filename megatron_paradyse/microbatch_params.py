@@ -1,0 +1,154 @@
+"""What travels to the layers with a microbatch, in the place of Megatron's packed_seq_params.
+
+Megatron's activation recomputation closes over that argument, so a layer that runs again in the
+backward sees the plan of its own microbatch, whatever has been planned since.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.cumulative import row_of_cumulative
+from megatron_paradyse.packing.row import Row
+from megatron_paradyse.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class RowParams(PackedSeqParams):
+    """How a packed microbatch reaches the model: its row, for which max_seqlen_q is the longest."""
+
+    row: Row | None = None
+
+    def __post_init__(self):
+        assert self.row is not None
+        self.max_seqlen_q = self.max_seqlen_kv = max(self.row.lengths)  # Megatron's RoPE table
+
+
+@dataclass
+class PlannedMicrobatch(PackedSeqParams):
+    """Megatron's packed-sequence parameters of a microbatch, and its plan.
+
+    original is what Megatron passed: None for unpacked sequences. row: of packed documents, whoever
+    packed them; qkv_format is then not "thd", so that Megatron's attention leaves documents and
+    their angles to this package. documents: what strategies must know of padding and of documents
+    (strategies/contract.py). seed differs between microbatches and between data-parallel replicas,
+    and is the same after a restart.
+    """
+
+    plan: Plan = field(default_factory=lambda: Plan({}))
+    original: PackedSeqParams | None = None
+    row: Row | None = None
+    documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    seed: int = 0
+    _angles: dict[bool, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self):
+        pass  # seq_idx was computed when the original was made
+
+    @property
+    def shards(self) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+        """What each rank's rows hold of packed documents (strategies/contract.py)."""
+        return None if self.row is None else self.row.shards
+
+    def dropout_seed(self, layer_number: int) -> int:
+        """The seed of a layer's attention dropout, alike on every rank of the group."""
+        return self.seed * 4096 + layer_number
+
+    def angles(self, table: Tensor, *, by_rows: bool = False) -> Tensor:
+        """RoPE's table [longest, 1, 1, d_rot] -> angles [s, 1, 1, d_rot], anew at each document.
+
+        In the order of positions, or by_rows of all ranks' rows. Made once for all layers; without
+        packed documents the table itself.
+        """
+        if self.row is None:
+            return table
+        known = self._angles.get(by_rows)
+        if known is None or known[0] is not table:
+            places = torch.tensor(self.row.places(by_rows=by_rows), device=table.device)
+            known = self._angles[by_rows] = table, table.index_select(0, places)
+        return known[1]
+
+
+def planned_microbatch(
+    original: PackedSeqParams | None,
+    row: Row | None,
+    padded: tuple[tuple[tuple[int, int], ...], ...] | None,
+    *,
+    plan: Plan,
+    seed: int,
+) -> PlannedMicrobatch:
+    """original is what came with the microbatch; row and padded what its documents are."""
+    fields: dict = {}
+    if original is not None:
+        names = (one.name for one in dataclasses.fields(PackedSeqParams))
+        fields = {name: getattr(original, name) for name in names}
+    if row is not None:
+        fields["qkv_format"] = "sbhd"
+    documents = padded if row is None else (row.documents,)
+    return PlannedMicrobatch(
+        **fields, plan=plan, original=original, row=row, documents=documents, seed=seed
+    )
+
+
+def row_of(
+    params: PackedSeqParams | None, *, seq_length: int, batch_size: int, p: int
+) -> Row | None:
+    """The packed documents of a microbatch of s tokens over p ranks, None if it has none.
+
+    RowParams have theirs. Megatron's own (--sft) have contiguous shards, and perhaps padding
+    between the documents (cu_seqlens_q_padded).
+    """
+    if isinstance(params, RowParams):
+        assert params.row is not None
+        of_row = (params.row.seq_length, 1, params.row.p)
+        assert of_row == (seq_length, batch_size, p), (of_row, seq_length, batch_size, p)
+        return params.row
+    if params is None or params.cu_seqlens_q is None:
+        return None
+    if (params.local_cp_size or 1) > 1:
+        raise UserError(
+            f"documents over {params.local_cp_size} ranks of dynamic context parallelism: "
+            "--paradyse divides them itself; drop the flags that turn it on"
+        )
+    if batch_size != 1 or not _alike(params.cu_seqlens_q, params.cu_seqlens_kv):
+        raise UserError(
+            f"packed sequences are one row with the same queries and keys, got a batch of "
+            f"{batch_size}: use --micro-batch-size 1"
+        )
+    ends = params.cu_seqlens_q.flatten().tolist()
+    if params.cu_seqlens_q_padded is None:
+        starts = ends
+    else:
+        starts = params.cu_seqlens_q_padded.flatten().tolist()
+    return row_of_cumulative(ends, starts, seq_length=seq_length, p=p)
+
+
+def _alike(queries: Tensor, keys: Tensor | None) -> bool:
+    return keys is None or keys is queries or torch.equal(queries, keys)
+
+
+def packed_for_kernels(row: Row, device: torch.device) -> PackedSeqParams:
+    """Megatron's parameters of a row whose ranks hold contiguous chunks, for its own attention.
+
+    Padding goes as documents of its own, each no longer than the longest, for RoPE's table.
+    """
+    longest, ends = max(row.lengths), [0, *(stop for _, stop in row.documents)]
+    while ends[-1] < row.seq_length:
+        ends.append(min(ends[-1] + longest, row.seq_length))
+    cumulative = torch.tensor(ends, dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -1,0 +1,97 @@
+"""What comes with a microbatch, as a row of documents, and as Megatron's own parameters again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.microbatch_params import (
+    RowParams,
+    packed_for_kernels,
+    planned_microbatch,
+    row_of,
+)
+from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.plan import Plan
+
+SPREAD = Row((5, 2), (((0, 2), (5, 7)), ((2, 5), (7, 8))))
+
+
+def _packed(*ends: int, **more) -> PackedSeqParams:
+    cumulative = torch.tensor(ends, dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative.clone(), **more
+    )
+
+
+def _row(params, seq_length=8, batch_size=1, p=2):
+    return row_of(params, seq_length=seq_length, batch_size=batch_size, p=p)
+
+
+def test_a_row_is_the_one_that_came():
+    assert _row(RowParams(row=SPREAD)) is SPREAD
+
+
+@pytest.mark.parametrize("params", [None, PackedSeqParams()])
+def test_without_packed_documents_there_is_no_row(params):
+    assert _row(params, batch_size=3) is None
+
+
+@pytest.mark.parametrize("ends", [(0, 3, 7), (0, 3, 7, 7), (0, 3, 3, 7)])
+def test_megatrons_packed_sequences_are_contiguous_documents(ends):
+    """Of no tokens are none; what is left of s is padding."""
+    assert _row(_packed(*ends)) == contiguous((3, 4), 2)
+
+
+def test_padding_between_documents_belongs_to_none():
+    params = _packed(0, 3, 5, cu_seqlens_q_padded=torch.tensor([0, 4, 8], dtype=torch.int32))
+    row = _row(params)
+    assert row == Row((3, 2), (((0, 3), (5, 6)), ((3, 5), (6, 8))))
+
+
+@pytest.mark.parametrize(
+    ("params", "batch_size", "message"),
+    [
+        (_packed(0, 3, 9), 1, "ascending ranges of 8 tokens"),
+        (_packed(0, 5, 3, 8), 1, "ascending ranges of 8 tokens"),
+        (_packed(0, 3, 8, local_cp_size=2), 1, "over 2 ranks of dynamic context parallelism"),
+        (_packed(0, 3, 8), 2, "--micro-batch-size 1"),
+    ],
+)
+def test_what_is_not_understood_is_refused_in_one_line(params, batch_size, message):
+    with pytest.raises(UserError, match=message) as raised:
+        _row(params, batch_size=batch_size)
+    assert "\n" not in str(raised.value)
+
+
+def test_queries_of_other_documents_than_the_keys_are_refused():
+    params = _packed(0, 3, 8)
+    params.cu_seqlens_kv = torch.tensor([0, 4, 8], dtype=torch.int32)
+    with pytest.raises(UserError, match="same queries and keys"):
+        _row(params)
+
+
+def test_angles_restart_at_each_document_in_either_order():
+    planned = planned_microbatch(None, SPREAD, None, plan=Plan({}), seed=0)
+    table = torch.arange(5.0).view(5, 1, 1, 1) + 0.5
+    assert planned.angles(table).flatten().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 0.5, 1.5, 0.5]
+    by_rows = planned.angles(table, by_rows=True)
+    assert by_rows.flatten().tolist() == [0.5, 1.5, 0.5, 1.5, 2.5, 3.5, 4.5, 0.5]
+    assert planned.angles(table, by_rows=True) is by_rows  # made once for all layers
+
+
+def test_megatrons_attention_does_not_see_packed_sequences():
+    """It would else take the row apart itself; what came is kept for TransformerEngine's."""
+    original = _packed(0, 3, 8)
+    planned = planned_microbatch(original, _row(original), None, plan=Plan({}), seed=0)
+    assert (planned.qkv_format, planned.original.qkv_format) == ("sbhd", "thd")
+    assert planned.documents == (((0, 3), (3, 8)),)
+
+
+def test_padding_goes_to_kernels_as_documents_no_longer_than_the_longest():
+    """RoPE's table is as long as that."""
+    params = packed_for_kernels(contiguous((3, 2), 2, alignment=12), torch.device("cpu"))
+    assert params.cu_seqlens_q.tolist() == [0, 3, 5, 8, 11, 12]
+    assert (params.qkv_format, params.max_seqlen_q, params.max_seqlen_kv) == ("thd", 3, 3)

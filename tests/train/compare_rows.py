@@ -1,0 +1,168 @@
+"""A rank with packed rows through many plans; stock Megatron runs their documents one by one.
+
+    compare_rows <Megatron flags>
+
+The two models have the same parameters. Rows come as RowParams, their tokens wherever the shards
+say, and as Megatron's own packed sequences with and without padding between documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_paradyse.hook import attach_hooks
+from megatron_paradyse.microbatch_params import RowParams
+from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.packing.traffic import microbatch_of
+from megatron_paradyse.plan import LayerChoice, Plan
+from megatron_paradyse.strategies import strategy_names, takes
+from megatron_paradyse.train import plugin
+from tests.train.compare_plans import ChosenPolicy
+
+TOLERANCE = 1e-5
+SPREAD = {
+    2: Row((13, 4, 1, 2), (((0, 4), (10, 13), (17, 18), (20, 24)), ((4, 10), (13, 17), (18, 20)))),
+    4: Row(
+        (16, 6, 3, 1, 2),
+        (
+            ((0, 2), (14, 16), (16, 19), (25, 26)),
+            ((2, 4), (12, 14), (19, 22), (28, 29)),
+            ((4, 6), (10, 12), (26, 28), (29, 31)),
+            ((6, 8), (8, 10), (22, 25), (31, 32)),
+        ),
+    ),
+}
+
+
+@dataclass
+class Case:
+    """A microbatch of documents: its parameters, and the position of every row (s: padding)."""
+
+    params: PackedSeqParams
+    row: Row  # what the hook makes of it
+
+    @property
+    def rows(self) -> list[int]:
+        return [i for shard in self.row.shards for start, stop in shard for i in range(start, stop)]
+
+
+def cases(p: int) -> dict[str, Case]:
+    lengths = (9, 1, 8, 2)
+    rows = {
+        "mid-shard": contiguous(lengths, p, alignment=24),
+        "in shards": contiguous((5, 1, 6, 3, 3, 6), p, alignment=24),
+        "spread": SPREAD[p],
+    }
+    made = {name: Case(RowParams(row=row), row) for name, row in rows.items()}
+    cumulative = torch.tensor([0, 9, 10, 18, 24], dtype=torch.int32)
+    packed = {"qkv_format": "thd", "max_seqlen_q": 9, "max_seqlen_kv": 9}
+    packed |= {"cu_seqlens_q": cumulative, "cu_seqlens_kv": cumulative}
+    made["sft"] = Case(PackedSeqParams(**packed), contiguous((9, 1, 8, 6), p))
+    padded = torch.tensor([0, 10, 12, 20, 32], dtype=torch.int32)
+    packed |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
+    pieces = [(0, 9), (24, 25), (9, 10), (25, 26), (10, 18), (18, 24), (26, 32)]
+    made["sft padded"] = Case(PackedSeqParams(**packed), _cut((9, 1, 8, 6), pieces, p))
+    return made
+
+
+def _cut(lengths, pieces, p: int) -> Row:
+    positions = [i for start, stop in pieces for i in range(start, stop)]
+    size = len(positions) // p
+    chunks = [positions[i * size : (i + 1) * size] for i in range(p)]
+    return Row(lengths, tuple(tuple((i, i + 1) for i in chunk) for chunk in chunks))
+
+
+def plans(case: Case, p: int, num_layers: int) -> dict[str, Plan]:
+    """Each strategy everywhere, and mixes over layers and operations, all that take the row."""
+    microbatch = microbatch_of(case.row)
+    bases = [name for name in strategy_names(packed=True) if takes(name, microbatch, p)]
+    numbers = range(1, num_layers + 1)
+    names = [name for base in bases for name in (base, base + "+recompute")]
+    made = {name: Plan(dict.fromkeys(numbers, LayerChoice(name, name))) for name in bases}
+    for shift in range(2):
+        choices = [
+            LayerChoice(
+                names[(5 * i + 3 * shift) % len(names)], names[(3 * i + shift) % len(names)]
+            )
+            for i in numbers
+        ]
+        made[f"mixed {shift}"] = Plan(dict(zip(numbers, choices, strict=True)))
+    return made
+
+
+def main() -> None:
+    plugin.install()
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import training
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
+
+    args = parse_and_validate_args()
+    training.initialize_megatron()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+
+    def build(spec=None):
+        config = gpt_config_from_args(args)
+        if spec is not None:
+            config.transformer_layer_spec = spec
+        config.finalize()
+        return GPTModelBuilder(config).build_model(groups)
+
+    stock, model = build(default_layer_spec), build()
+    for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+    policy, p = ChosenPolicy(), groups.tp.size()
+    attach_hooks([model], policy_of=lambda _: policy)
+    text = torch.randint(args.vocab_size, (64,), generator=torch.Generator().manual_seed(1))
+    for name, case in cases(p).items():
+        expected = _results(stock, _losses_one_by_one(stock, case.row, text, p), groups.tp)
+        for label, plan in plans(case, p, args.num_layers).items():
+            policy.choose([plan])
+            got = _results(model, _losses_of_row(model, case, text), groups.tp)
+            errors = {k: float((got[k] - v).norm() / v.norm()) for k, v in expected.items()}
+            worst = max(errors, key=errors.__getitem__)
+            if torch.distributed.get_rank() == 0:
+                print(f"compared {name}, {label}: {errors[worst]:.1e} {worst}", flush=True)
+            assert errors[worst] <= TOLERANCE, (name, label, worst, errors[worst])
+
+
+def _losses_of_row(model, case: Case, text: Tensor) -> Tensor:
+    """Of every document's tokens, in the order of positions."""
+    rows, num_tokens = torch.tensor(case.rows), case.row.num_tokens
+    places = torch.tensor(case.row.places(by_rows=True))
+    losses = model(
+        text[rows][None], places[None], None, labels=text[rows + 1][None],
+        packed_seq_params=case.params,
+    )  # fmt: skip
+    return losses[0][rows.argsort()][:num_tokens]
+
+
+def _losses_one_by_one(model, row: Row, text: Tensor, p: int) -> Tensor:
+    losses = []
+    for start, stop in row.documents:
+        end = start - (start - stop) // p * p  # padded, as sequence parallelism wants it
+        positions = torch.arange(end - start)[None]
+        of_document = model(
+            text[None, start:end], positions, None, labels=text[None, start + 1 : end + 1]
+        )
+        losses.append(of_document[0, : stop - start])
+    return torch.cat(losses)
+
+
+def _results(model, losses: Tensor, group) -> dict[str, Tensor]:
+    """The losses, and the gradient of every parameter, complete over the group."""
+    weights = torch.linspace(0.5, 1.5, len(losses))
+    model.zero_grad()
+    (losses * weights).sum().backward()
+    results = {"losses": losses.detach()}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.clone()
+        if getattr(parameter, "sequence_parallel", False):
+            torch.distributed.all_reduce(grad, group=group)
+        results[name] = grad
+    return results

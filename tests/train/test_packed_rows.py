@@ -1,0 +1,25 @@
+"""Packed rows through a GPT of Megatron's equal their documents one by one through stock layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.harness import LLAMA, run_forked, with_defaults
+
+MODELS = {"gpt": (4, []), "llama": (2, [*LLAMA, "--qk-layernorm"])}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_equal_their_documents_under_every_plan(model, tmp_path):
+    """Losses and every gradient to 1e-5; documents of ours and of Megatron's packed sequences."""
+    ranks, flags = MODELS[model]
+    flags = [*flags, "--tensor-model-parallel-size", ranks, "--sequence-parallel", "--paradyse"]
+    code, stdout, stderr = run_forked(
+        "tests.train.compare_rows",
+        with_defaults([*flags, "--num-layers", 3, "--global-batch-size", 2]),
+        ranks=ranks,
+        folder=tmp_path,
+        timeout_seconds=120,
+    )
+    assert code == 0, stdout[-2000:] + stderr[-4000:]
+    assert stdout.count("compared ") == 5 * (5 + 2) + 1, stdout  # local_z where no document crosses
