@@ -34,7 +34,7 @@ class Options:
     strategies: tuple[str, ...] | None = None
     budget_seconds: float | None = None
     memory_bytes: int | None = None
-    seconds_per_point: float = 0.2
+    seconds_per_point: float = 0.12
     agree_seconds: float = 120.0
     quick: bool = False
     packed: bool = False

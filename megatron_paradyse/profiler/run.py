@@ -19,6 +19,7 @@ from megatron_paradyse.profiler.points import (
     points,
     strategies_to_profile,
 )
+from megatron_paradyse.profiler.rounds import Rounds
 from megatron_paradyse.profiler.row_points import RowPoint, point_of_key, row_points
 
 Report = Callable[[dict], None]
@@ -76,6 +77,12 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
         todo += row_points(lengths, strategies, p, causal=causal)
     total = sum(point.weight for point in todo)
     done = 0.0
+    rounds = Rounds(runner.seconds_again)
+
+    def time_again() -> None:
+        for measurement in rounds.again():
+            journal.record(measurement)
+
     for number, point in enumerate(todo, 1):
         late = options.budget_seconds and time.monotonic() - start > options.budget_seconds
         if options.budget_seconds and agreement.first(bool(late)):
@@ -85,13 +92,18 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
         resumed = measurement is not None
         if measurement is None or (point.is_timed and measurement.status == BYTES_ONLY):
             resumed = False
+            if rounds.begins(point):
+                time_again()
             measurement = runner.run(point)
             journal.record(measurement)
+            if point.is_timed and not options.quick:
+                rounds.add(point, measurement)
             if rank == 0:
                 journal.save()
         done += point.weight
         where = {"number": number, "count": len(todo), "share": done / total, "resumed": resumed}
         told = {"seq_length": point.seq_length, "operation": point.operation, "batch_size": 1}
         report({**where, **told, **dataclasses.asdict(measurement)})
+    time_again()
     if rank == 0:
         journal.save()

@@ -24,9 +24,9 @@ from megatron_paradyse.profiler.agree import (
 )
 from megatron_paradyse.profiler.journal import Journal
 from megatron_paradyse.profiler.lengths import expected_bytes
-from megatron_paradyse.profiler.measure import measure_bytes, measure_seconds
+from megatron_paradyse.profiler.measure import measure_bytes, measure_seconds, seconds_of_runs
 from megatron_paradyse.profiler.model import ProfiledModel
-from megatron_paradyse.profiler.operations import Operations, tensor_parallel_size
+from megatron_paradyse.profiler.operations import Operation, Operations, tensor_parallel_size
 from megatron_paradyse.profiler.points import Options, Point
 from megatron_paradyse.profiler.row_points import RowPoint
 from megatron_paradyse.shapes import attention_shape
@@ -34,6 +34,7 @@ from megatron_paradyse.strategies import PACKED_ONLY, get_strategy
 
 # The meter's own time, below 0.1 ms per kernel, and its copies for collectives then hardly count.
 LONG_ENOUGH_SECONDS = 4.0
+RUNS_AGAIN = 2
 
 
 def empty_measurement(point: Point | RowPoint, status: str) -> Measurement | RowMeasurement:
@@ -104,14 +105,7 @@ class Runner:
 
     def _measured(self, point: Point | RowPoint) -> Measurement | RowMeasurement:
         empty = empty_measurement(point, OOM)
-        at = (point.seq_length, point.batch_size)
-        if self._operations is None or self._at != at:
-            self._forget()
-            with self._meter:
-                self._operations = Operations(self._model, *at)
-            self._at = at
-        row = point.row if isinstance(point, RowPoint) else None
-        operation = self._operations.get(point.operation, point.strategy, row)
+        operation = self._operation(point)
         found, found_seconds = measure_bytes(operation, self._meter)
         peak = found.kept_bytes + max(found.forward_bytes, found.backward_bytes)
         if self._meter.live_bytes + peak > self._budget_bytes:  # a CPU only emulates its budget
@@ -130,6 +124,20 @@ class Runner:
             backward_seconds=backward,
             **dataclasses.asdict(found),
         )
+
+    def seconds_again(self, point: Point | RowPoint) -> tuple[float, float]:
+        """Forward and backward of a point that run() has measured, in few runs."""
+        return seconds_of_runs(self._operation(point), RUNS_AGAIN)
+
+    def _operation(self, point: Point | RowPoint) -> Operation:
+        at = (point.seq_length, point.batch_size)
+        if self._operations is None or self._at != at:
+            self._forget()
+            with self._meter:
+                self._operations = Operations(self._model, *at)
+            self._at = at
+        row = point.row if isinstance(point, RowPoint) else None
+        return self._operations.get(point.operation, point.strategy, row)
 
     def _forget(self) -> None:
         """Drop the tensors of a length, and what a failure may have left in gradients."""
