@@ -27,6 +27,7 @@ from megatron_paradyse.microbatch_params import (
 )
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.plan import MEGATRON_TS
+from megatron_paradyse.rms_norm import RmsNorm
 from megatron_paradyse.shapes import attention_shape, mlp_shape
 from megatron_paradyse.strategies import base_name, get_strategy, offloads, recomputes
 from megatron_paradyse.strategies.blocks import whole
@@ -39,14 +40,14 @@ HALVES = ("attention", "mlp")
 
 
 class TorchNorm:
-    """PyTorch's LayerNorm or RMSNorm where Megatron has neither apex nor TransformerEngine.
+    """PyTorch's LayerNorm or our RMSNorm where Megatron has neither apex nor TransformerEngine.
 
     Megatron's own wrapper refuses sequence parallelism; here the parameters are tagged, so that
     Megatron sums their gradients over the tensor-parallel group.
     """
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused):
-        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": RmsNorm}
         if config.normalization not in kinds or config.layernorm_zero_centered_gamma:
             raise UserError(
                 f"normalization {config.normalization} with zero-centred gamma "

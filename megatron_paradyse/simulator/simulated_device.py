@@ -55,23 +55,27 @@ class SimulatedDevice(LiveBytes):
         return run
 
 
-# What Megatron gives to its jit_fuser and a dense layer may run.
+MEGATRON = "megatron.core.fusions"
+# What Megatron gives to its jit_fuser and a dense layer may run, and what is one kernel on a GPU.
 FUSED = {
-    "fused_bias_gelu": ("bias_gelu", "bias_gelu_back"),
-    "fused_bias_swiglu": ("swiglu", "bias_swiglu", "swiglu_back", "bias_swiglu_back"),
-    "fused_bias_dropout": ("bias_dropout_add_fused_train",),
+    f"{MEGATRON}.fused_bias_gelu": ("bias_gelu", "bias_gelu_back"),
+    f"{MEGATRON}.fused_bias_swiglu": (
+        *("swiglu", "bias_swiglu", "swiglu_back", "bias_swiglu_back"),
+    ),
+    f"{MEGATRON}.fused_bias_dropout": ("bias_dropout_add_fused_train",),
+    "megatron_paradyse.rms_norm": ("normalise", "normalise_backward"),
 }
 
 
 @contextlib.contextmanager
 def fused_functions(device: SimulatedDevice) -> Iterator[None]:
-    """Megatron's fused functions are one kernel each, as on a GPU; on a CPU they run as written."""
+    """Fused functions are one kernel each, as on a GPU; on a CPU they run as written."""
     import importlib
 
     before = []
     try:
         for module_name, names in FUSED.items():
-            module = importlib.import_module(f"megatron.core.fusions.{module_name}")
+            module = importlib.import_module(module_name)
             for name in names:
                 before.append((module, name, getattr(module, name)))
                 setattr(module, name, device.fused(getattr(module, name)))
