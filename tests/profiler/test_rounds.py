@@ -16,19 +16,19 @@ def measured(point: Point, forward: float, backward: float = 0.02) -> Measuremen
 def test_medians_of_three_rounds_in_turn():
     """While the first strategy was measured first, something else ran."""
     asked = []
-    later = {"megatron_ts": iter([(0.01, 0.02), (0.011, 0.5)]), "metp": iter([(0.02, 0.03)] * 2)}
+    later = {"megatron_ts": iter([(0.01, 0.01), (0.011, 0.5)]), "metp": iter([(0.02, 0.02)] * 2)}
 
     def seconds(point):
         asked.append(point.strategy)
         return next(later[point.strategy])
 
     rounds = Rounds(seconds)
-    rounds.add(POINTS[0], measured(POINTS[0], 0.04, 0.04))
-    rounds.add(POINTS[1], measured(POINTS[1], 0.02, 0.03))
+    rounds.add(POINTS[0], measured(POINTS[0], 0.024, 0.024))
+    rounds.add(POINTS[1], measured(POINTS[1], 0.02, 0.02))
     found = rounds.again()
     assert asked == ["megatron_ts", "metp"] * 2
-    assert (found[0].forward_seconds, found[0].backward_seconds) == (0.011, 0.04)
-    assert (found[1].forward_seconds, found[1].backward_seconds) == (0.02, 0.03)
+    assert (found[0].forward_seconds, found[0].backward_seconds) == (0.011, 0.024)
+    assert (found[1].forward_seconds, found[1].backward_seconds) == (0.02, 0.02)
 
 
 def test_long_and_failed_points_are_not_timed_again():
