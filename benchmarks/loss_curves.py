@@ -2,8 +2,8 @@
 
 200 iterations of 4 microbatches, documents of 2 to 256 tokens, float32, 4 layers, h = 64, 4 CPU
 ranks; costs are invented, so that plans change with the length under a memory budget. Both runs see
-the same documents; difference is the largest relative difference of a loss. With --packed the run by
-cost packs global batches of 16 documents, and the other one runs them one by one.
+the same documents; difference is the largest relative difference of a loss. With --packed the run
+by cost packs global batches of 16 documents, and the other one runs them one by one.
 
     .venv/bin/python benchmarks/loss_curves.py --json
     .venv/bin/python benchmarks/loss_curves.py --packed --json
