@@ -161,7 +161,7 @@ def add_gradients_(
         parts = _block_gradients(block, grad_out, q, k, v, out, lse, task)
         rows = (block.q_rows, block.k_rows, block.k_rows)
         for i in range(3):
-            grads[i][slice(*rows[i]), slice(*block.sequences)] += parts[i]
+            grads[i][slice(*rows[i]), slice(*block.sequences)].add_(parts[i])
         del parts  # before the next block's come
 
 
