@@ -78,6 +78,8 @@ def extra_bytes(strategy: str, sizes: LayerSizes, load: Load) -> tuple[int, int,
         rings = z.p if base == "metp" else 1
         sent = -(-z.kv_sent * min(load.keys_received, most) // (most * rings))
         forward, backward = sent, z.wide(sent)
+        if base in WHOLE_COLUMNS:  # products of blocks, which the walk takes with whole columns
+            forward += z.kv_sent
     if not recomputes(strategy):
         return kept, forward, backward
     return 0, kept + forward, kept + max(forward, backward)
