@@ -3,8 +3,8 @@
 kind             "run", "microbatch", "iteration", "correction" or "out_of_memory"
 run              at each start: what run_record.py gives
 iteration        from 1, as Megatron counts
-microbatch       batch_size, seq_length (padded), plan (runs of like layers), switched,
-                 planner_microseconds, predicted_seconds and predicted_peak_bytes (null where
+microbatch       batch_size, seq_length (padded), documents (of a packed one, else null), plan (runs
+                 of like layers), switched, planner_microseconds, predicted_seconds and predicted_peak_bytes (null where
                  the policy does not choose by cost), seconds (the layers', forward and
                  backward), peak_bytes (null where it cannot be told)
 iteration        seconds, losses (last pipeline stage), and for documents tokens,
@@ -96,6 +96,7 @@ def as_record(microbatch: Microbatch) -> dict[str, Any]:
         "microbatch": planned.microbatch,
         "batch_size": planned.batch_size,
         "seq_length": planned.seq_length,
+        "documents": None if planned.row is None else len(planned.row.lengths),
         "plan": planned.plan.runs(),
         "switched": microbatch.switched,
         "planner_microseconds": round(planned.planner_seconds * 1e6, 1),
