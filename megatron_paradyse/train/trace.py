@@ -3,10 +3,10 @@
 kind             "run", "microbatch", "iteration", "correction" or "out_of_memory"
 run              at each start: what run_record.py gives
 iteration        from 1, as Megatron counts
-microbatch       batch_size, seq_length (padded), documents (of a packed one, else null), plan (runs
-                 of like layers), switched, planner_microseconds, predicted_seconds and predicted_peak_bytes (null where
-                 the policy does not choose by cost), seconds (the layers', forward and
-                 backward), peak_bytes (null where it cannot be told)
+microbatch       batch_size, seq_length (padded), documents (of a packed one, else null), plan
+                 (runs of like layers), switched, planner_microseconds, predicted_seconds and
+                 predicted_peak_bytes (null where the policy does not choose by cost), seconds (the
+                 layers', forward and backward), peak_bytes (null where it cannot be told)
 iteration        seconds, losses (last pipeline stage), and for documents tokens,
                  shortest_sequence_tokens, longest_sequence_tokens
 correction       seconds_factors and bytes_factors by strategy, in force from the next iteration on
