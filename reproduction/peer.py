@@ -24,9 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
-from megatron_paradyse.costs.description import ModelShape
+from megatron_paradyse.costs.description import ELEMENT_BYTES, ModelShape
 from megatron_paradyse.costs.fitting import fit_table
-from megatron_paradyse.planner.from_file import ALIGNMENT, ELEMENT_BYTES, parameters
+from megatron_paradyse.planner.from_file import ALIGNMENT
+from megatron_paradyse.planner.pipeline import parameters
 from megatron_paradyse.planner.problem import Outcome
 from megatron_paradyse.preview.forecast import alone, edge_seconds
 from megatron_paradyse.preview.longest import longest

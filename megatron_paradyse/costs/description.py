@@ -12,6 +12,7 @@ from megatron_paradyse.errors import UserError
 
 CAUSAL = "causal"
 MASKS = (CAUSAL, "bidirectional")
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by dtype
 DEVICE_KINDS = ("cpu", "cuda")
 SOURCES = ("measured", "stand-in", "simulated")
 # Two devices of one name may differ by what driver and firmware reserve.

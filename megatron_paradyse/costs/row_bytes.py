@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_paradyse.costs.description import CAUSAL, Description
+from megatron_paradyse.costs.description import CAUSAL, ELEMENT_BYTES, Description
 from megatron_paradyse.costs.hybrid import HybridFit
 from megatron_paradyse.costs.packed import LOCAL, SPLIT_HEADS, WHOLE_COLUMNS
 from megatron_paradyse.costs.table import OperationCosts
@@ -19,7 +19,6 @@ from megatron_paradyse.packing.load import Load
 from megatron_paradyse.strategies import base_name, recomputes
 from megatron_paradyse.strategies.sizes import LayerSizes
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDEST = 8  # of a dtype that is none of these
 INDEX_BYTES = 2 * 8  # per token: where its row is, and which it is
 

@@ -35,7 +35,7 @@ def known_for_rows(model: CostModel) -> tuple[str, ...]:
     The first of several that cost the same is planned, and it exchanges least.
     """
     known = known_strategies(model)
-    if LOCAL not in strategy_names() or model.packed is None:
+    if LOCAL not in strategy_names(packed=True) or model.packed is None:
         return known
     suffixes = ("", RECOMPUTE, OFFLOAD)
     local = [LOCAL + x for x in suffixes if any(name + x in known for name in AS_LOCAL)]

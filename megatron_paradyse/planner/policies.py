@@ -89,14 +89,11 @@ class CostPolicy:
         batch_size: int,
         seq_length: int,
         layer_numbers: Sequence[int],
-        *,
-        row: Row | None = None,
+        load: Load | None = None,
     ) -> dict[str, Outcome]:
         """What each strategy alone on every layer would cost, of those that may run everywhere."""
         numbers = tuple(layer_numbers)
-        load = None if row is None else self._rows.load(row)
-        s = seq_length if load is None else load.seq_length
-        problem = self.problem(numbers, batch_size, s, False, load)
+        problem = self.problem(numbers, batch_size, seq_length, False, load)
         outcomes = {
             name: evaluate(problem, uniform_plan(numbers, name)) for name in self.strategies
         }

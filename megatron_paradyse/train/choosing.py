@@ -127,7 +127,8 @@ class CostPolicies:
 
         return OnlineCorrection(
             self.costs.strategies,
-            self._of_file.model.operation,
+            self._of_file.model,
+            rows=self._of_file.rows(),
             aligned=lambda s: -(-s // ALIGNMENT) * ALIGNMENT,
             static_bytes=lambda: self.made[0][0].static_bytes,
             margin=self.settings.memory_margin,
