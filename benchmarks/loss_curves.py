@@ -2,9 +2,11 @@
 
 200 iterations of 4 microbatches, documents of 2 to 256 tokens, float32, 4 layers, h = 64, 4 CPU
 ranks; costs are invented, so that plans change with the length under a memory budget. Both runs see
-the same documents; difference is the largest relative difference of a loss.
+the same documents; difference is the largest relative difference of a loss. With --packed the run
+by cost packs global batches of 16 documents, and the other one runs them one by one.
 
     .venv/bin/python benchmarks/loss_curves.py --json
+    .venv/bin/python benchmarks/loss_curves.py --packed --json
 """
 
 from __future__ import annotations
@@ -31,10 +33,16 @@ GRIDS = {
 
 
 def main() -> None:
-    arguments = options(__doc__.splitlines()[0]).parse_args()
-    iterations = 10 if arguments.quick else 200
+    parser = options(__doc__.splitlines()[0])
+    parser.add_argument("--packed", action="store_true", help="packed microbatches, by cost")
+    parser.add_argument("--grids", default=",".join(GRIDS), help="names, comma-separated")
+    arguments = parser.parse_args()
+    iterations, packed = 10 if arguments.quick else 200, arguments.packed
     with tempfile.TemporaryDirectory() as name:
-        rows = [compare(Path(name) / grid, grid, iterations) for grid in GRIDS]
+        rows = [
+            compare(Path(name) / grid, grid, iterations, packed=packed)
+            for grid in arguments.grids.split(",")
+        ]
     for row in rows:
         print(json.dumps({key: value for key, value in row.items() if "losses" not in key}))
     result = {
@@ -42,21 +50,23 @@ def main() -> None:
         "difference_max": max(row["difference_max"] for row in rows),
         "grids": rows,
     }
-    finish("loss_curves", result, {"ranks": 4, "dtype": "float32"}, arguments)
+    name = "loss_curves_packed" if packed else "loss_curves"
+    finish(name, result, {"ranks": 4, "dtype": "float32"}, arguments)
 
 
-def compare(folder: Path, grid: str, iterations: int) -> dict:
+def compare(folder: Path, grid: str, iterations: int, *, packed: bool) -> dict:
     """Train with megatron_ts and by cost; losses, and how many microbatches changed the plan."""
     folder.mkdir()
     lengths = np.random.default_rng(3).integers(2, 257, size=max(200, 5 * iterations)).tolist()
     write_documents(folder / "corpus", lengths)
     flags = ["--data-path", folder / "corpus", "--split", "100,0,0", "--paradyse", *GRIDS[grid]]
-    flags += ["--micro-batch-size", 1, "--global-batch-size", 4, "--lr", "1e-3"]
+    flags += ["--micro-batch-size", 1, "--global-batch-size", 16 if packed else 4, "--lr", "1e-3"]
     flags += ["--seq-length", 256, "--max-position-embeddings", 256, "--train-iters", iterations]
     fixed = train(folder / "fixed", *flags, ranks=4, timeout_seconds=900)
     flags += ["--paradyse-policy", "optimal", "--paradyse-cost-model"]
     flags += [write_costs(folder / "costs.json"), "--paradyse-accept-costs"]
     flags += ["--paradyse-memory-budget", "150MB", "--paradyse-no-correction"]
+    flags += ["--paradyse-sequences", "packed"] if packed else []
     trace = folder / "trace.jsonl"
     chosen = train(folder / "run", *flags, "--paradyse-trace", trace, ranks=4, timeout_seconds=900)
     records = [json.loads(line) for path in folder.glob("trace*.jsonl") for line in path.open("rb")]

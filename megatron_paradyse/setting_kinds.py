@@ -110,14 +110,8 @@ def _size(value: Any, where: str) -> str:
     return value
 
 
-def _head_tile(value: Any, where: str) -> str | int:
-    if value is False:  # YAML reads `off` so
-        value = "off"
-    if value in ("auto", "off"):
-        return value
-    problem = UserError(
-        f"{where}: {value!r:.60} is not a number of tokens such as 2048, auto or off"
-    )
+def _tokens(value: Any, where: str) -> int:
+    problem = UserError(f"{where}: {value!r:.60} is not a number of tokens such as 2048 or 64K")
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise problem
     try:
@@ -127,6 +121,19 @@ def _head_tile(value: Any, where: str) -> str | int:
     if tokens < 1:
         raise problem
     return tokens
+
+
+def _head_tile(value: Any, where: str) -> str | int:
+    if value is False:  # YAML reads `off` so
+        value = "off"
+    if value in ("auto", "off"):
+        return value
+    try:
+        return _tokens(value, where)
+    except UserError:
+        raise UserError(
+            f"{where}: {value!r:.60} is not a number of tokens such as 2048, auto or off"
+        ) from None
 
 
 def _names(value: Any, where: str) -> tuple[str, ...]:
@@ -202,13 +209,11 @@ _STRATEGIES: Schema = {
     ]
 }
 _SIZE: Schema = {"type": "string", "pattern": rf"^\s*{BYTES_PATTERN}\s*$"}
-_TILE: Schema = {
-    "anyOf": [
-        {"enum": ["auto", "off", False]},
-        {"type": "integer", "minimum": 1},
-        {"type": "string", "pattern": rf"^\s*{COUNT_PATTERN}\s*$"},
-    ]
-}
+_COUNTS: list[Schema] = [
+    {"type": "integer", "minimum": 1},
+    {"type": "string", "pattern": rf"^\s*{COUNT_PATTERN}\s*$"},
+]
+_TILE: Schema = {"anyOf": [{"enum": ["auto", "off", False]}, *_COUNTS]}
 
 SCALAR = Kind(_anything, {"type": ["string", "number", "boolean"], "minLength": 1})
 NODES = Kind(
@@ -222,6 +227,7 @@ SIZE = Kind(_size, _SIZE, "SIZE")
 SHARE = Kind(_share, {"type": "number", "minimum": 0, "maximum": 1}, "SHARE", float)
 SWITCH = Kind(_switch, {"type": "boolean"})
 TOKEN = Kind(_token, {"type": "integer", "minimum": 0}, "ID", int)
+TOKENS = Kind(_tokens, {"anyOf": _COUNTS}, "TOKENS")
 HEAD_TILE = Kind(_head_tile, _TILE, "TOKENS")
 STRATEGIES = Kind(_names, _STRATEGIES, "NAMES")
 LAYERS = Kind(_restrictions, by_layer(_STRATEGIES))

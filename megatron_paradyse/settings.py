@@ -20,6 +20,7 @@ from megatron_paradyse.setting_kinds import Kind, Restriction
 from megatron_paradyse.yaml_file import compose_yaml, refuse_twice
 
 GRANULARITY_CHOICES = ("operation", "layer", "sequence")
+DOCUMENTS, PACKED, FIXED = "documents", "packed", "fixed"  # values of sequences
 RUN_FILE_KEY = "paradyse"  # of a file for megatron-paradyse train
 BY_COST = (
     "layers",
@@ -133,10 +134,16 @@ class Settings:
         "compact: a short line instead",
     )
     sequences: str = _setting(
-        "documents",
-        kinds.choice("documents", "fixed"),
-        "documents: one document is one sequence of its own length (default); fixed: Megatron's "
-        "own data of --seq-length",
+        DOCUMENTS,
+        kinds.choice(DOCUMENTS, PACKED, FIXED),
+        "documents: one document is one sequence of its own length (default); packed: many short "
+        "documents are one microbatch; fixed: Megatron's own data of --seq-length",
+    )
+    pack_tokens: int | None = _setting(
+        None,
+        kinds.TOKENS,
+        "tokens of a packed microbatch at most, such as 64K (default: the most predicted tokens "
+        "per second within memory, where the policy chooses by cost)",
     )
     order: str = _setting(
         "shuffled",

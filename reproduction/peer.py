@@ -24,9 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
-from megatron_paradyse.costs.description import ModelShape
+from megatron_paradyse.costs.description import ELEMENT_BYTES, ModelShape
 from megatron_paradyse.costs.fitting import fit_table
-from megatron_paradyse.planner.from_file import ALIGNMENT, ELEMENT_BYTES, parameters
+from megatron_paradyse.planner.from_file import ALIGNMENT
+from megatron_paradyse.planner.pipeline import parameters
 from megatron_paradyse.planner.problem import Outcome
 from megatron_paradyse.preview.forecast import alone, edge_seconds
 from megatron_paradyse.preview.longest import longest
@@ -103,20 +104,30 @@ def _rows(of_model: costs.ModelCosts, distribution: str) -> list[dict]:
 class Peer:
     """Hybrid CP of one model, every rank with one kind of attention and MLP.
 
-    tokens_per_rank: what a rank can hold of a document, the least over the sizes of groups.
+    ranks: a power of two, 8 at least; a document on more than 8 ranks is assumed to take as much
+    less than on 8. tokens_per_rank: what a rank can hold of a document, the least over the sizes of
+    groups.
     """
 
-    def __init__(self, of_model: costs.ModelCosts, strategy: str):
-        self.strategy = strategy
+    def __init__(self, of_model: costs.ModelCosts, strategy: str, ranks: int = SIZES[-1]):
+        self.strategy, self.ranks = strategy, ranks
         self.setups: dict[int, Setup] = {}
         self.tokens_per_rank = 0
         if state_fits(of_model):
             for size in SIZES:
                 path = str(_cost_file(of_model, size))
-                self.setups[size] = make_setup(path, {"policy": "optimal"})
+                flags = {"policy": "optimal"} | self._budget(path)
+                self.setups[size] = make_setup(path, flags)
             self.tokens_per_rank = min(self._most(size) // size for size in SIZES)
-        self.max_tokens = SIZES[-1] * self.tokens_per_rank
+        self.max_tokens = ranks * self.tokens_per_rank
         self._seconds: dict[tuple[int, int], float] = {}
+
+    def _budget(self, path: str) -> dict[str, str]:
+        """Of a rank, more by what it holds less of the optimizer than on 8 ranks."""
+        setup = make_setup(path, {"policy": "optimal"})
+        shape = setup.description.model
+        saved = static_bytes_of(shape) - static_bytes_of(shape, self.ranks)
+        return {"memory_budget": f"{int(setup.stage.budget_bytes + saved)}B"} if saved else {}
 
     def schedule_seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
         """Of all global batches, and the share of it in which ranks are busy.
@@ -124,23 +135,28 @@ class Peer:
         The fastest of what a rank may be set to hold at most.
         """
         longest_tokens = max(lengths)
-        limits = [self.tokens_per_rank // 2**i for i in range(len(SIZES))]
-        limits = [limit for limit in limits if SIZES[-1] * limit >= longest_tokens]
-        return min(self._scheduled(lengths, limit) for limit in limits)
+        limits = [self.tokens_per_rank // 2**i for i in range(self.ranks.bit_length())]
+        limits = [limit for limit in limits if self.ranks * limit >= longest_tokens]
+        return min(self.scheduled_seconds(lengths, limit) for limit in limits)
 
-    def _scheduled(self, lengths: Sequence[int], tokens_per_rank: int) -> tuple[float, float]:
+    def scheduled_seconds(
+        self, lengths: Sequence[int], tokens_per_rank: int, global_batch: int = GLOBAL_BATCH
+    ) -> tuple[float, float]:
+        """The same with ranks that are set to hold so many tokens of a document."""
         total = busy = 0.0
-        for start in range(0, len(lengths), GLOBAL_BATCH):
-            batch = dict(enumerate(lengths[start : start + GLOBAL_BATCH]))
-            for group in schedule(batch.items(), tokens_per_rank):
+        for start in range(0, len(lengths), global_batch):
+            batch = dict(enumerate(lengths[start : start + global_batch]))
+            for group in schedule(batch.items(), tokens_per_rank, self.ranks):
                 seconds = [
                     sum(self._document_seconds(batch[document], size) for document, size in rank)
                     for rank in group
                 ]
-                total, busy = total + max(seconds), busy + sum(seconds) / SIZES[-1]
+                total, busy = total + max(seconds), busy + sum(seconds) / self.ranks
         return total, busy / total
 
     def _document_seconds(self, tokens: int, size: int) -> float:
+        if size > SIZES[-1]:
+            return self._document_seconds(tokens, SIZES[-1]) * SIZES[-1] / size
         key = (aligned(tokens), size)
         if key not in self._seconds:
             setup = self.setups[size]
@@ -215,6 +231,6 @@ def state_fits(of_model: costs.ModelCosts) -> bool:
     return static_bytes_of(setup.description.model) < setup.stage.budget_bytes
 
 
-def static_bytes_of(shape: ModelShape) -> float:
+def static_bytes_of(shape: ModelShape, ranks: int = SIZES[-1]) -> float:
     """Of one rank, which holds the whole model: matrices only, a tied vocabulary once."""
-    return parameters(shape, shape.num_layers) * (WHOLE_BYTES + SHARED_BYTES / SIZES[-1])
+    return parameters(shape, shape.num_layers) * (WHOLE_BYTES + SHARED_BYTES / ranks)

@@ -5,6 +5,7 @@
     constants        see table.py; without host_bytes_per_second where that is not known
     measurements     see table.py; a measurement that is not "ok" has no quantities
     model            null, or {kind, operations}: see fit_values.py
+    rows             see rows.py; missing where no packed row was measured
 
 Written all or nothing. Read as if an enemy had written it: nothing is executed, sizes are bounded,
 and whatever is wrong ends as one line with the file, the key and the remedy.
@@ -23,6 +24,7 @@ from typing import Any
 from megatron_paradyse.costs.description import Description, Hardware, ModelShape
 from megatron_paradyse.costs.fit_values import read_model, write_model
 from megatron_paradyse.costs.model import CostModel
+from megatron_paradyse.costs.rows import read_row, row_values
 from megatron_paradyse.costs.strict import (
     ContentError,
     check_array,
@@ -78,7 +80,8 @@ def read_cost_file(path: str | os.PathLike[str]) -> CostFile:
     try:
         if isinstance(values, dict) and "schema_version" in values:
             _check_version(values["schema_version"])
-        check_keys(values, "the file", KEYS)
+        has_rows = isinstance(values, dict) and "rows" in values
+        check_keys(values, "the file", (*KEYS, "rows") if has_rows else KEYS)
         table = _read_table(values)
         model = None if values["model"] is None else read_model(values["model"], table)
     except (ContentError, UserError) as error:
@@ -92,12 +95,16 @@ def write_cost_file(
     """Write a cost file, whole or not at all."""
     path = os.fspath(path)
     text = _to_json(table, model)
-    if len(text) > MAX_FILE_BYTES or len(table.measurements) > MAX_MEASUREMENTS:
+    if len(text) > MAX_FILE_BYTES or _size(table) > MAX_MEASUREMENTS:
         raise UserError(
-            f"{path}: {len(table.measurements)} measurements are more than a cost file holds "
+            f"{path}: {_size(table)} measurements are more than a cost file holds "
             f"({MAX_MEASUREMENTS}, {MAX_FILE_BYTES >> 20} MiB): profile fewer lengths or strategies"
         )
     write_whole(path, text)
+
+
+def _size(table: CostTable) -> int:
+    return max(len(table.measurements), len(table.rows))
 
 
 def _to_json(table: CostTable, model: CostModel | None) -> str:
@@ -110,15 +117,19 @@ def _to_json(table: CostTable, model: CostModel | None) -> str:
     for m in table.measurements:
         names = (*POINT_KEYS, *measured_quantities(m.status))
         points.append({name: _short(getattr(m, name)) for name in names})
+    rows = [{key: _short(value) for key, value in row_values(m).items()} for m in table.rows]
+    rows_text = f'"rows": {lines(rows)},\n' if rows else ""
     model_text = "null"
     if model is not None:
         values = write_model(model)
-        model_text = f'{{"kind": "{values["kind"]}", "operations": {lines(values["operations"])}}}'
+        model_text = f'{{"kind": "{values["kind"]}", "operations": {lines(values["operations"])}'
+        packed = values.get("packed")
+        model_text += f', "packed": {lines(packed)}}}' if packed else "}"
     return (
         f'{{"schema_version": {SCHEMA_VERSION},\n'
         f'"description": {json.dumps(_plain(table.description), indent=1)},\n'
         f'"constants": {json.dumps(_known(_plain(table.constants)))},\n'
-        f'"measurements": {lines(points)},\n"model": {model_text}}}\n'
+        f'"measurements": {lines(points)},\n{rows_text}"model": {model_text}}}\n'
     )
 
 
@@ -149,10 +160,13 @@ def _check_version(version: Any) -> None:
 def _read_table(values: dict[str, Any]) -> CostTable:
     constants = _read_constants(values["constants"])
     points = check_array(values["measurements"], "measurements", max_items=MAX_MEASUREMENTS)
+    rows = check_array(values.get("rows", []), "rows", max_items=MAX_MEASUREMENTS)
+    description = _read_description(values["description"])
     return CostTable(
-        _read_description(values["description"]),
+        description,
         tuple(_read_measurement(point, f"measurements[{i}]") for i, point in enumerate(points)),
         Constants(**constants),
+        tuple(read_row(row, f"rows[{i}]", p=description.p) for i, row in enumerate(rows)),
     )
 
 

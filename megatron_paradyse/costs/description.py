@@ -10,7 +10,9 @@ from typing import Any
 from megatron_paradyse import __version__
 from megatron_paradyse.errors import UserError
 
-MASKS = ("causal", "bidirectional")
+CAUSAL = "causal"
+MASKS = (CAUSAL, "bidirectional")
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by dtype
 DEVICE_KINDS = ("cpu", "cuda")
 SOURCES = ("measured", "stand-in", "simulated")
 # Two devices of one name may differ by what driver and firmware reserve.

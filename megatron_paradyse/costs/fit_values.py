@@ -9,12 +9,16 @@ and fits, by quantity:
     paper    values   a step table
              polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
 
+packed, missing where no rows were fitted, has per strategy: strategy, like, num_rows, forward and
+backward: factors in the order of packed.FACTORS, each at least 0.
+
 A step table is {edges, batch_sizes, rows}: rows[i][k] holds at batch_sizes[i] for
 edges[k-1] <= s < edges[k].
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +27,9 @@ from megatron_paradyse.costs.hybrid import MAX_RESIDUAL, HybridFit
 from megatron_paradyse.costs.laws import MAX_PIECES, NUM_TERMS, Law
 from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
 from megatron_paradyse.costs.offloaded import host_link
+from megatron_paradyse.costs.packed import FACTORS, Packed, PackedFit
 from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
+from megatron_paradyse.costs.row_bytes import layer_sizes
 from megatron_paradyse.costs.strict import (
     ContentError,
     check_array,
@@ -33,6 +39,7 @@ from megatron_paradyse.costs.strict import (
     check_text,
 )
 from megatron_paradyse.costs.table import (
+    ATTENTION,
     MAX_BATCH_SIZE,
     MAX_QUANTITY,
     MAX_SEQ_LENGTH,
@@ -44,6 +51,7 @@ MAX_OPERATIONS = 500
 MAX_EDGES = 500
 MAX_BATCH_SIZES = 32
 MAX_COEFFICIENT = 1e30
+PACKED_KEYS = ("strategy", "like", "num_rows", "forward", "backward")
 OPERATION_KEYS = ("strategy", "operation", "min_length", "max_length", "fits")
 HYBRID_KEYS = (*QUANTITIES[:3], "forward_peak_bytes", "backward_peak_bytes")
 
@@ -61,7 +69,9 @@ def write_model(model: CostModel) -> dict[str, Any]:
         }
         for fit in model.fits
     ]
-    return {"kind": model.kind, "operations": operations}
+    fits = model.packed.fits.values() if model.packed is not None else ()
+    packed = [{key: getattr(fit, key) for key in PACKED_KEYS} for fit in fits]
+    return {"kind": model.kind, "operations": operations} | ({"packed": packed} if packed else {})
 
 
 def _fit_values(fit: HybridFit | PaperFit) -> dict[str, Any]:
@@ -77,7 +87,8 @@ def _table_values(table: StepTable) -> dict[str, Any]:
 
 def read_model(value: Any, table: CostTable) -> CostModel:
     """The model of these values, which must be of this table; ContentError otherwise."""
-    values = check_keys(value, "model", ("kind", "operations"))
+    optional = ("packed",) if isinstance(value, dict) and "packed" in value else ()
+    values = check_keys(value, "model", ("kind", "operations", *optional))
     kind = values["kind"]
     if kind not in MODELS:
         raise ContentError(f"model.kind must be one of {', '.join(MODELS)}, got {kind!r:.40}")
@@ -97,7 +108,35 @@ def read_model(value: Any, table: CostTable) -> CostModel:
         if measured.get(name) != (fit.min_length, fit.max_length):
             raise ContentError(f"{where} was not fitted to the lengths of these measurements")
         fits[name] = fit
-    return CostModel(kind, tuple(fits.values()), table.constants, host_link(table))
+    packed = _read_packed(values.get("packed", []), table, fits)
+    return CostModel(kind, tuple(fits.values()), table.constants, host_link(table), packed)
+
+
+def _read_packed(value: Any, table: CostTable, fits: Collection[tuple[str, str]]) -> Packed:
+    """fits: what single documents were fitted of."""
+    read: dict[str, PackedFit] = {}
+    for i, item in enumerate(check_array(value, "model.packed", max_items=MAX_OPERATIONS)):
+        where = f"model.packed[{i}]"
+        fields = check_keys(item, where, PACKED_KEYS)
+        strategy = check_text(fields["strategy"], f"{where}.strategy")
+        like = check_text(fields["like"], f"{where}.like")
+        count = sum(m.strategy == strategy and m.is_ok for m in table.rows)
+        if strategy in read or fields["num_rows"] != count or (like, ATTENTION) not in fits:
+            raise ContentError(f"{where} was not fitted to the rows and the model of this file")
+        factors = [
+            check_numbers(
+                fields[name],
+                f"{where}.{name}",
+                low=0,
+                high=MAX_COEFFICIENT,
+                max_items=len(FACTORS),
+                length=len(FACTORS),
+            )
+            for name in ("forward", "backward")
+        ]
+        read[strategy] = PackedFit(strategy, like, count, *factors)
+    sizes = layer_sizes(table.description)
+    return Packed(sizes.causal, sizes, read)
 
 
 def _read_operation(value: Any, where: str, kind: str) -> OperationFit:

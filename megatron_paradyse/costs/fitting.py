@@ -7,11 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
-from megatron_paradyse.costs.laws import Array
+from megatron_paradyse.costs.laws import Array, scale_of
 from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
 from megatron_paradyse.costs.offloaded import host_link
+from megatron_paradyse.costs.packed import (
+    AS_LOCAL,
+    LOCAL,
+    MIN_ROWS,
+    Packed,
+    PackedFit,
+    fit_factors,
+    one_document,
+    work_of,
+)
 from megatron_paradyse.costs.paper import PaperFit, fit_paper
+from megatron_paradyse.costs.row_bytes import layer_sizes
+from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
+    ATTENTION,
     BYTE_QUANTITIES,
     QUANTITIES,
     TIME_QUANTITIES,
@@ -24,7 +37,7 @@ MIN_LENGTHS = 3
 
 
 def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
-    """Fit every operation that was timed at three lengths or more.
+    """Fit every operation that was timed at three lengths or more, and then the packed rows.
 
     Raises UserError when there is none. unfitted() says what was left out.
     """
@@ -39,7 +52,32 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
         raise UserError(
             f"nothing was measured at {MIN_LENGTHS} lengths or more: profile at more lengths"
         )
-    return CostModel(kind, fits, table.constants, host_link(table))
+    model = CostModel(kind, fits, table.constants, host_link(table))
+    sizes = layer_sizes(table.description)
+    found = fit_rows(model, table.rows, causal=sizes.causal)
+    model.packed = Packed(sizes.causal, sizes, found)
+    return model
+
+
+def fit_rows(
+    model: CostModel, rows: Sequence[RowMeasurement], *, causal: bool
+) -> dict[str, PackedFit]:
+    """The factors of each strategy of which four rows or more were measured, by its name."""
+    found: dict[str, PackedFit] = {}
+    for strategy in dict.fromkeys(m.strategy for m in rows):
+        own = [m for m in rows if m.strategy == strategy and m.is_ok]
+        names = [name for name in (strategy, *AS_LOCAL) if name in model.strategies(ATTENTION)]
+        if len(own) < MIN_ROWS or (strategy not in names and strategy != LOCAL) or not names:
+            continue
+        work = np.array([work_of(strategy, m.load) for m in own])
+        work = work - [one_document(strategy, m.load, causal=causal) for m in own]
+        factors = []
+        for name in TIME_QUANTITIES:
+            measured = np.array([getattr(m, name) for m in own])
+            alone = [model.predict(names[0], ATTENTION, name, m.load.seq_length) for m in own]
+            factors.append(fit_factors(measured - np.array(alone), work, scale_of(measured)))
+        found[strategy] = PackedFit(strategy, names[0], len(own), *factors)
+    return found
 
 
 def fit_operation(

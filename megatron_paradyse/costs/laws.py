@@ -42,6 +42,11 @@ class Law:
         s, b = seq_length, batch_size
         return max((c0 + b * (c1 + s * (c2 + s * c3)) for c0, c1, c2, c3 in self.pieces), default=0)
 
+    def at(self, seq_length: float, *, pairs: float) -> float:
+        """For b = 1 and so many pairs of tokens in place of s^2."""
+        s = seq_length
+        return max((c0 + c1 + s * c2 + pairs * c3 for c0, c1, c2, c3 in self.pieces), default=0)
+
 
 @dataclass(frozen=True)
 class _Piece:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_paradyse.costs.evaluation import HybridEvaluation, PaperEvaluation
 from megatron_paradyse.costs.hybrid import HybridFit
 from megatron_paradyse.costs.offloaded import HostLink, offloaded
+from megatron_paradyse.costs.packed import Packed
 from megatron_paradyse.costs.paper import PaperFit
 from megatron_paradyse.costs.table import (
     MAX_BATCH_SIZE,
@@ -39,7 +40,7 @@ class CostModel:
     """Predicts costs from fits; the same inputs give the same numbers on every rank.
 
     kind: "hybrid" or "paper". constants: the table's. host: the table's way to host memory, for
-    the costs of +offload; None: not known.
+    the costs of +offload; None: not known. packed: how packed rows follow; None: they do not.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class CostModel:
         fits: Sequence[OperationFit],
         constants: Constants,
         host: HostLink | None = None,
+        packed: Packed | None = None,
     ) -> None:
         assert kind in MODELS and len({(f.strategy, f.operation) for f in fits}) == len(fits)
         self.kind = kind
         self.fits = tuple(fits)
         self.constants = constants
         self.host = host
+        self.packed = packed
         self._rows = {(fit.strategy, fit.operation): i for i, fit in enumerate(self.fits)}
         self._prepared: dict[int, HybridEvaluation | PaperEvaluation] = {}
         self._last: tuple[tuple[int, int], list[list[float]]] = ((0, 0), [])
@@ -66,6 +69,12 @@ class CostModel:
         """The shortest and the longest length that the fit saw."""
         fit = self.fits[self._row(strategy, operation)]
         return fit.min_length, fit.max_length
+
+    def fits_of(
+        self, strategy: str, operation: str
+    ) -> tuple[HybridFit, ...] | tuple[PaperFit, ...]:
+        """The fits of its quantities, in the order of QUANTITIES."""
+        return self.fits[self._row(strategy, operation)].fits
 
     def operation(
         self, strategy: str, operation: str, seq_length: int, batch_size: int = 1

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 from megatron_paradyse.costs.description import Description
+from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 
@@ -171,14 +172,16 @@ class Constants:
 
 @dataclass(frozen=True)
 class CostTable:
-    """What was measured, of what, on what."""
+    """What was measured, of what, on what; rows: of attention on packed rows."""
 
     description: Description
     measurements: tuple[Measurement, ...]
     constants: Constants
+    rows: tuple[RowMeasurement, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "measurements", tuple(self.measurements))
+        object.__setattr__(self, "rows", tuple(self.rows))
         seen = set()
         for m in self.measurements:
             key = (m.strategy, m.operation, m.seq_length, m.batch_size)
@@ -206,4 +209,4 @@ class CostTable:
     def only(self, keep: Callable[[Measurement], bool]) -> CostTable:
         """The same table with the measurements for which keep(measurement) holds."""
         kept = tuple(m for m in self.measurements if keep(m))
-        return CostTable(self.description, kept, self.constants)
+        return CostTable(self.description, kept, self.constants, self.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,14 +68,19 @@ class Row:
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
         """Per rank what it holds of documents: (document, start, stop), counted inside it."""
-        return tuple(tuple(self._pieces_of(shard)) for shard in self.shards)
+        return tuple(
+            tuple(sorted(self._pieces_of(shard), key=lambda piece: piece[0]))
+            for shard in self.shards
+        )
 
     def _pieces_of(self, shard: Sequence[Range]):
-        for number, (begin, end) in enumerate(self.documents):
-            for start, stop in shard:
-                low, high = max(start, begin), min(stop, end)
-                if low < high:
-                    yield number, low - begin, high - begin
+        for start, stop in shard:
+            first = bisect.bisect_right(self.documents, start, key=lambda document: document[1])
+            for number in range(first, len(self.documents)):
+                begin, end = self.documents[number]
+                if begin >= stop:
+                    break
+                yield number, max(start, begin) - begin, min(stop, end) - begin
 
 
 def contiguous(lengths: Sequence[int], p: int, *, alignment: int | None = None) -> Row:

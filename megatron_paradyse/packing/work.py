@@ -11,12 +11,15 @@ def scores_per_rank(row: Row, *, causal: bool) -> list[int]:
     Strategies that split heads (megatron_ts, ulysses_z) give every rank the mean of these.
     """
     return [
-        sum(_scores(row.lengths[number], start, stop, causal) for number, start, stop in held)
+        sum(
+            scores_between(row.lengths[number], start, stop, causal) for number, start, stop in held
+        )
         for held in row.pieces
     ]
 
 
-def _scores(length: int, start: int, stop: int, causal: bool) -> int:
+def scores_between(length: int, start: int, stop: int, causal: bool) -> int:
+    """Unmasked scores of the queries [start, stop) of a document."""
     if not causal:
         return (stop - start) * length
     return (stop * (stop + 1) - start * (start + 1)) // 2

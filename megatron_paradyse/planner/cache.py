@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.peak import evaluate
 from megatron_paradyse.planner.problem import Outcome, Planner, Problem
 
-Key = tuple[int, int, bool]  # b, s rounded up to the alignment, forward_only
+# b, s rounded up to the alignment, forward_only; of a packed row then what else its costs depend on
+Key = tuple[Any, ...]
 CAPACITY = 4096  # shapes
-MakeProblem = Callable[[int, int, bool], Problem]  # of b, s, forward_only
+MakeProblem = Callable[..., Problem]  # of the parts of a key
 
 
 class CachedPlanner:
     """A planner per (b, s): s is rounded up to the alignment, and planned as that.
+
+    A packed row adds to the key whatever is hashable and says what it costs.
 
     Holds at most `capacity` outcomes; the one unused for longest goes first. An outcome depends on
     its key alone, never on what was planned before.
@@ -37,14 +41,20 @@ class CachedPlanner:
         self._alignment, self._capacity = alignment, capacity
         self._outcomes: dict[Key, Outcome] = {}
 
-    def key(self, batch_size: int, seq_length: int, forward_only: bool = False) -> Key:
-        return (batch_size, -(-seq_length // self._alignment) * self._alignment, forward_only)
+    def key(
+        self, batch_size: int, seq_length: int, forward_only: bool = False, *packed: Any
+    ) -> Key:
+        aligned = -(-seq_length // self._alignment) * self._alignment
+        return (batch_size, aligned, forward_only, *packed)
 
     def problem(self, key: Key) -> Problem:
         return self._problem(*key)
 
-    def plan(self, batch_size: int, seq_length: int, forward_only: bool = False) -> Outcome:
-        key = (batch_size, -(-seq_length // self._alignment) * self._alignment, forward_only)
+    def plan(
+        self, batch_size: int, seq_length: int, forward_only: bool = False, *packed: Any
+    ) -> Outcome:
+        aligned = -(-seq_length // self._alignment) * self._alignment
+        key = (batch_size, aligned, forward_only, *packed)
         outcome = self._outcomes.pop(key, None)
         if outcome is None:
             outcome = self._planner.plan(self._problem(*key))
@@ -75,11 +85,14 @@ class SmoothedPlanner:
         self.previous: dict[bool, Plan] = {}  # by forward_only
         self._judged: dict[Key, tuple[Plan, Outcome]] = {}
 
-    def plan(self, batch_size: int, seq_length: int, forward_only: bool = False) -> Outcome:
-        outcome = self._cached.plan(batch_size, seq_length, forward_only)
+    def plan(
+        self, batch_size: int, seq_length: int, forward_only: bool = False, *packed: Any
+    ) -> Outcome:
+        outcome = self._cached.plan(batch_size, seq_length, forward_only, *packed)
         previous = self.previous.get(forward_only)
         if previous is not None and previous is not outcome.plan:
-            outcome = self._judge(self._cached.key(batch_size, seq_length, forward_only), outcome)
+            key = self._cached.key(batch_size, seq_length, forward_only, *packed)
+            outcome = self._judge(key, outcome)
         self.previous[forward_only] = outcome.plan
         return outcome
 

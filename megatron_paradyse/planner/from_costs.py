@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_paradyse.costs.model import CostModel
+from megatron_paradyse.costs.packed import LOCAL
 from megatron_paradyse.costs.recomputed import recomputed_layer
+from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.load import Load, load_of, rounded_up
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import MEGATRON_TS
-from megatron_paradyse.planner.policies import CostSource, Numbers, StageMemory
+from megatron_paradyse.planner.sources import CostSource, Numbers, RowSource, StageMemory
 from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE, base_name, offloads, recomputes
 
 # of strategy, operation, s, b: a CostModel's method `operation`, or a table of measurements
 CostsOf = Callable[[str, str, int, int], OperationCosts]
 # of +recompute -> of +offload: a CostModel's method `offloaded`
 Offloaded = Callable[[OperationCosts], OperationCosts]
+# costs -> the same as measurements correct them
+Correct = Callable[[CostsOf], CostsOf]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,24 @@ def cost_source(costs_of: CostsOf, offloaded: Offloaded | None = None) -> CostSo
         return costs.forward_seconds, 0, costs.kept_bytes + costs.forward_bytes, 0
 
     return CostSource(training, pairs, evaluation, same_pair=_same_pair, tries=_tries)
+
+
+def row_source(model: CostModel, correct: Correct, *, alignment: int) -> RowSource:
+    """Costs of packed rows; alignment: their s is planned as a multiple of it."""
+    assert model.packed is not None
+    causal = model.packed.causal
+
+    def load(row: Row) -> Load:
+        return rounded_up(load_of(row, causal=causal), alignment=alignment, causal=causal)
+
+    def costs(load: Load) -> CostSource:
+        return cost_source(correct(RowCosts(model, load)), model.offloaded)
+
+    return RowSource(load, costs, _takes)
+
+
+def _takes(strategy: str, load: Load | None) -> bool:
+    return base_name(strategy) != LOCAL or (load is not None and not load.crosses)
 
 
 def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:

@@ -9,15 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
-from megatron_paradyse.costs.description import ModelShape
+from megatron_paradyse.costs.description import ELEMENT_BYTES
 from megatron_paradyse.edges.tiles import automatic_tile
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.planner.from_costs import CostsOf, Stage, cost_source, stage_memory
+from megatron_paradyse.planner.from_costs import (
+    Correct,
+    Stage,
+    cost_source,
+    row_source,
+    stage_memory,
+)
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
-from megatron_paradyse.planner.known import default_strategies, known_strategies
+from megatron_paradyse.planner.known import default_strategies, known_for_rows, known_strategies
+from megatron_paradyse.planner.pipeline import parameters
 from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, OptimalPolicy
+from megatron_paradyse.planner.sources import RowSource
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
-from megatron_paradyse.settings import Settings
+from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.strategies import offloads, parse_strategy_name
 
 # Lengths are planned for as the next multiple of this, so that like ones share a plan.
@@ -26,7 +34,6 @@ DEFAULT_GAMMA = 0.05  # smoothing of the heuristic, as in the paper
 ABLATIONS = ("prune", "short-circuit", "mix", "early-termination", "cache", "smoothing")
 RESERVE_SHARE = 0.05  # of a GPU: communicators, libraries, fragmentation
 UNLIMITED = 1 << 62  # a CPU without --paradyse-memory-budget
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,11 @@ class Costs:
     strategies: tuple[str, ...]
 
 
-def read_costs(settings: Settings) -> Costs:
-    """The cost file that the settings name; UserError if there is none or it lacks a strategy."""
+def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
+    """The cost file that the settings name; UserError if there is none or it lacks a strategy.
+
+    packed: whether plans are of packed rows; None: as the settings say.
+    """
     check_policy(settings)
     if settings.cost_model is None:
         raise UserError(
@@ -47,7 +57,8 @@ def read_costs(settings: Settings) -> Costs:
         )
     file = read_cost_file(settings.cost_model)
     model = file.require_model()
-    known = known_strategies(model)
+    packed = settings.sequences == PACKED if packed is None else packed
+    known = known_for_rows(model) if packed else known_strategies(model)
     names = settings.strategies or default_strategies(settings, file, known)
     for restriction in (settings.layers or {}).values():
         names += tuple(n for n in restriction.attention + restriction.mlp if n not in names)
@@ -85,17 +96,6 @@ def ablations(settings: Settings) -> set[str]:
             f"{', '.join(f'no-{name}' for name in ABLATIONS)}"
         )
     return off
-
-
-def parameters(shape: ModelShape, num_layers: int, *, edge: bool = True) -> int:
-    """About how many a stage of so many layers has, over all ranks; edge: embedding or head.
-
-    Matrices only, a vocabulary's once: what a cost file's description tells.
-    """
-    h, d = shape.hidden_size, shape.head_dim
-    attention = 2 * h * d * (shape.num_heads + shape.num_kv_heads)
-    mlp = (3 if shape.gated else 2) * h * shape.ffn_size
-    return num_layers * (attention + mlp) + (h * shape.vocab_size if edge else 0)
 
 
 class FilePolicies:
@@ -198,24 +198,32 @@ class FilePolicies:
             )
 
     def policy(
-        self, stage: Stage, *, smooth: bool = True, costs_of: CostsOf | None = None
+        self, stage: Stage, *, smooth: bool = True, correct: Correct | None = None
     ) -> CostPolicy:
-        """smooth: keep previous plans if the settings say so; costs_of: instead of the file's."""
+        """smooth: keep previous plans if the settings say so; correct: the layers' costs."""
         settings = self.settings
         gamma = settings.smoothing if smooth else None
-        source = cost_source(costs_of or self.model.operation, self.model.offloaded)
+        correct = correct or (lambda costs_of: costs_of)
+        source = cost_source(correct(self.model.operation), self.model.offloaded)
         memory = stage_memory(self.model.operation, stage)
         common = {
             "granularity": settings.granularity,
             "allowed": self._allowed,
             "alignment": ALIGNMENT,
             "refuse": settings.over_budget == "refuse",
+            "rows": self.rows(correct),
         }
         if cost_policy_kind(settings) == "optimal":
             return OptimalPolicy(self.costs.strategies, source, memory, gamma=gamma, **common)
         if smooth and gamma is None and "smoothing" not in ablations(settings):
             gamma = DEFAULT_GAMMA
         return self._heuristic(source, memory, common | {"gamma": gamma})
+
+    def rows(self, correct: Correct | None = None) -> RowSource | None:
+        """Costs of packed rows; None where the file does not tell them."""
+        if self.model.packed is None:
+            return None
+        return row_source(self.model, correct or (lambda costs_of: costs_of), alignment=ALIGNMENT)
 
     def _heuristic(self, source, memory, common: dict) -> CostPolicy:
         off = ablations(self.settings)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from megatron_paradyse.costs.cost_file import CostFile
 from megatron_paradyse.costs.model import CostModel
+from megatron_paradyse.costs.packed import AS_LOCAL, LOCAL
 from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE, base_name, offloads
+from megatron_paradyse.strategies import (
+    OFFLOAD,
+    RECOMPUTE,
+    base_name,
+    offloads,
+    strategy_names,
+)
 
 
 def known_strategies(model: CostModel) -> tuple[str, ...]:
@@ -20,6 +27,19 @@ def known_strategies(model: CostModel) -> tuple[str, ...]:
             if name.endswith(RECOMPUTE) and model.host is not None:
                 names.append(base_name(name) + OFFLOAD)
     return tuple(dict.fromkeys(names))
+
+
+def known_for_rows(model: CostModel) -> tuple[str, ...]:
+    """known_strategies, and before them local_z where others tell what it costs.
+
+    The first of several that cost the same is planned, and it exchanges least.
+    """
+    known = known_strategies(model)
+    if LOCAL not in strategy_names(packed=True) or model.packed is None:
+        return known
+    suffixes = ("", RECOMPUTE, OFFLOAD)
+    local = [LOCAL + x for x in suffixes if any(name + x in known for name in AS_LOCAL)]
+    return tuple(dict.fromkeys((*local, *known)))
 
 
 def default_strategies(

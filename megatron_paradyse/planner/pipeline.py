@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_paradyse.costs.description import ModelShape
+
 
 def warmup_forwards(
     stage: int, num_stages: int, *, num_chunks: int = 1, group_size: int | None = None
@@ -57,3 +59,14 @@ def shares(room_bytes: int, num_in_flight: int, *, kept_share: float) -> tuple[i
         return 0, 0
     each = int(max(room_bytes, 0) * kept_share) // num_in_flight
     return (num_in_flight - 1) * each, max(room_bytes, 0) - num_in_flight * each
+
+
+def parameters(shape: ModelShape, num_layers: int, *, edge: bool = True) -> int:
+    """About how many a stage of so many layers has, over all ranks; edge: embedding or head.
+
+    Matrices only, a vocabulary's once: what a cost file's description tells.
+    """
+    h, d = shape.hidden_size, shape.head_dim
+    attention = 2 * h * d * (shape.num_heads + shape.num_kv_heads)
+    mlp = (3 if shape.gated else 2) * h * shape.ffn_size
+    return num_layers * (attention + mlp) + (h * shape.vocab_size if edge else 0)

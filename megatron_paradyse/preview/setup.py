@@ -13,10 +13,9 @@ from megatron_paradyse.planner.from_file import (
     RESERVE_SHARE,
     UNLIMITED,
     FilePolicies,
-    parameters,
     read_costs,
 )
-from megatron_paradyse.planner.pipeline import in_flight
+from megatron_paradyse.planner.pipeline import in_flight, parameters
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.settings import Settings, make_settings

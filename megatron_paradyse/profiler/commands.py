@@ -37,6 +37,7 @@ PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]
 @click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
 @click.option("--budget-seconds", type=click.FloatRange(0), help="Stop after so long.")
 @click.option("--quick", is_flag=True, help="4 lengths, shorter runs, no checks: less accurate.")
+@click.option("--packed", is_flag=True, help="Attention on packed rows too.")
 @click.option("--memory", type=SIZE, help="Of a rank, such as 76GiB; longer lengths are left out.")
 @click.option(
     "--stand-in", type=click.IntRange(2, 1024), metavar="P", help="This device alone, as one of P."
@@ -57,6 +58,7 @@ def profile(
     strategies: str | None,
     budget_seconds: float | None,
     quick: bool,
+    packed: bool,
     memory: int | None,
     stand_in: int | None,
     interconnect: str | None,
@@ -85,6 +87,7 @@ def profile(
         budget_seconds=budget_seconds,
         memory_bytes=memory,
         quick=quick,
+        packed=packed,
     )
     if quick:
         options = dataclasses.replace(options, seconds_per_point=QUICK_SECONDS_PER_POINT)
@@ -94,6 +97,8 @@ def profile(
 
         if nproc is not None or "RANK" in os.environ:
             raise UserError(f"--stand-in {stand_in} is one process: leave out --nproc and torchrun")
+        if packed:
+            raise UserError("--stand-in measures no packed rows: leave out --packed, or simulate")
         profile_stand_in(
             options, chosen, flags, ranks=stand_in, interconnect=interconnect, model=model
         )

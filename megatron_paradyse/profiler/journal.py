@@ -7,10 +7,15 @@ from pathlib import Path
 
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.description import Description, differences
+from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import Constants, CostTable, Measurement
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.load import Load
+from megatron_paradyse.profiler.points import Point
+from megatron_paradyse.profiler.row_points import RowPoint
 
 Key = tuple[str, str, int, int]  # strategy, operation, s, b
+RowKey = tuple[str, Load]  # strategy, of its attention
 
 
 class Journal:
@@ -25,6 +30,7 @@ class Journal:
         self.description = description
         self.constants: Constants | None = None
         self._measurements: dict[Key, Measurement] = {}
+        self._rows: dict[RowKey, RowMeasurement] = {}
         if path.exists():
             self._continue()
 
@@ -38,9 +44,10 @@ class Journal:
             )
         self.description, self.constants = table.description, table.constants
         self._measurements = {_key(m): m for m in table.measurements}
+        self._rows = {(m.strategy, m.load): m for m in table.rows}
 
     def __len__(self) -> int:
-        return len(self._measurements)
+        return len(self._measurements) + len(self._rows)
 
     def complete(self, constants: Constants) -> None:
         """Take these where the file has none: it was begun by an earlier version, or just now."""
@@ -49,6 +56,18 @@ class Journal:
             rate = constants.host_bytes_per_second
             known = dataclasses.replace(known, host_bytes_per_second=rate)
         self.constants = known
+
+    def found(self, point: Point | RowPoint) -> Measurement | RowMeasurement | None:
+        """What is there of a point."""
+        if isinstance(point, RowPoint):
+            return self._rows.get((point.strategy, point.load))
+        return self.get(point.key)
+
+    def record(self, measurement: Measurement | RowMeasurement) -> None:
+        if isinstance(measurement, RowMeasurement):
+            self._rows[measurement.strategy, measurement.load] = measurement
+        else:
+            self.add(measurement)
 
     def get(self, key: Key) -> Measurement | None:
         return self._measurements.get(key)
@@ -68,8 +87,8 @@ class Journal:
     def save(self) -> None:
         """Write the whole file: a reader finds the old one or the new one, never a part."""
         assert self.constants is not None
-        measured = tuple(self._measurements.values())
-        write_cost_file(self._path, CostTable(self.description, measured, self.constants))
+        measured, rows = tuple(self._measurements.values()), tuple(self._rows.values())
+        write_cost_file(self._path, CostTable(self.description, measured, self.constants, rows))
 
 
 def _key(m: Measurement) -> Key:

@@ -21,9 +21,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER
+from megatron_paradyse.microbatch_params import PlannedMicrobatch
 from megatron_paradyse.model_edges import losses_in_tiles
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import uniform_plan
 from megatron_paradyse.profiler.model import ProfiledModel
+from megatron_paradyse.settings import FIXED
 from megatron_paradyse.train.gpt import loss_function, read_batch
 
 
@@ -83,14 +86,19 @@ class Operations:
             self._layer_kwargs = self._until_first_layer(self._batch)
         self._template = self._layer_kwargs.pop("hidden_states").detach().clone()
 
-    def get(self, operation: str, strategy: str) -> Operation:
-        """The operation under a strategy; embedding and head know none."""
+    def get(self, operation: str, strategy: str, row: Row | None = None) -> Operation:
+        """The operation under a strategy; embedding and head know none.
+
+        row: of packed documents, for an operation of a layer, of as many tokens.
+        """
         if operation == EMBEDDING:
             return Operation(lambda: None, self._embed)
         if operation == HEAD:
             return Operation(self._input, self._head)
         plan = uniform_plan([self._model.layer.layer_number], strategy)
         planned = dataclasses.replace(self._layer_kwargs["packed_seq_params"], plan=plan)
+        if row is not None:
+            planned = self._packed(planned, row)
         kwargs = {**self._layer_kwargs, "packed_seq_params": planned}
         layer = self._model.layer
 
@@ -101,6 +109,17 @@ class Operations:
                 return layer.run_half(operation, x, kwargs), None
 
         return Operation(self._input, run)
+
+    def _packed(self, planned: PlannedMicrobatch, row: Row) -> PlannedMicrobatch:
+        """With the angles that all layers share."""
+        assert self.size == (row.seq_length, 1)
+        planned = dataclasses.replace(planned, row=row, documents=(row.documents,))
+        table = self._layer_kwargs.get("rotary_pos_emb")
+        for part in table if isinstance(table, tuple) else (table,):
+            if part is not None:
+                for by_rows in (False, True):
+                    planned.angles(part, by_rows=by_rows)
+        return planned
 
     def _input(self) -> Tensor:
         return Source.apply(self._anchor, self._template)
@@ -175,7 +194,7 @@ def raw_batch(seq_length: int, batch_size: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seq_length)
     shape = (batch_size, seq_length + 1)
     text = torch.randint(args.padded_vocab_size, shape, generator=generator)
-    if args.paradyse_settings.sequences == "documents":
+    if args.paradyse_settings.sequences != FIXED:
         return {"tokens": text, "lengths": torch.full((batch_size,), seq_length)}
     positions = torch.arange(seq_length).expand(batch_size, -1)
     return {

@@ -22,7 +22,8 @@ class Options:
     """What the user asked for; None means the default that profiling finds.
 
     lengths are timed; at bytes_lengths only bytes are measured. quick: by default fewer lengths,
-    none for bytes only; halves of layers without the whole as a check.
+    none for bytes only; halves of layers without the whole as a check. packed: attention on packed
+    rows too.
     """
 
     output: str
@@ -36,6 +37,7 @@ class Options:
     seconds_per_point: float = 0.2
     agree_seconds: float = 120.0
     quick: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)

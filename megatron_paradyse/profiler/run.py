@@ -10,8 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_paradyse.costs.table import BYTES_ONLY, Measurement
-from megatron_paradyse.profiler.points import Options, choose_lengths, points, strategies_to_profile
+from megatron_paradyse.costs.description import CAUSAL
+from megatron_paradyse.costs.table import BYTES_ONLY
+from megatron_paradyse.profiler.points import (
+    Options,
+    Point,
+    choose_lengths,
+    points,
+    strategies_to_profile,
+)
+from megatron_paradyse.profiler.row_points import RowPoint, point_of_key, row_points
 
 Report = Callable[[dict], None]
 
@@ -31,13 +39,14 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     from megatron_paradyse.profiler.host_rate import host_bytes_per_second
     from megatron_paradyse.profiler.journal import Journal
     from megatron_paradyse.profiler.model import build_and_measure
-    from megatron_paradyse.profiler.runner import Runner
+    from megatron_paradyse.profiler.runner import Runner, empty_measurement
     from megatron_paradyse.train.describe import describe
 
     start = time.monotonic()
     args = parse_and_validate_args()
     num_layers = args.num_layers
-    lengths = choose_lengths(options, args.seq_length, p=args.tensor_model_parallel_size)
+    p = args.tensor_model_parallel_size
+    lengths = choose_lengths(options, args.seq_length, p=p)
     strategies = strategies_to_profile(options.strategies)
     training.initialize_megatron()
     args.check_for_nan_in_loss_and_grad = False  # that check wants to run inside train_step
@@ -45,6 +54,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     output = Path(options.output)
     rank = int(os.environ["RANK"])
     journal = Journal(output, describe(num_layers))
+    causal = journal.description.attention_mask == CAUSAL
     torch.distributed.barrier()
     meter = make_meter()
     report({"text": "building the model"})
@@ -54,12 +64,16 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     journal.complete(dataclasses.replace(constants, host_bytes_per_second=rate))
     note = agreement.first(take_note(output) if rank == 0 else None)
     if note is not None:
-        (strategy, operation, s, b), status = note
-        journal.add(Measurement(strategy, operation, s, b, status))
+        key, status = note
+        failed = point_of_key(key, p, causal=causal) or Point(*key)
+        journal.record(empty_measurement(failed, status))
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection need look at it
     runner = Runner(model, meter, journal, agreement, options)
-    todo = list(points(lengths, options.batch_sizes, strategies, check_layers=not options.quick))
+    single = points(lengths, options.batch_sizes, strategies, check_layers=not options.quick)
+    todo: list[Point | RowPoint] = [*single]
+    if options.packed and p > 1:
+        todo += row_points(lengths, strategies, p, causal=causal)
     total = sum(point.weight for point in todo)
     done = 0.0
     for number, point in enumerate(todo, 1):
@@ -67,16 +81,17 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
         if options.budget_seconds and agreement.first(bool(late)):
             report({"text": f"budget of {options.budget_seconds:g} s spent; run again to go on"})
             break
-        measurement = journal.get(point.key)
+        measurement = journal.found(point)
         resumed = measurement is not None
         if measurement is None or (point.is_timed and measurement.status == BYTES_ONLY):
             resumed = False
             measurement = runner.run(point)
-            journal.add(measurement)
+            journal.record(measurement)
             if rank == 0:
                 journal.save()
         done += point.weight
         where = {"number": number, "count": len(todo), "share": done / total, "resumed": resumed}
-        report({**where, **dataclasses.asdict(measurement)})
+        told = {"seq_length": point.seq_length, "operation": point.operation, "batch_size": 1}
+        report({**where, **told, **dataclasses.asdict(measurement)})
     if rank == 0:
         journal.save()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_paradyse.costs.packed import AS_LOCAL
+from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import BYTES_ONLY, MODEL, OK, OOM, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.live_bytes import Meter
@@ -26,11 +28,19 @@ from megatron_paradyse.profiler.measure import measure_bytes, measure_seconds
 from megatron_paradyse.profiler.model import ProfiledModel
 from megatron_paradyse.profiler.operations import Operations, tensor_parallel_size
 from megatron_paradyse.profiler.points import Options, Point
+from megatron_paradyse.profiler.row_points import RowPoint
 from megatron_paradyse.shapes import attention_shape
-from megatron_paradyse.strategies import get_strategy
+from megatron_paradyse.strategies import PACKED_ONLY, get_strategy
 
 # The meter's own time, below 0.1 ms per kernel, and its copies for collectives then hardly count.
 LONG_ENOUGH_SECONDS = 4.0
+
+
+def empty_measurement(point: Point | RowPoint, status: str) -> Measurement | RowMeasurement:
+    """Of a point of which nothing was measured."""
+    if isinstance(point, RowPoint):
+        return RowMeasurement(point.strategy, point.load, status)
+    return Measurement(*point.key, status=status)
 
 
 class Runner:
@@ -51,9 +61,9 @@ class Runner:
         hardware = journal.description.hardware
         self._budget_bytes = options.memory_bytes or hardware.memory_bytes
 
-    def run(self, point: Point) -> Measurement:
+    def run(self, point: Point | RowPoint) -> Measurement | RowMeasurement:
         """The point's measurement, alike on every rank."""
-        empty = Measurement(*point.key, status=OOM)
+        empty = empty_measurement(point, OOM)
         measured = empty
         try:
             status = self._agreement.status(self._foreseen(point))
@@ -75,7 +85,7 @@ class Runner:
             return measured
         return dataclasses.replace(empty, status=status)
 
-    def _foreseen(self, point: Point) -> str:
+    def _foreseen(self, point: Point | RowPoint) -> str:
         """What can be known before it runs: a shape that cannot, a length that would not fit."""
         if point.strategy != MODEL:
             shape = attention_shape(self._model.layer.self_attention, training=True)
@@ -83,7 +93,8 @@ class Runner:
                 get_strategy(point.strategy).check(shape, tensor_parallel_size())
             except UserError as error:
                 return status_of(error)
-        others = self._journal.of(point.strategy, point.operation, point.batch_size)
+        like = AS_LOCAL[0] if point.strategy in PACKED_ONLY else point.strategy
+        others = self._journal.of(like, point.operation, point.batch_size)
         if any(m.status == OOM and m.seq_length < point.seq_length for m in others):
             return OOM
         expected = expected_bytes(others, point.seq_length)
@@ -91,27 +102,30 @@ class Runner:
             return OOM
         return OK
 
-    def _measured(self, point: Point) -> Measurement:
+    def _measured(self, point: Point | RowPoint) -> Measurement | RowMeasurement:
+        empty = empty_measurement(point, OOM)
         at = (point.seq_length, point.batch_size)
         if self._operations is None or self._at != at:
             self._forget()
             with self._meter:
                 self._operations = Operations(self._model, *at)
             self._at = at
-        operation = self._operations.get(point.operation, point.strategy)
+        row = point.row if isinstance(point, RowPoint) else None
+        operation = self._operations.get(point.operation, point.strategy, row)
         found, found_seconds = measure_bytes(operation, self._meter)
         peak = found.kept_bytes + max(found.forward_bytes, found.backward_bytes)
         if self._meter.live_bytes + peak > self._budget_bytes:  # a CPU only emulates its budget
-            return Measurement(*point.key, status=OOM)
+            return empty
         if not point.is_timed:
-            return Measurement(*point.key, status=BYTES_ONLY, **dataclasses.asdict(found))
+            return dataclasses.replace(empty, status=BYTES_ONLY, **dataclasses.asdict(found))
         forward, backward = found_seconds
         if forward + backward < LONG_ENOUGH_SECONDS:
             forward, backward = measure_seconds(
                 operation, bound_seconds=self._options.seconds_per_point
             )
-        return Measurement(
-            *point.key,
+        return dataclasses.replace(
+            empty,
+            status=OK,
             forward_seconds=forward,
             backward_seconds=backward,
             **dataclasses.asdict(found),

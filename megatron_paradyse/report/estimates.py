@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from megatron_paradyse.costs.correction import Correction, corrected
@@ -34,6 +35,6 @@ def cost_policies(
     )
     correction = Correction(known)
     correction.set_seconds(factors)
-    costs_of = corrected(model.operation, correction)
+    correct = functools.partial(corrected, correction=correction)
     stages = run.stages if run is not None and run.stages else (policies.stage(),)
-    return [policies.policy(stage, smooth=False, costs_of=costs_of) for stage in stages]
+    return [policies.policy(stage, smooth=False, correct=correct) for stage in stages]

@@ -47,6 +47,7 @@ MASKS = ("causal", "bidirectional")
 )
 @click.option("--batch-sizes", type=BATCH_SIZES, default="1", help="Such as 1,2; default 1.")
 @click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
+@click.option("--packed", is_flag=True, help="Attention on packed rows too.")
 @click.option("--mask", type=click.Choice(MASKS), help="Default: the named model's, or causal.")
 @click.option(
     "--dtype",
@@ -73,6 +74,7 @@ def simulate(
     max_length: int,
     batch_sizes: tuple[int, ...],
     strategies: str | None,
+    packed: bool,
     mask: str | None,
     dtype: str,
     state_bytes: float | None,
@@ -110,6 +112,7 @@ def simulate(
         strategies=names,
         batch_sizes=batch_sizes,
         state_bytes=state_bytes,
+        packed=packed,
     )
     table = _in_silence(options, megatron)
     write_cost_file(output, table)

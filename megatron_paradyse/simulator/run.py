@@ -22,11 +22,11 @@ from megatron_paradyse.costs.table import (
     Constants,
     CostTable,
     Measurement,
-    OperationCosts,
 )
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.network import Network
+from megatron_paradyse.simulator.operation import simulated_costs
 from megatron_paradyse.strategies import base_name
 
 # What an Adam step of mixed precision reads and writes per parameter: the float32 gradient, master
@@ -39,7 +39,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What is simulated. fused: Megatron's fused functions are one kernel, as on a GPU.
+    """What is simulated. fused: Megatron's fused functions are one kernel, as on a GPU; packed:
+    attention on packed rows too.
 
     state_bytes: per parameter with its gradient and optimizer state; None: as Megatron has them
     without a distributed optimizer, 18 in a half type and 16 in float32.
@@ -52,6 +53,7 @@ class Options:
     batch_sizes: tuple[int, ...] = (1,)
     state_bytes: float | None = None
     fused: bool = True
+    packed: bool = False
 
     @property
     def p(self) -> int:
@@ -66,6 +68,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     from megatron.training import get_args
 
     from megatron_paradyse.profiler.model import grow_gather_buffer, tied_gradient_bytes
+    from megatron_paradyse.simulator.rows import simulated_rows
     from megatron_paradyse.simulator.short_rings import short_rings
     from megatron_paradyse.simulator.simulated_device import SimulatedDevice, fused_functions
     from megatron_paradyse.simulator.simulated_rank import (
@@ -100,7 +103,8 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             host_bytes_per_second=options.device.host_rate,
         )
         measurements = tuple(_measurements(options, model, device, report))
-    return CostTable(_description(options, num_layers), measurements, constants)
+        rows = tuple(simulated_rows(options, model, device, report)) if options.packed else ()
+    return CostTable(_description(options, num_layers), measurements, constants, rows)
 
 
 def _measurements(options: Options, model, device, report: Report) -> Iterator[Measurement]:
@@ -113,7 +117,7 @@ def _measurements(options: Options, model, device, report: Report) -> Iterator[M
             with device:
                 operations = Operations(model, s, b, read=read_anywhere)
             for operation in (EMBEDDING, HEAD):
-                costs = _costs(operations.get(operation, MODEL), device)
+                costs = simulated_costs(operations.get(operation, MODEL), device)
                 yield Measurement(MODEL, operation, s, b, OK, **asdict(costs))
             for strategy in options.strategies:
                 for operation in (ATTENTION, MLP):
@@ -139,7 +143,7 @@ def _measurement(options: Options, model, device, operations, strategy: str, ope
     causal = attention_shape(model.layer.self_attention, training=True).causal
     for rank in ranks_that_differ(strategy, operation, p=options.p, causal=causal):
         with attention_as_rank(model, rank):
-            found.append(_costs(operations.get(operation, strategy), device))
+            found.append(simulated_costs(operations.get(operation, strategy), device))
     most = {name: max(getattr(costs, name) for costs in found) for name in QUANTITIES}
     return Measurement(strategy, operation, s, b, OK, **most)
 
@@ -153,35 +157,6 @@ def ranks_that_differ(strategy: str, operation: str, *, p: int, causal: bool) ->
     if operation == ATTENTION and causal and base in ("megatron_cz", "metp"):
         return tuple(sorted({0, p // 2}))
     return (p - 1,)
-
-
-def _costs(operation, device) -> OperationCosts:
-    """One forward and backward, as the profiler's measure_bytes and measure_seconds take them."""
-    from megatron_paradyse.profiler.operations import Sink
-
-    clock = device.clock
-    with device:
-        x = operation.make_input()
-        before = device.live_bytes
-        device.reset_peak()
-        clock.restart()
-        output, held = operation.forward(x)
-        del x
-        forward_seconds, forward_peak = clock.reading(), device.peak_bytes
-        after = device.live_bytes
-        scalar = Sink.apply(output)
-        del output
-        device.reset_peak()
-        scalar.backward()
-        backward_seconds, backward_peak = clock.reading() - forward_seconds, device.peak_bytes
-        del scalar, held
-    return OperationCosts(
-        forward_seconds=forward_seconds,
-        backward_seconds=backward_seconds,
-        kept_bytes=max(0, after - before),
-        forward_bytes=max(0, forward_peak - after),
-        backward_bytes=max(0, backward_peak - after),
-    )
 
 
 @contextlib.contextmanager

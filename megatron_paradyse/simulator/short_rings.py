@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.simulator.clock import Clock
-from megatron_paradyse.strategies import colossal_z, metp_attention, ring, ring_attention
+from megatron_paradyse.strategies import metp_attention, ring, routes
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 
 WHOLE = 8
@@ -95,8 +95,7 @@ def short_rings(clock: Clock) -> Iterator[None]:
         return (_ShortGradient if group.size() > WHOLE else ring.TravellingGradient)(group)
 
     doors: list[tuple[Any, str, Any]] = []
-    for module in (ring_attention, colossal_z):
-        doors += [(module, "ring_chunks", chosen), (module, "TravellingGradient", gradient)]
+    doors += [(routes, "ring_chunks", chosen), (routes, "TravellingGradient", gradient)]
     forward, backward = metp_attention.ring_forward, metp_attention.ring_backward
     doors.append((metp_attention, "ring_forward", _few_blocks(forward, _empty_outputs, clock)))
     doors.append((metp_attention, "ring_backward", _few_blocks(backward, _empty_gradients, clock)))

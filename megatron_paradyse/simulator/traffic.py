@@ -86,7 +86,8 @@ class Traffic:
         return [self._begin("all_to_all", sent, into, x)]
 
     def exchange(self, into: Tensor, x: Tensor, group: Any, *, to: int, source: int) -> list:
-        return [self._begin("exchange", x.nbytes, into, x)]
+        size = max(x.nbytes, into.nbytes)
+        return [self._begin("exchange", size, into, x)] if size else []
 
     def broadcast(self, x: Tensor, group: Any, *, owner: int) -> list:
         return [self._begin("broadcast", x.nbytes, x, x)]

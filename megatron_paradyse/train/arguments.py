@@ -14,7 +14,16 @@ from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.from_file import check_policy, read_costs
 from megatron_paradyse.policy import PlanFilePolicy, cost_policy_kind, make_policy
 from megatron_paradyse.setting_kinds import SWITCH
-from megatron_paradyse.settings import BY_COST, FIELDS, WITHOUT_FLAG, Settings, make_settings
+from megatron_paradyse.settings import (
+    BY_COST,
+    DOCUMENTS,
+    FIELDS,
+    FIXED,
+    PACKED,
+    WITHOUT_FLAG,
+    Settings,
+    make_settings,
+)
 from megatron_paradyse.strategies import RECOMPUTE, get_strategy, parse_strategy_name
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.train.model_kind import BERT, GPT, SPECS
@@ -103,13 +112,14 @@ def before_validation(args: argparse.Namespace) -> None:
             f"--spec {' '.join(spec)}"
         )
     args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
-    if args.paradyse_settings.sequences == "documents":
+    _check_packed(args)
+    if args.paradyse_settings.sequences != FIXED:
         _prepare_documents(args)
 
 
 def after_validation(args: argparse.Namespace) -> None:
     """Set what Megatron's validation resets, in place."""
-    if args.paradyse and args.paradyse_settings.sequences == "documents":
+    if args.paradyse and args.paradyse_settings.sequences != FIXED:
         args.dataloader_type = "external"
         if args.pipeline_model_parallel_size > 1:
             args.variable_seq_lengths = True  # stages then tell each other their shapes
@@ -157,13 +167,48 @@ def _check_bert(args: argparse.Namespace) -> None:
                 "it out, or train with megatron_paradyse.pretrain_bert"
             )
         return
-    if settings.sequences != "documents":
+    if settings.sequences != DOCUMENTS:
         raise UserError(
             f"--paradyse-sequences {settings.sequences} with a BERT: it trains on documents: leave "
             "it out"
         )
     if args.num_experts:
         raise UserError(f"--num-experts {args.num_experts} with a BERT: leave --num-experts out")
+
+
+def _check_packed(args: argparse.Namespace) -> None:
+    settings = args.paradyse_settings
+    if settings.sequences != PACKED:
+        if settings.pack_tokens is not None:
+            raise UserError(
+                f"--paradyse-pack-tokens {settings.pack_tokens} with --paradyse-sequences "
+                f"{settings.sequences}: leave it out, or give --paradyse-sequences packed"
+            )
+        return
+    if settings.pack_tokens is None and cost_policy_kind(settings) is None:
+        raise UserError(
+            f"--paradyse-sequences packed with --paradyse-policy {settings.policy}, which predicts "
+            "no seconds: give --paradyse-pack-tokens, such as 64K"
+        )
+    refused: dict[str, tuple[object, str]] = {
+        "micro_batch_size": (1, "a packed microbatch is one row"),
+        "eval_micro_batch_size": (1, "a packed microbatch is one row"),
+        "rampup_batch_size": (None, "global batches have one size"),
+        "step_batch_size_schedule": (None, "global batches have one size"),
+        "decrease_batch_size_if_needed": (False, "global batches have one size"),
+        "num_experts": (None, "the losses of experts are counted per microbatch"),
+    }
+    for name, (allowed, why) in refused.items():
+        value = getattr(args, name, None)
+        if value not in (allowed, None):
+            flag = "--" + name.replace("_", "-")
+            remedy = f"give {flag} 1" if allowed == 1 else f"leave {flag} out"
+            raise UserError(f"{flag} {value} with --paradyse-sequences packed: {why}: {remedy}")
+    if settings.balance:
+        raise UserError(
+            "--paradyse-balance with --paradyse-sequences packed, which always balances: leave it "
+            "out"
+        )
 
 
 def _check_edges(args: argparse.Namespace) -> None:
@@ -256,7 +301,8 @@ def _prepare_documents(args: argparse.Namespace) -> None:
         if getattr(args, name, False):
             flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{flag} with --paradyse-sequences documents: use fixed, or drop {flag}"
+                f"{flag} with --paradyse-sequences {args.paradyse_settings.sequences}: use fixed, "
+                f"or drop {flag}"
             )
     if args.seq_length is None:
         raise UserError("--seq-length is missing: give the longest sequence to train on")

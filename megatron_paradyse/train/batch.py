@@ -11,6 +11,8 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from megatron_paradyse.train.masking import NOT_PREDICTED, mask_tokens
 from megatron_paradyse.train.model_kind import BERT
 
+BATCH_NAMES = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
+
 
 def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
     """Read a microbatch on the group's first rank and broadcast it, in Megatron's form.
@@ -23,7 +25,7 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
     """
     group = mpu.get_tensor_model_parallel_group()
     source = mpu.get_tensor_model_parallel_src_rank()
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+    device = device_of_rank()
     edge = is_first_or_last_pipeline_stage(vp_stage)
     batch = next(data_iterator) if mpu.get_tensor_model_parallel_rank() == 0 else None
     shape = torch.zeros(2, dtype=torch.int64, device=device)
@@ -41,13 +43,12 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
     torch.distributed.broadcast(payload, source, group=group)
     lengths = payload[:, 0]
     if torch.is_grad_enabled():  # evaluation does not count towards Megatron's FLOP statistics
-        _count(lengths)
+        count_lengths(lengths)
     padded = masked and min(lengths.tolist()) < s
     positions = torch.arange(s, device=device)
     attention_mask = positions < lengths[:, None] if padded else None
     if not edge:
-        names = ("tokens", "labels", "position_ids", "loss_mask")
-        return {**dict.fromkeys(names), "attention_mask": attention_mask}
+        return {**dict.fromkeys(BATCH_NAMES), "attention_mask": attention_mask}
     last = get_args().max_position_embeddings - 1
     if masked:
         return derive_masked_batch(payload[:, 1:], attention_mask, max_position=last)
@@ -98,7 +99,8 @@ def derive_batch(tokens: torch.Tensor, lengths: torch.Tensor, *, max_position: i
     }
 
 
-def _count(lengths: torch.Tensor) -> None:
+def count_lengths(lengths: torch.Tensor) -> None:
+    """Tell Megatron's FLOP statistics and the meter of documents [n] that are trained on."""
     starts = torch.zeros(1, dtype=lengths.dtype, device=lengths.device)
     update_seqlen_stats_from_cu_seqlens(torch.cat([starts, lengths.cumsum(0)]).int())
     meter.lengths.append(lengths.clone())  # a view would keep the microbatch's tokens alive
@@ -120,5 +122,7 @@ class LengthMeter:
 meter = LengthMeter()
 
 
-def _on_gpu() -> bool:
-    return torch.cuda.is_available()
+def device_of_rank() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

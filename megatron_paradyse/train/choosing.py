@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ from megatron.training import get_args, print_rank_0
 from megatron_paradyse.costs.correction import corrected
 from megatron_paradyse.costs.description import check_compatible
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.planner.from_costs import CostsOf, Stage, model_seconds
+from megatron_paradyse.packing.row import Row
+from megatron_paradyse.planner.from_costs import Correct, Stage, model_seconds
 from megatron_paradyse.planner.from_file import ALIGNMENT, UNLIMITED, FilePolicies, read_costs
 from megatron_paradyse.planner.pipeline import in_flight
 from megatron_paradyse.planner.policies import CostPolicy
+from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.budget import budget_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
@@ -33,6 +36,7 @@ class CostPolicies:
         self.costs = read_costs(settings)
         self.made: list[tuple[Stage, CostPolicy]] = []
         self._whole: CostPolicy | None = None
+        self._prices: RowPrices | None = None
         run = describe(get_args().num_layers)
         description = self.costs.file.table.description
         for warning in check_compatible(description, run, accept=settings.accept_costs):
@@ -47,9 +51,9 @@ class CostPolicies:
             megatron_mlp=bool(get_args().num_experts),
         )
         self.online = self._online() if settings.correction else None
-        self._costs_of: CostsOf = self._of_file.model.operation
+        self._correct: Correct | None = None
         if self.online is not None:
-            self._costs_of = corrected(self._costs_of, self.online.correction)
+            self._correct = functools.partial(corrected, correction=self.online.correction)
 
     def policy_of(self, block: TransformerBlock, model_chunks: list) -> CostPolicy:
         """The policy of a block of these chunks, with the memory of its pipeline stage."""
@@ -62,7 +66,7 @@ class CostPolicies:
             num_in_flight=_num_in_flight(args),
         )
         self._of_file.check_room(stage, share)
-        policy = self._of_file.policy(stage, costs_of=self._costs_of)
+        policy = self._of_file.policy(stage, correct=self._correct)
         self.made.append((stage, policy))
         return policy
 
@@ -80,16 +84,41 @@ class CostPolicies:
 
     def microbatch_seconds(self, batch_size: int, seq_length: int) -> float:
         """Predicted for the whole model, all pipeline stages together; alike on every rank."""
+        layers = range(1, get_args().num_layers + 1)
+        aligned = -(-seq_length // ALIGNMENT) * ALIGNMENT
+        seconds = self._whole_policy().outcome(batch_size, aligned, layers).seconds
+        return seconds + self._edge_seconds(aligned, batch_size)
+
+    def row_seconds(self, row: Row) -> float | None:
+        """Predicted for a packed microbatch and the whole model; alike on every rank.
+
+        By a plan that fits, near the best of these; None where none fits.
+        """
+        if self._prices is None:
+            self._prices = RowPrices(
+                self._whole_policy(),
+                self._of_file.model,
+                range(1, get_args().num_layers + 1),
+                alignment=ALIGNMENT,
+                edge_seconds=self._edge_seconds,
+            )
+        return self._prices.seconds(row)
+
+    def row_fits(self, row: Row) -> bool:
+        """Whether a plan within the budget can run it."""
+        return self.row_seconds(row) is not None
+
+    def _whole_policy(self) -> CostPolicy:
+        """Of all pipeline stages together; never corrected: data are dealt ahead, on all ranks."""
         if self._whole is None:
             stages = mpu.get_pipeline_model_parallel_world_size()
             stage = self._of_file.stage(budget=self.budget_bytes * stages)
-            # Never corrected: data are dealt ahead, on every rank alike.
             self._whole = self._of_file.policy(stage, smooth=False)
-        layers = range(1, get_args().num_layers + 1)
-        aligned = -(-seq_length // ALIGNMENT) * ALIGNMENT
-        seconds = self._whole.outcome(batch_size, aligned, layers).seconds
+        return self._whole
+
+    def _edge_seconds(self, seq_length: int, batch_size: int = 1) -> float:
         operation = self._of_file.model.operation
-        return seconds + model_seconds(operation, self._of_file.stage(), aligned, batch_size)
+        return model_seconds(operation, self._of_file.stage(), seq_length, batch_size)
 
     def _online(self) -> OnlineCorrection:
         def renew() -> None:
@@ -98,7 +127,8 @@ class CostPolicies:
 
         return OnlineCorrection(
             self.costs.strategies,
-            self._of_file.model.operation,
+            self._of_file.model,
+            rows=self._of_file.rows(),
             aligned=lambda s: -(-s // ALIGNMENT) * ALIGNMENT,
             static_bytes=lambda: self.made[0][0].static_bytes,
             margin=self.settings.memory_margin,

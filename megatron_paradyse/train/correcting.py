@@ -11,8 +11,12 @@ from megatron.core import mpu
 from megatron.training import print_rank_0
 
 from megatron_paradyse.costs.correction import Correction, Observation, corrected
+from megatron_paradyse.costs.model import CostModel
+from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.table import ATTENTION, MLP
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.planner.from_costs import CostsOf
+from megatron_paradyse.planner.sources import RowSource
 from megatron_paradyse.strategies import base_name
 from megatron_paradyse.train.telemetry import Microbatch
 
@@ -29,19 +33,21 @@ class OnlineCorrection:
     def __init__(
         self,
         strategies: Sequence[str],
-        costs_of: CostsOf,
+        model: CostModel,
         *,
+        rows: RowSource | None,
         aligned: Callable[[int], int],
         static_bytes: Callable[[], int],
         margin: float,
         renew: Callable[[], None],
     ):
-        """aligned: the length that a length is planned as; static_bytes: what a predicted peak
-        holds beside the microbatch. renew is called when other factors are in force.
+        """rows: what packed rows are planned as; aligned: the length that a length is;
+        static_bytes: what a predicted peak holds beside the microbatch. renew is called when other
+        factors are in force.
         """
         self.correction = Correction(strategies)
-        self._costs_of = corrected(costs_of, self.correction)
-        self._aligned, self._static_bytes = aligned, static_bytes
+        self._model = model
+        self._rows, self._aligned, self._static_bytes = rows, aligned, static_bytes
         self._margin, self._renew = margin, renew
         self._observations: list[Observation] = []
         self._iterations = 0
@@ -68,10 +74,10 @@ class OnlineCorrection:
         planned = microbatch.planned
         assert planned.seconds is not None and microbatch.seconds is not None
         parts: defaultdict[str, float] = defaultdict(float)
-        s = self._aligned(planned.seq_length)
+        s, costs_of = self._aligned(planned.seq_length), self._costs_of(planned.row)
         for choice in planned.plan.layers.values():
             for name, operation in ((choice.attention, ATTENTION), (choice.mlp, MLP)):
-                costs = self._costs_of(name, operation, s, planned.batch_size)
+                costs = costs_of(name, operation, s, planned.batch_size)
                 parts[base_name(name)] += costs.time_seconds
         whole = planned.seconds / sum(parts.values())
         return Observation(
@@ -79,6 +85,13 @@ class OnlineCorrection:
             microbatch.seconds,
             self._peak_ratio(microbatch),
         )
+
+    def _costs_of(self, row: Row | None) -> CostsOf:
+        """With the factors in force."""
+        costs_of: CostsOf = self._model.operation
+        if row is not None and self._rows is not None:
+            costs_of = RowCosts(self._model, self._rows.load(row))
+        return corrected(costs_of, self.correction)
 
     def _peak_ratio(self, microbatch: Microbatch) -> float | None:
         measured, predicted = microbatch.peak_bytes, microbatch.planned.peak_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from megatron.core import mpu
@@ -10,13 +11,16 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from megatron.training import get_args, print_rank_0
-from megatron.training.utils import get_blend_and_blend_per_split
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_paradyse.data.balance import Seconds
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream
 from megatron_paradyse.data.loader import Balance, Sharding, microbatches
 from megatron_paradyse.data.order import make_order
+from megatron_paradyse.data.packed import PackedShares, packed_shares
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.pack import Costs, Grid, flops_costs, pack
+from megatron_paradyse.settings import PACKED
 
 SPLITS = ("train", "valid", "test")
 
@@ -27,20 +31,29 @@ def alignment(tensor_parallel_size: int) -> int:
 
 
 def provide_document_iterators(
-    num_samples, vp_stage: int | None = None, *, seconds: Seconds | None = None
+    num_samples,
+    vp_stage: int | None = None,
+    *,
+    seconds: Seconds | None = None,
+    costs: Costs | None = None,
 ) -> tuple:
     """Train, valid and test iterators for Megatron's "external" data loader.
 
     num_samples: Megatron's target sizes of the three. seconds: predicted for a microbatch (b, s),
-    alike on every rank; the replicas of the training then get even shares. Raises UserError when a
-    split that is needed has no sample.
+    alike on every rank; the replicas of the training then get even shares. costs: the same for
+    packed microbatches; None: their FLOPs. Raises UserError when a split that is needed has no
+    sample.
     """
     args = get_args()
     sources = _sources(args)
     consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
     needed = (not args.skip_train, bool(args.eval_iters), bool(args.eval_iters))
+    if args.paradyse_settings.sequences == PACKED:
+        iterator_of = functools.partial(_packed, args, vp_stage, costs)
+    else:
+        iterator_of = functools.partial(_unpacked, args, seconds)
     return tuple(
-        _iterator(args, split, sources[i], num_samples[i], consumed[i], seconds)
+        iterator_of(split, _stream(args, split, sources[i], num_samples[i]), consumed[i])
         if needed[i]
         else None
         for i, split in enumerate(SPLITS)
@@ -62,12 +75,10 @@ def _sources(args) -> list[tuple[list[str], list[float] | None, tuple[float, flo
     return [(*blend, share) for share in matrix]
 
 
-def _iterator(
-    args, split: str, source, num_samples: int, consumed: int, seconds: Seconds | None
-) -> Iterator | None:
+def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
+    """The samples of a split; None of a test split that has none."""
     prefixes, weights, share = source
     settings = args.paradyse_settings
-    is_train = split == "train"
     datasets = [
         DocumentDataset(
             prefix,
@@ -92,6 +103,15 @@ def _iterator(
         num_samples=max(num_samples or 0, 1),
     )
     _report(split, datasets, settings)
+    return stream
+
+
+def _unpacked(
+    args, seconds: Seconds | None, split: str, stream: SampleStream | None, consumed: int
+) -> Iterator | None:
+    if stream is None:
+        return None
+    is_train = split == "train"
     micro_batch_size = args.micro_batch_size if is_train else args.eval_micro_batch_size
     sharding = Sharding(
         micro_batch_size, mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -103,6 +123,45 @@ def _iterator(
         alignment=alignment(args.tensor_model_parallel_size),
         num_workers=args.num_workers,
         balance=Balance(args.global_batch_size, seconds) if seconds and is_train else None,
+    )
+
+
+def _packed(
+    args,
+    vp_stage: int | None,
+    costs: Costs | None,
+    split: str,
+    stream: SampleStream | None,
+    consumed: int,
+) -> Iterator | None:
+    """Shares of global batches; every pipeline stage makes the same of them."""
+    if stream is None:
+        return None
+    size = args.global_batch_size if split == "train" else args.eval_global_batch_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    grid = Grid(
+        p=args.tensor_model_parallel_size,
+        hidden_size=args.hidden_size,
+        num_replicas=mpu.get_data_parallel_world_size(),
+        alignment=alignment(args.tensor_model_parallel_size),
+        at_least=args.microbatch_group_size_per_vp_stage if chunks > 1 else 1,
+        stages=args.pipeline_model_parallel_size,
+    )
+    shares = PackedShares(
+        stream,
+        functools.partial(
+            pack,
+            tokens=args.paradyse_settings.pack_tokens,
+            grid=grid,
+            costs=costs or flops_costs(grid),
+        ),
+        global_batch_size=size,
+        replica=mpu.get_data_parallel_rank(),
+        alignment=grid.alignment,
+        reads_tokens=is_first_or_last_pipeline_stage(vp_stage),
+    )
+    return packed_shares(
+        shares, consumed=consumed, global_batch_size=size, num_workers=args.num_workers
     )
 
 

@@ -25,8 +25,10 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.settings import FIXED
 from megatron_paradyse.train.batch import document_batch
 from megatron_paradyse.train.model_kind import BERT, model_config
+from megatron_paradyse.train.packed_batch import PackedStep
 
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 LAUNCH = "run it through megatron_paradyse.launch with a checkout's pretrain_gpt.py"
@@ -70,12 +72,14 @@ def forward_step(data_iterator, model):
     timers("batch-generator", log_level=2).start()
     batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
+    row = batch.get("packed_seq_params")
     output = model(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        **({} if row is None else {"packed_seq_params": row}),
     )
     return output, functools.partial(loss_function, batch["loss_mask"])
 
@@ -83,7 +87,9 @@ def forward_step(data_iterator, model):
 def read_batch(data_iterator, vp_stage: int | None = None) -> dict:
     """A microbatch, of documents or of Megatron's own data as the flags say, on every rank."""
     args = get_args()
-    if args.paradyse and args.paradyse_settings.sequences == "documents":
+    if isinstance(data_iterator, PackedStep):
+        return data_iterator.read(vp_stage)
+    if args.paradyse and args.paradyse_settings.sequences != FIXED:
         return document_batch(data_iterator, vp_stage)
     return _fixed_batch(data_iterator, vp_stage)
 

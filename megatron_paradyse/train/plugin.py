@@ -15,6 +15,7 @@ import time
 from typing import NoReturn
 
 from megatron_paradyse.errors import UserError, did_you_mean
+from megatron_paradyse.settings import FIXED, PACKED
 
 SECONDS_TO_BE_ENDED = 20
 SECONDS_FOR_RANK_0 = 5
@@ -128,6 +129,11 @@ def _wrap_pretrain(pretrain):
         session.enter(config)
         _announce(session.settings)
         provider = _documents(datasets_provider, forward_step, session)
+        if session.settings.sequences == PACKED:
+            from megatron_paradyse.train import gpt, packed_steps
+
+            packed_steps.install()
+            forward_step = gpt.forward_step  # a script's own knows no packed microbatches
         result = pretrain(config, provider, model_type, forward_step, *args, **kwargs)
         session.leave()
         return result
@@ -137,13 +143,15 @@ def _wrap_pretrain(pretrain):
 
 def _documents(datasets_provider, forward_step, session):
     """The provider of the datasets to use; documents also replace the script's get_batch."""
-    if session.settings.sequences == "fixed":
+    if session.settings.sequences == FIXED:
         return datasets_provider
     from megatron_paradyse.train.batch import document_batch
     from megatron_paradyse.train.datasets import provide_document_iterators
 
     script = forward_step.__globals__
     own = script.get("__name__") == "megatron_paradyse.train.gpt"
+    if session.settings.sequences == PACKED:
+        return functools.partial(provide_document_iterators, costs=session.packing_costs)
     if _is_bert() and not own:
         raise UserError(
             "--paradyse-model bert with a pretrain script of a GPT: use -m "

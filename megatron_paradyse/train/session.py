@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 
 import torch
 from megatron.core import mpu
 from megatron.training import print_rank_0, training
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.live_bytes import Meter, make_meter
 from megatron_paradyse.model_edges import attach_edges
+from megatron_paradyse.packing.pack import Costs
+from megatron_paradyse.packing.placement import place
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.choosing import CostPolicies
@@ -62,6 +67,28 @@ class Session:
     def microbatch_seconds(self) -> Callable[[int, int], float] | None:
         """Predicted (b, s) -> seconds, by which replicas are balanced if they are to be."""
         return self._predicted_seconds if self.settings.balance else None
+
+    @property
+    def packing_costs(self) -> Costs | None:
+        """By which documents are packed; None where the policy does not choose by cost."""
+        if cost_policy_kind(self.settings) is None:
+            return None
+        return Costs(self._row_seconds, self._alone_seconds)
+
+    def _row_seconds(self, row: Row) -> float | None:
+        assert self._policies is not None, "the model is built before the data are read"
+        return self._policies.row_seconds(row)
+
+    def _alone_seconds(self, tokens: int) -> float:
+        """Of one document: as a row, which is quick to predict, or by the plan of least peak."""
+        row = place([tokens], mpu.get_tensor_model_parallel_world_size(), causal=True)
+        seconds = self._row_seconds(row)
+        if seconds is not None:
+            return seconds
+        try:
+            return self._predicted_seconds(1, tokens)
+        except UserError:  # told to refuse: the rank that is to run it says so
+            return math.inf
 
     def _predicted_seconds(self, batch_size: int, seq_length: int) -> float:
         assert self._policies is not None, "the model is built before the data are read"

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_paradyse.packing.load import Load
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.problem import Outcome
@@ -69,7 +71,8 @@ class FixedEstimate:
     num_unfit: int
 
 
-Shape = tuple[int, int, tuple[int, ...]]  # b, s as it was planned for, layer numbers
+# b, s as it was planned for, layer numbers; of packed rows then what else their costs depend on
+Shape = tuple[int, int, tuple[int, ...]] | tuple[int, int, tuple[int, ...], Load]
 
 
 class Summary:
@@ -97,6 +100,7 @@ class Summary:
                 planner_seconds=planned.planner_seconds,
                 predicted_seconds=planned.seconds,
                 seconds=microbatch.seconds,
+                row=planned.row,
             )
 
     def count(
@@ -109,6 +113,7 @@ class Summary:
         planner_seconds: float,
         predicted_seconds: float | None,
         seconds: float | None,
+        row: Row | None = None,
     ) -> None:
         """Add one microbatch; seconds are those of its layers, None where they are not known."""
         layers, measured = plan.layers, seconds or 0.0
@@ -123,8 +128,7 @@ class Summary:
                 self._second_shares[name] += share * measured
         if predicted_seconds and seconds:
             self._errors.add(abs(predicted_seconds / seconds - 1))
-        alignment = self._policies[0].alignment if self._policies else 1
-        shape = (batch_size, -(-seq_length // alignment) * alignment, tuple(layers))
+        shape = self._shape(batch_size, seq_length, tuple(layers), row)
         if shape not in self._shapes and len(self._shapes) >= MOST_SHAPES:
             self.shapeless += 1
             return
@@ -134,6 +138,15 @@ class Summary:
         if predicted_seconds and seconds:
             totals.num_predicted += 1
             totals.predicted_seconds += predicted_seconds
+
+    def _shape(self, b: int, s: int, layers: tuple[int, ...], row: Row | None) -> Shape:
+        if not self._policies:
+            return b, s, layers
+        policy = self._policies[0]
+        if row is not None and policy.rows is not None:
+            load = policy.rows.load(row)
+            return b, load.seq_length, layers, load
+        return b, -(-s // policy.alignment) * policy.alignment, layers
 
     @property
     def layer_shares(self) -> dict[str, float]:

@@ -6,7 +6,8 @@ iteration        from 1, as Megatron counts
 microbatch       batch_size, seq_length (padded), plan (runs of like layers), switched,
                  planner_microseconds, predicted_seconds and predicted_peak_bytes (null where
                  the policy does not choose by cost), seconds (the layers', forward and
-                 backward), peak_bytes (null where it cannot be told)
+                 backward), peak_bytes (null where it cannot be told); of a packed row documents
+                 and tokens (without padding)
 iteration        seconds, losses (last pipeline stage), and for documents tokens,
                  shortest_sequence_tokens, longest_sequence_tokens
 correction       seconds_factors and bytes_factors by strategy, in force from the next iteration on
@@ -89,13 +90,15 @@ class Trace:
 
 def as_record(microbatch: Microbatch) -> dict[str, Any]:
     """The line of a microbatch."""
-    planned, seconds = microbatch.planned, microbatch.seconds
+    planned, seconds, row = microbatch.planned, microbatch.seconds, microbatch.planned.row
+    packed = {} if row is None else {"documents": len(row.lengths), "tokens": row.num_tokens}
     return {
         "kind": "microbatch",
         "iteration": planned.iteration + 1,
         "microbatch": planned.microbatch,
         "batch_size": planned.batch_size,
         "seq_length": planned.seq_length,
+        **packed,
         "plan": planned.plan.runs(),
         "switched": microbatch.switched,
         "planner_microseconds": round(planned.planner_seconds * 1e6, 1),

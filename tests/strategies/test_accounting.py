@@ -40,7 +40,7 @@ def _by_rank(case: AttentionCase | MlpCase, job) -> list:
     return results
 
 
-def _measure(group, case: AttentionCase | MlpCase) -> Measured:
+def measure_rank(group, case: AttentionCase | MlpCase) -> Measured:
     layer = rank_layer(group, case)
     has_rope = isinstance(case, AttentionCase) and case.rope is not None
     others = [layer.microbatch.rope] if has_rope else []
@@ -51,7 +51,7 @@ def _measure(group, case: AttentionCase | MlpCase) -> Measured:
 
 def _worst(case: AttentionCase | MlpCase) -> Measured:
     """Of each quantity, the largest that any rank has."""
-    by_rank = _by_rank(case, _measure)
+    by_rank = _by_rank(case, measure_rank)
     return Measured(**{f.name: max(getattr(m, f.name) for m in by_rank) for f in fields(Measured)})
 
 

@@ -60,6 +60,21 @@ CASES = {
         [*TP2, "--paradyse-policy", "fixed:local_z"],
         "over p=2 ranks, as not every document lies on one rank: use megatron_cz",
     ),
+    "budget of nothing packed": (
+        [*TP2, "--paradyse-pack-tokens", "4K"],
+        "--paradyse-pack-tokens 4096 with --paradyse-sequences documents: leave it out, or give "
+        "--paradyse-sequences packed",
+    ),
+    "no budget to pack by": (
+        [*TP2, "--paradyse-sequences", "packed"],
+        "--paradyse-sequences packed with --paradyse-policy fixed:megatron_ts, which predicts no "
+        "seconds: give --paradyse-pack-tokens, such as 64K",
+    ),
+    "packed rows and a batch": (
+        [*TP2, "--paradyse-sequences", "packed", "--paradyse-pack-tokens", "4K"],
+        "--micro-batch-size 2 with --paradyse-sequences packed: a packed microbatch is one row: "
+        "give --micro-batch-size 1",
+    ),
     "megatron's own check": ([*TP2, "--lr", "1e-3", "--min-lr", "1"], "Megatron refuses"),
 }
 

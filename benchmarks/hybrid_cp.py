@@ -1,0 +1,173 @@
+"""An estimate: packed ParaDySe against Megatron's hybrid context parallel scheduler.
+
+Nothing runs: both are priced by the same simulated costs of LLaMA (the paper's, 7B) on A100 80 GB,
+on the same documents. The peer's schedule is Megatron's own (BalancedCPScheduler), priced to its
+advantage: see reproduction/peer.py. ParaDySe has groups of 8 ranks, and as many replicas as there
+are such groups. Neither pays for gradients and the optimizer. The ratio is the peer's seconds over
+ParaDySe's: above 1 ParaDySe is the faster.
+
+    .venv/bin/python benchmarks/hybrid_cp.py --json
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from benchmarks.common import finish, options
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.data.distributions import draw_lengths
+from megatron_paradyse.packing.pack import Costs, Grid, pack
+from megatron_paradyse.packing.placement import place
+from megatron_paradyse.planner.from_file import ALIGNMENT
+from megatron_paradyse.planner.row_prices import RowPrices
+from megatron_paradyse.preview.forecast import edge_seconds
+from megatron_paradyse.preview.setup import Setup, make_setup
+from megatron_paradyse.strategies import RECOMPUTE
+from reproduction import costs
+from reproduction.peer import RING, Peer
+
+MODEL = "llama"
+P = 8  # ranks of a tensor-parallel group
+RANKS = (8, 16, 32, 64)
+DOCUMENTS_PER_GROUP = 128  # of a global batch, for every 8 ranks
+LENGTHS = "512,2K,8K,32K,128K,512K"  # at which costs are simulated
+PUBLISHED_CAP = 2048  # tokens of a rank in the benchmark with the lognormal lengths
+LOGNORMAL = {"low": 128, "high": 8192, "mean": 1024, "sigma": 1.5}
+
+
+def main() -> None:
+    arguments = options(__doc__.splitlines()[0]).parse_args()
+    result = estimate(RANKS[:1] if arguments.quick else RANKS)
+    finish("hybrid_cp", result, {"model": MODEL, "p": P, "costs": costs.HARDWARE}, arguments)
+
+
+def workloads(count: int) -> dict[str, list[int]]:
+    """Lengths of documents by workload."""
+    random = np.random.default_rng(11)
+    mu = math.log(LOGNORMAL["mean"]) - LOGNORMAL["sigma"] ** 2 / 2
+    lognormal = random.lognormal(mu, LOGNORMAL["sigma"], count)
+    drawn = {
+        "githubcode": draw_lengths("githubcode", count, 1.0, random),
+        "grch38": draw_lengths("grch38", count, 1.0, random),
+        "lognormal": lognormal.clip(LOGNORMAL["low"], LOGNORMAL["high"]),
+        "uniform-4k-64k": random.uniform(4096, 65536, count),
+    }
+    return {name: [int(tokens) for tokens in lengths] for name, lengths in drawn.items()}
+
+
+def estimate(ranks: tuple[int, ...] = RANKS) -> dict:
+    """The ratio by workload and ranks, and their geometric mean."""
+    folder = costs.ROOT / "build" / "reproduction" / costs.sources_digest()
+    folder.mkdir(parents=True, exist_ok=True)
+    of_model = costs.ModelCosts(MODEL, folder)
+    setup = make_setup(str(_packed_costs(folder)), {"policy": "optimal", "offload": False})
+    rows = []
+    for num_ranks in ranks:
+        peers = [Peer(of_model, name, num_ranks) for name in (RING, RING + RECOMPUTE)]
+        count = DOCUMENTS_PER_GROUP * num_ranks // P
+        for name, lengths in workloads(count).items():
+            row = compare(setup, peers, lengths, num_ranks)
+            rows.append({"workload": name, "ranks": num_ranks, **row})
+            print(json.dumps(rows[-1]), file=sys.stderr)
+    ratios = [row["ratio"] for row in rows]
+    return {
+        "hybrid_cp_estimate_ratio": statistics.geometric_mean(ratios),
+        "hybrid_cp_estimate_ratio_min": min(ratios),
+        "hybrid_cp_estimate_ratio_max": max(ratios),
+        "source": "an estimate: simulated costs, nothing ran",
+        "estimates": rows,
+    }
+
+
+def _packed_costs(folder: Path) -> Path:
+    """Simulated costs with attention on packed rows; kept as reproduction/costs.py keeps others."""
+    path = folder / f"{MODEL}-packed.json"
+    if not path.is_file():
+        raw = path.with_name(f"{path.stem}-raw.json")
+        costs.run_simulator(raw, MODEL, ["--packed", "--lengths", LENGTHS], ranks=P)
+        table = read_cost_file(raw).table
+        write_cost_file(path, table, fit_table(table))
+    return path
+
+
+def compare(setup: Setup, peers: list[Peer], lengths: list[int], num_ranks: int) -> dict:
+    """One global batch of the documents that both can hold."""
+    most = max(peer.max_tokens for peer in peers)
+    grid = Grid(
+        p=P,
+        hidden_size=setup.description.model.hidden_size,
+        num_replicas=num_ranks // P,
+        alignment=2 * P,
+    )
+    price = costs_of(setup, grid)
+    fitting = [t for t in lengths if t <= most and price.row(one_document(t)) is not None]
+    fitting = fitting[: len(fitting) // grid.num_replicas * grid.num_replicas]
+    start = time.perf_counter()
+    packing = pack(fitting, None, grid, price)
+    solved = time.perf_counter() - start
+    found = {
+        f"{peer.strategy}, {limit} tokens a rank": peer.scheduled_seconds(
+            fitting, limit, len(fitting)
+        )[0]
+        for peer in peers
+        for limit in limits(peer, max(fitting))
+    }
+    best = min(found, key=lambda name: found[name])
+    return {
+        "documents": len(fitting),
+        "left_out": len(lengths) - len(fitting),
+        "tokens": sum(fitting),
+        "longest_tokens": max(fitting),
+        "paradyse_seconds": packing.seconds,
+        "budget_tokens": packing.tokens,
+        "microbatches": len(packing.replicas[0]),
+        "solve_seconds": solved,
+        "peer_seconds": found[best],
+        "peer": best,
+        "ratio": found[best] / packing.seconds,
+    }
+
+
+def limits(peer: Peer, longest_tokens: int) -> list[int]:
+    """What a rank may be set to hold: what it can, halves of it, and the published cap."""
+    halves = {peer.tokens_per_rank // 2**i for i in range(peer.ranks.bit_length())}
+    halves.add(min(PUBLISHED_CAP, peer.tokens_per_rank))
+    return sorted(limit for limit in halves if limit * peer.ranks >= longest_tokens)
+
+
+def costs_of(setup: Setup, grid: Grid) -> Costs:
+    """Of rows on a group of the setup, as training predicts them."""
+    prices = RowPrices(
+        setup.policy,
+        setup.policies.model,
+        setup.layers,
+        alignment=ALIGNMENT,
+        edge_seconds=lambda s: edge_seconds(setup, s, 1),
+    )
+
+    def alone(tokens: int) -> float:
+        seconds = prices.seconds(one_document(tokens))
+        assert seconds is not None, "documents that do not fit are left out"
+        return seconds
+
+    return Costs(prices.seconds, alone)
+
+
+@functools.cache
+def one_document(tokens: int):
+    return place([tokens], P, causal=True, alignment=2 * P)
+
+
+if __name__ == "__main__":
+    main()

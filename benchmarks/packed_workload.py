@@ -1,0 +1,78 @@
+"""Many short documents at once: packed ParaDySe against unpacked, and against fixed strategies.
+
+Trains one model on 4 CPU ranks, an iteration per global batch, all of them in turns: ParaDySe with
+a microbatch per document, ParaDySe with packed microbatches, and every fixed strategy on the same
+packed microbatches. Lengths are drawn from GitHubCode's published distribution, times 1/32. Costs
+come from a profile of the same model made just before; what is over the memory budget by measured
+bytes does not run. Beside that, the time to pack and price 1,024 documents, and an estimate against
+Megatron's hybrid context parallelism (benchmarks/hybrid_cp.py).
+
+    .venv/bin/python benchmarks/packed_workload.py --json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import hybrid_cp
+from benchmarks.common import finish, options, spawn
+from benchmarks.dynamic_workload import MODEL, PROFILED, RANKS, SCALE, profile_and_fit
+from megatron_paradyse.data.distributions import draw_lengths
+
+BUDGET = "125MB"  # of a rank: about what benchmarks/dynamic_workload.py measures for its own
+
+
+def main() -> None:
+    parser = options(__doc__.splitlines()[0])
+    parser.add_argument("--documents", type=int, default=64, help="of a global batch")
+    parser.add_argument("--global-batches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="times each runs a global batch")
+    parser.add_argument("--costs", help="a fitted cost file of this model, instead of a profile")
+    parser.add_argument("--no-estimate", action="store_true", help="leave the peer's estimate out")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    task = {
+        "lengths": [
+            draw_lengths("githubcode", 16 if quick else arguments.documents, SCALE, seed).tolist()
+            for seed in range(1 if quick else arguments.global_batches)
+        ],
+        "rounds": 1 if quick else arguments.rounds,
+        "budget": BUDGET,
+        "solved": [
+            draw_lengths("githubcode", 1024, SCALE, 100 + seed).tolist()
+            for seed in range(1 if quick else 3)
+        ],
+    }
+    flags = [str(text) for pair in MODEL.items() for text in pair]
+    with tempfile.TemporaryDirectory() as folder:
+        costs = arguments.costs or profile_and_fit(
+            Path(folder), flags, "128,512" if quick else PROFILED, quick, packed=True
+        )
+        output = Path(folder) / "result.json"
+        os.environ["PACKED_WORKLOAD"] = json.dumps({**task, "costs": costs, "output": str(output)})
+        spawn("benchmarks.packed_workload_rank", flags, ranks=RANKS, timeout_seconds=3600)
+        result = json.loads(output.read_text())
+    if not arguments.no_estimate:
+        result |= hybrid_cp.estimate(hybrid_cp.RANKS[:1] if quick else hybrid_cp.RANKS)
+    configuration = {
+        "ranks": RANKS,
+        "distribution": "githubcode",
+        "scale": SCALE,
+        "profiled": "given" if arguments.costs else PROFILED,
+        **{key: task[key] for key in ("lengths", "rounds", "budget")},
+        **MODEL,
+    }
+    finish("packed_workload", result, configuration, arguments)
+
+
+if __name__ == "__main__":
+    start = time.monotonic()
+    main()
+    print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)

@@ -1,0 +1,281 @@
+"""One rank of benchmarks/packed_workload.py."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.iterations import start_rank, train_share
+from megatron_paradyse.policy import FixedPolicy
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.strategies import RECOMPUTE, strategy_names
+from megatron_paradyse.units import parse_bytes
+
+UNPACKED, PACKED = "unpacked", "packed"
+LOCAL = "local_z"  # runs rows of which no document is on two ranks
+
+
+def main() -> None:
+    task = json.loads(os.environ["PACKED_WORKLOAD"])
+    start_rank()
+    import torch
+
+    result = Workload(task).run()
+    if torch.distributed.get_rank() == 0:
+        Path(task["output"]).write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+class Documents:
+    """Random tokens of given lengths, as data/documents.py's stream."""
+
+    def __init__(self, lengths: list[int], vocab_size: int):
+        self._lengths, self._vocab_size = lengths, vocab_size
+
+    def length(self, position: int) -> int:
+        return self._lengths[position]
+
+    def tokens(self, position: int) -> np.ndarray:
+        random = np.random.default_rng(position)
+        return random.integers(self._vocab_size, size=self._lengths[position] + 1)
+
+
+class Workload:
+    """One model, its global batches packed and not, and every policy that trains it."""
+
+    def __init__(self, task: dict):
+        from megatron.core.utils import unwrap_model
+        from megatron.training import get_args
+
+        from megatron_paradyse.live_bytes import make_meter
+        from megatron_paradyse.packing.pack import Grid
+        from megatron_paradyse.profiler import model as profiled
+        from megatron_paradyse.train.datasets import alignment
+
+        self.task, args = task, get_args()
+        self.budget = parse_bytes(task["budget"])
+        self._meter = make_meter()
+        with self._meter:
+            before = self._meter.live_bytes
+            self._model = profiled.build_model(args.num_layers)
+            profiled.step_without_microbatches(self._model)
+            gc.collect()
+            self._before = before
+        self._chunks = [unwrap_model(chunk) for chunk in self._model.chunks]
+        p = args.tensor_model_parallel_size
+        self.grid = Grid(p=p, hidden_size=args.hidden_size, alignment=alignment(p))
+        self._vocab_size = args.vocab_size
+
+    def run(self) -> dict:
+        solve = [self._solve_seconds(lengths) for lengths in self.task["solved"]]
+        costs = self._costs()
+        self.policies = {name: FixedPolicy(name) for name in _strategies(self.task["costs"])}
+        self.policies |= {UNPACKED: self._optimal(), PACKED: self._optimal()}
+        batches = self.task["lengths"]
+        packings = [self._pack(lengths, None, costs) for lengths in batches]
+        alone = [self._pack(lengths, 1, costs) for lengths in batches]
+        shares = {
+            PACKED: [self._share(*pair) for pair in zip(batches, packings, strict=True)],
+            UNPACKED: [self._share(*pair) for pair in zip(batches, alone, strict=True)],
+        }
+        peaks = {name: self._peak(name, shares) for name in self.policies}
+        running = [name for name, peak in peaks.items() if peak is not None and peak <= self.budget]
+        _say(f"running {running}; peaks {peaks}")
+        seconds = self._train(running, shares)
+        return {
+            **self._compare(seconds, peaks),
+            "solve_seconds_per_global_batch": statistics.median(solve),
+            "solve_seconds_max": max(solve),
+            "documents": sum(map(len, batches)),
+            "tokens": sum(map(sum, batches)),
+            "microbatches": [len(packing.replicas[0]) for packing in packings],
+            "budget_tokens": [packing.tokens for packing in packings],
+            "rows": [self._rows(*pair) for pair in zip(batches, packings, strict=True)],
+        }
+
+    # -- packing
+
+    def _costs(self):
+        """As a training's, which has asked for nothing yet."""
+        from megatron_paradyse.packing.pack import Costs
+        from megatron_paradyse.packing.placement import place
+
+        policies = self._cost_policies()
+
+        def alone(tokens: int) -> float:
+            seconds = policies.row_seconds(place([tokens], self.grid.p, causal=True))
+            return policies.microbatch_seconds(1, tokens) if seconds is None else seconds
+
+        return Costs(policies.row_seconds, alone)
+
+    def _pack(self, lengths: list[int], tokens: int | None, costs):
+        from megatron_paradyse.packing.pack import pack
+
+        return pack(lengths, tokens, self.grid, costs)
+
+    def _solve_seconds(self, lengths: list[int]) -> float:
+        """Of a global batch's packing, by costs that nobody has asked before."""
+        costs = self._costs()
+        start = time.perf_counter()
+        packing = self._pack(lengths, None, costs)
+        spent = time.perf_counter() - start
+        _say(f"{len(lengths)} documents packed by {packing.tokens} tokens in {spent:.3f} s")
+        return spent
+
+    def _share(self, lengths: list[int], packing):
+        from megatron_paradyse.data.packed import PackedShares
+
+        shares = PackedShares(
+            Documents(lengths, self._vocab_size),
+            lambda _: packing,
+            global_batch_size=len(lengths),
+            replica=0,
+            alignment=self.grid.alignment,
+        )
+        return shares[0]
+
+    def _rows(self, lengths: list[int], packing) -> list[dict]:
+        """What the packed microbatches of a global batch are, and how they are planned."""
+        rows = []
+        layers = tuple(range(1, len(self._chunks[0].decoder.layers) + 1))
+        for made in packing.replicas[0]:
+            held = [lengths[number] for number in made.documents]
+            s = made.row.seq_length if made.row else -(-held[0] // self.grid.alignment)
+            s = s if made.row else s * self.grid.alignment
+            more = {} if made.row is None else {"row": made.row}
+            plan = self.policies[PACKED].plan(1, s, layers, **more)
+            rows.append({"documents": len(held), "tokens": sum(held), "s": s, "plan": plan.runs()})
+        return rows
+
+    # -- policies
+
+    def _cost_policies(self):
+        from megatron_paradyse.train.choosing import CostPolicies
+
+        chosen = Settings(
+            cost_model=self.task["costs"],
+            memory_budget=self.task["budget"],
+            accept_costs=True,
+            correction=False,
+        )
+        return CostPolicies(chosen)
+
+    def _optimal(self):
+        return self._cost_policies().policy_of(self._chunks[0].decoder, self._chunks)
+
+    # -- iterations
+
+    def _step(self, name: str, share) -> None:
+        self._model.policy.plan = self.policies[name].plan  # of the hooks of every layer
+        train_share(self._model, share)
+
+    def _seconds(self, name: str, share) -> float:
+        """One iteration on a global batch, planning included; the slowest rank's."""
+        import torch
+
+        from megatron_paradyse.profiler.model import largest_over_ranks
+
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        self._step(name, share)
+        return largest_over_ranks([time.perf_counter() - start])[0]
+
+    def _peak(self, name: str, shares: dict) -> float | None:
+        """Bytes alive at most, the largest rank's; None where it cannot run the microbatches."""
+        from megatron.core.parallel_state import get_global_memory_buffer
+
+        from megatron_paradyse.packing.work import keys_received
+        from megatron_paradyse.profiler.model import largest_over_ranks
+
+        rows = [made.row for share in shares[PACKED] for made in share.microbatches]
+        stays = all(row is not None and not any(keys_received(row)) for row in rows)
+        if name.startswith(LOCAL) and not stays:
+            return None
+        peaks = []
+        for share in shares.get(name, shares[PACKED]):
+            with self._meter:
+                get_global_memory_buffer().buffer.clear()
+                gc.collect()
+                self._meter.reset_peak()
+                self._step(name, share)
+                peaks.append(largest_over_ranks([self._meter.peak_bytes - self._before])[0])
+        return max(peaks)
+
+    def _train(self, names: list[str], shares: dict) -> dict[str, list[list[float]]]:
+        """name -> global batch -> seconds of each round."""
+        seconds: dict = {name: [[] for _ in shares[PACKED]] for name in names}
+        for turn in range(self.task["rounds"]):
+            for number in range(len(shares[PACKED])):
+                for name in names:
+                    share = shares.get(name, shares[PACKED])[number]
+                    seconds[name][number].append(self._seconds(name, share))
+            _say(f"round {turn + 1} of {self.task['rounds']}")
+        return seconds
+
+    def _compare(self, seconds: dict, peaks: dict) -> dict:
+        medians = {
+            name: [statistics.median(times) for times in batches]
+            for name, batches in seconds.items()
+        }
+        totals = {name: sum(values) for name, values in medians.items()}
+        fixed = {name: totals.get(name, "oom") for name in self.policies}
+        for name in (PACKED, UNPACKED):
+            fixed.pop(name)
+        for name, peak in peaks.items():
+            if peak is None:
+                fixed[name] = "cannot run"
+        running = {name: total for name, total in fixed.items() if not isinstance(total, str)}
+        best = min(running, key=lambda name: running[name]) if running else None
+        ratio = functools.partial(_ratio, totals)
+        return {
+            "tokens_per_second_ratio_to_unpacked": ratio(UNPACKED),
+            "ratio_to_best_fixed_packed": ratio(best),
+            "best_fixed": best,
+            "packed_seconds": totals.get(PACKED),
+            "unpacked_seconds": totals.get(UNPACKED),
+            "fixed": fixed,
+            "seconds": seconds,
+            "peak_bytes": peaks,
+            "noise": _noise(seconds),
+        }
+
+
+def _ratio(totals: dict, name: str | None) -> float | None:
+    """Of a total to the packed ParaDySe's."""
+    return totals[name] / totals[PACKED] if name in totals and PACKED in totals else None
+
+
+def _noise(seconds: dict) -> float:
+    """Median over policies and global batches of the spread of the rounds."""
+    spreads = [
+        (max(times) - min(times)) / statistics.median(times)
+        for batches in seconds.values()
+        for times in batches
+    ]
+    return statistics.median(spreads)
+
+
+def _strategies(costs: str) -> list[str]:
+    """The strategies of the cost file, in the registry's order."""
+    from megatron_paradyse.costs.cost_file import read_cost_file
+
+    known = read_cost_file(costs).require_model().strategies("attention")
+    ordered = [name for base in strategy_names() for name in (base, base + RECOMPUTE)]
+    return [name for name in ordered if name in known]
+
+
+def _say(text: str) -> None:
+    if os.environ["RANK"] == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Placement of packed rows, simulated: how even the ranks' attention is, and what they exchange.
+
+Global batches of 1,024 documents drawn from both published distributions are packed under token
+budgets and placed on p ranks, with a causal mask. Bytes are of keys and values of one layer's
+forward, 8 heads of 128 in bfloat16, against a plain ring over contiguous chunks, in which every
+rank gets all keys.
+
+    .venv/bin/python benchmarks/placement.py --json
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import finish, options
+from megatron_paradyse.data.distributions import DISTRIBUTIONS, draw_lengths
+from megatron_paradyse.packing.pack import Grid, flops_costs, pack
+from megatron_paradyse.packing.placement import place
+from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.work import imbalance, keys_received
+
+DOCUMENTS = 1024
+RANKS = (2, 4, 8, 16, 32, 64)
+BUDGETS = (64 << 10, 256 << 10, 1 << 20)
+HIDDEN_SIZE = 4096  # by which rows are compared
+BYTES_PER_TOKEN = 2 * 8 * 128 * 2  # keys and values
+
+
+def main() -> None:
+    arguments = options(__doc__.splitlines()[0]).parse_args()
+    ranks, budgets = (RANKS[1:3], BUDGETS[:1]) if arguments.quick else (RANKS, BUDGETS)
+    rows = [
+        measure(distribution, p, budget)
+        for distribution in DISTRIBUTIONS
+        for p in ranks
+        for budget in budgets
+    ]
+    for row in rows:
+        print(row, file=sys.stderr)
+    result = {
+        "imbalance_max": max(row["imbalance_max"] for row in rows),
+        "bytes_ratio_max": max(row["bytes_ratio_to_ring"] for row in rows),
+        "padding_max": max(row["padding"] for row in rows),
+        "solve_seconds_max": max(row["solve_seconds"] for row in rows),
+        "rows": rows,
+    }
+    finish("placement", result, {"documents": DOCUMENTS, "hidden_size": HIDDEN_SIZE}, arguments)
+
+
+def measure(distribution: str, p: int, budget: int) -> dict:
+    """One global batch on p ranks, in microbatches of at most budget tokens."""
+    lengths = draw_lengths(distribution, DOCUMENTS, 1.0, 0).tolist()
+    grid = Grid(p=p, hidden_size=HIDDEN_SIZE, alignment=2 * p)
+    start = time.perf_counter()
+    packing = pack(lengths, budget, grid, flops_costs(grid))
+    seconds = time.perf_counter() - start
+    placed = [
+        made.row or place([lengths[made.documents[0]]], p, causal=True, alignment=2 * p)
+        for made in packing.replicas[0]
+    ]
+    uneven = [imbalance(row, causal=True) for row in placed]
+    exchanged = sum(sum(keys_received(row, causal=True)) for row in placed)
+    ring = sum((p - 1) * row.seq_length for row in placed)
+    return {
+        "distribution": distribution,
+        "p": p,
+        "budget_tokens": budget,
+        "microbatches": len(placed),
+        "imbalance_max": max(uneven),
+        "imbalance_median": statistics.median(uneven),
+        "documents_across_ranks": sum(map(across, placed)) / DOCUMENTS,
+        "padding": sum(row.seq_length for row in placed) / sum(lengths) - 1,
+        "exchanged_bytes": exchanged * BYTES_PER_TOKEN,
+        "ring_bytes": ring * BYTES_PER_TOKEN,
+        "bytes_ratio_to_ring": exchanged / ring,
+        "solve_seconds": seconds,
+    }
+
+
+def across(row: Row) -> int:
+    """Documents that more than one rank holds."""
+    holders: dict[int, set[int]] = {}
+    for rank, pieces in enumerate(row.pieces):
+        for number, _, _ in pieces:
+            holders.setdefault(number, set()).add(rank)
+    return sum(len(ranks) > 1 for ranks in holders.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Memory of attention on a packed row: never less than it takes, kept bytes exactly.
+
+What is kept is that of one document, but for ColossalZ's score rows, which have a column for each
+key that comes, and for what MegatronTS keeps of rows that are not in the order of positions.
+Workspace is that of one document and what the walks of strategies/walks/ do not hold, because they
+walk documents=None: copies that bring rows into order, gradients of several documents summed in
+the accumulation dtype, keys that are sent while others come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_paradyse.costs.description import CAUSAL, ELEMENT_BYTES, Description
+from megatron_paradyse.costs.hybrid import HybridFit
+from megatron_paradyse.costs.packed import LOCAL, SPLIT_HEADS, WHOLE_COLUMNS
+from megatron_paradyse.costs.table import OperationCosts
+from megatron_paradyse.packing.load import Load
+from megatron_paradyse.strategies import base_name, recomputes
+from megatron_paradyse.strategies.sizes import LayerSizes
+
+WIDEST = 8  # of a dtype that is none of these
+INDEX_BYTES = 2 * 8  # per token: where its row is, and which it is
+
+
+def layer_sizes(d: Description) -> LayerSizes:
+    """Of a row of p tokens; whoever asks of another replaces s."""
+    m = d.model
+    return LayerSizes(
+        s=d.p,
+        b=1,
+        h=m.hidden_size,
+        n=m.num_heads,
+        g=m.num_kv_heads,
+        d=m.head_dim,
+        f=m.ffn_size,
+        p=d.p,
+        element_bytes=ELEMENT_BYTES.get(d.dtype, WIDEST),
+        causal=d.attention_mask == CAUSAL,
+    )
+
+
+def with_row_bytes(
+    strategy: str,
+    one: OperationCosts,
+    fits: tuple[object, ...],
+    sizes: LayerSizes,
+    load: Load,
+) -> OperationCosts:
+    """The bytes on a row, from those of one document and the fits that gave them."""
+    kept, forward, backward = one.kept_bytes, one.forward_bytes, one.backward_bytes
+    if base_name(strategy) in WHOLE_COLUMNS:
+        kept, forward, backward = _fewer_columns(one, fits, load)
+    more_kept, more_forward, more_backward = extra_bytes(strategy, sizes, load)
+    return replace(
+        one,
+        kept_bytes=kept + more_kept,
+        forward_bytes=forward + more_forward,
+        backward_bytes=backward + more_backward,
+    )
+
+
+def extra_bytes(strategy: str, sizes: LayerSizes, load: Load) -> tuple[int, int, int]:
+    """What a row keeps, and its forward and backward hold above that, beyond one document."""
+    base = base_name(strategy)
+    z = replace(sizes, s=-(-load.seq_length // sizes.p) * sizes.p)
+    kept, forward, backward = 0, 0, 0
+    if base in SPLIT_HEADS or base == LOCAL:
+        heads = z.q + z.kv_sent
+        if load.documents > 1:
+            backward = z.wide(heads)
+        if not load.in_order and base != LOCAL:
+            kept = INDEX_BYTES * z.s + (z.q if base == "megatron_ts" else 0)
+            forward = heads
+    else:
+        most = max(z.s - z.s // z.p, 1)
+        rings = z.p if base == "metp" else 1
+        sent = -(-z.kv_sent * min(load.keys_received, most) // (most * rings))
+        forward, backward = sent, z.wide(sent)
+        if base in WHOLE_COLUMNS:  # products of blocks, which the walk takes with whole columns
+            forward += z.kv_sent
+    if not recomputes(strategy):
+        return kept, forward, backward
+    return 0, kept + forward, kept + max(forward, backward)
+
+
+def _fewer_columns(one: OperationCosts, fits, load: Load) -> tuple[float, float, float]:
+    """Pairs of tokens count where keys come; the laws of workspace are of its peak."""
+    s, columns = load.seq_length, load.seq_length / load.p + load.keys_received
+    if not all(isinstance(fit, HybridFit) for fit in fits):
+        return one.kept_bytes, one.forward_bytes, one.backward_bytes
+    whole = (
+        one.kept_bytes,
+        one.kept_bytes + one.forward_bytes,
+        one.kept_bytes + one.backward_bytes,
+    )
+    kept, forward, backward = (
+        value * fit.law.at(s, pairs=s * columns) / max(fit.law.at(s, pairs=s * s), 1.0)
+        for value, fit in zip(whole, fits[2:], strict=True)
+    )
+    return kept, max(forward - kept, 0.0), max(backward - kept, 0.0)

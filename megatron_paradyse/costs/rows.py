@@ -1,0 +1,107 @@
+"""What was measured of attention on packed rows: part of a cost table, and of its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_paradyse.costs.strict import (
+    ContentError,
+    check_integer,
+    check_keys,
+    check_number,
+    check_text,
+)
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.load import Load
+from megatron_paradyse.units import MAX_SEQ_LENGTH
+
+TIMES = ("forward_seconds", "backward_seconds")
+BYTES = ("kept_bytes", "forward_bytes", "backward_bytes")
+OK, OOM, UNSUPPORTED = "ok", "oom", "unsupported: "
+KEYS = ("strategy", "load", "status")
+LOAD_KEYS = tuple(field.name for field in dataclasses.fields(Load))
+MAX_STATUS, MAX_VALUE = 500, 1e18
+
+
+@dataclass(frozen=True, slots=True)
+class RowMeasurement:
+    """Attention of one strategy, without suffix, on one row; what was not measured is zero.
+
+    The quantities are those of table.py; status: "ok", "oom", "unsupported: " and why.
+    """
+
+    strategy: str
+    load: Load
+    status: str = OK
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    kept_bytes: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        fault = self._fault()
+        if fault:
+            raise UserError(
+                f"measurement of {self.strategy!r:.60} on a row of s={self.load.seq_length}, "
+                f"{self.load.documents} documents: {fault}: measure it again"
+            )
+
+    def _fault(self) -> str | None:
+        if self.status not in (OK, OOM) and not self.status.startswith(UNSUPPORTED):
+            return f"status is none of {OK}, {OOM}, {UNSUPPORTED}REASON: {self.status!r:.60}"
+        for name in (*TIMES, *BYTES):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and 0 <= value <= MAX_VALUE):
+                return f"{name} must lie in [0, {MAX_VALUE:g}], got {value!r:.40}"
+        if self.is_ok and not self.forward_seconds > 0:
+            return "forward_seconds must be above 0"
+        return None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == OK
+
+    @property
+    def time_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+def row_values(m: RowMeasurement) -> dict[str, Any]:
+    """As values for JSON."""
+    values: dict[str, Any] = {"strategy": m.strategy, "load": dataclasses.asdict(m.load)}
+    values["status"] = m.status
+    return values | {name: getattr(m, name) for name in (TIMES + BYTES if m.is_ok else ())}
+
+
+def read_row(value: Any, where: str, *, p: int) -> RowMeasurement:
+    """The measurement of these values, on p ranks; ContentError for anything wrong."""
+    ok = isinstance(value, dict) and value.get("status") == OK
+    quantities = TIMES + BYTES if ok else ()
+    values = dict(check_keys(value, where, KEYS + quantities))
+    check_text(values["strategy"], f"{where}.strategy", max_length=100)
+    check_text(values["status"], f"{where}.status", max_length=MAX_STATUS)
+    for name in quantities:
+        check_number(values[name], f"{where}.{name}", low=0, high=MAX_VALUE)
+    values["load"] = _read_load(values["load"], f"{where}.load", p)
+    return RowMeasurement(**values)
+
+
+def _read_load(value: Any, where: str, p: int) -> Load:
+    values = check_keys(value, where, LOAD_KEYS)
+    s = check_integer(values["seq_length"], f"{where}.seq_length", low=1, high=MAX_SEQ_LENGTH)
+    check_integer(values["p"], f"{where}.p", low=1, high=s)
+    pairs, tokens = ("scores", "fullest_scores"), ("documents", "fullest_documents")
+    for name in pairs:
+        check_integer(values[name], f"{where}.{name}", low=1, high=s * s)
+    for name in tokens:
+        check_integer(values[name], f"{where}.{name}", low=1, high=s)
+    check_integer(values["keys_received"], f"{where}.keys_received", low=0, high=s)
+    if not isinstance(values["in_order"], bool):
+        raise ContentError(f"{where}.in_order must be true or false")
+    if values["p"] != p:
+        raise ContentError(f"{where}.p must be that of the description, {p}, got {values['p']}")
+    return Load(**values)

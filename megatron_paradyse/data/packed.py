@@ -1,0 +1,112 @@
+"""The packed microbatches of a replica: one item of the data loader is its share of a global batch.
+
+The workers of the loader pack: while a step runs, they make the shares of the next ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_paradyse.data.documents import SampleStream
+from megatron_paradyse.packing.pack import Packing
+from megatron_paradyse.packing.row import Row
+
+NO_LABEL = -1  # where padding has no next token
+
+Packer = Callable[[Sequence[int]], Packing]  # of the lengths of a global batch
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch:
+    """lengths: tokens of its documents. row None: one document, padded at its end to s tokens."""
+
+    lengths: tuple[int, ...]
+    row: Row | None
+    seq_length: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a replica trains on in a global batch.
+
+    tokens: int32 [2, sum of s], inputs and labels of the microbatches one after the other, each
+    in the order of the rows of its ranks; None where no pipeline stage here reads them.
+    """
+
+    microbatches: tuple[PackedMicrobatch, ...]
+    tokens: torch.Tensor | None
+
+    def pin_memory(self) -> Share:
+        return Share(self.microbatches, None if self.tokens is None else self.tokens.pin_memory())
+
+
+class PackedShares(torch.utils.data.Dataset):
+    """Indexed by the stream position at which a global batch starts."""
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        pack: Packer,
+        *,
+        global_batch_size: int,
+        replica: int,
+        alignment: int,
+        reads_tokens: bool = True,
+    ):
+        """alignment: of a document alone. reads_tokens: whether shares hold any."""
+        self._stream, self._pack = stream, pack
+        self._size, self._replica = global_batch_size, replica
+        self._alignment, self._reads_tokens = alignment, reads_tokens
+
+    def __getitem__(self, first: int) -> Share:
+        lengths = [self._stream.length(first + i) for i in range(self._size)]
+        microbatches, parts = [], []
+        for made in self._pack(lengths).replicas[self._replica]:
+            of_row = tuple(lengths[number] for number in made.documents)
+            s = -(-sum(of_row) // self._alignment) * self._alignment
+            if made.row is not None:
+                s = made.row.seq_length
+            microbatches.append(PackedMicrobatch(of_row, made.row, s))
+            if self._reads_tokens:
+                samples = [self._stream.tokens(first + number) for number in made.documents]
+                parts.append(collate_row(samples, made.row, s))
+        tokens = torch.from_numpy(np.concatenate(parts, axis=1)) if parts else None
+        return Share(tuple(microbatches), tokens)
+
+
+def collate_row(samples: Sequence[np.ndarray], row: Row | None, seq_length: int) -> np.ndarray:
+    """Inputs and labels, int32 [2, s], of samples of lengths + 1 tokens."""
+    both = np.zeros((2, seq_length), dtype=np.int32)
+    both[1] = NO_LABEL
+    stop = 0
+    for sample in samples:
+        start, stop = stop, stop + len(sample) - 1
+        both[0, start:stop], both[1, start:stop] = sample[:-1], sample[1:]
+    return both if row is None else both[:, positions_held(row)]
+
+
+def positions_held(row: Row) -> np.ndarray:
+    """The s positions in the order in which the ranks hold them, rank after rank."""
+    ranges = itertools.chain.from_iterable(row.shards)
+    return np.concatenate([np.arange(start, stop) for start, stop in ranges])
+
+
+def packed_shares(
+    shares: PackedShares, *, consumed: int, global_batch_size: int, num_workers: int
+) -> Iterator[Share]:
+    """The shares from stream position `consumed` on; each worker is one global batch ahead."""
+    loader = torch.utils.data.DataLoader(
+        shares,
+        sampler=itertools.count(consumed, global_batch_size),
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=1 if num_workers else None,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=num_workers > 0,
+    )
+    return iter(loader)

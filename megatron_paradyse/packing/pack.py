@@ -1,0 +1,261 @@
+"""From the documents of a global batch to the microbatches of every data-parallel replica.
+
+Everything here depends on the arguments alone: each rank arrives at the same microbatches without a
+message, from the lengths in the index of the data.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_paradyse.packing.placement import place
+from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.work import scores_between, scores_per_rank
+
+SAMPLED = 12  # rows by which a budget is judged
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Predicted seconds of microbatches over the whole model, forward and backward.
+
+    row: of a packed one; None where it does not fit. alone: of one document, by its tokens.
+    """
+
+    row: Callable[[Row], float | None]
+    alone: Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What microbatches are made for.
+
+    hidden_size: of the model. alignment: s is a multiple of it, and it of p. at_least: microbatches
+    of a replica. stages: of the pipeline.
+    """
+
+    p: int
+    hidden_size: int
+    num_replicas: int = 1
+    alignment: int = 1
+    causal: bool = True
+    at_least: int = 1
+    stages: int = 1
+
+    def work(self, tokens: int) -> float:
+        """FLOPs of a document, in tokens of linear layers: 24 h^2 a token, 4 h a score."""
+        scores = scores_between(tokens, 0, tokens, self.causal)
+        return tokens + scores / (6 * self.hidden_size)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """documents: indices into the global batch, in the order of the row's lengths.
+
+    row None: one document, not packed.
+    """
+
+    documents: tuple[int, ...]
+    row: Row | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The microbatches of each replica, of each the same number; a budget of tokens made them.
+
+    seconds: predicted for the slowest replica.
+    """
+
+    replicas: tuple[tuple[Microbatch, ...], ...]
+    tokens: int
+    seconds: float
+
+
+def flops_costs(grid: Grid) -> Costs:
+    """Where nothing better is known: the work of the fullest rank. Everything fits."""
+
+    def row_work(row: Row) -> float:
+        fullest = max(scores_per_rank(row, causal=grid.causal))
+        return row.seq_length / grid.p + fullest / (6 * grid.hidden_size)
+
+    return Costs(row_work, lambda tokens: grid.work(tokens) / grid.p)
+
+
+def pack(lengths: Sequence[int], tokens: int | None, grid: Grid, costs: Costs) -> Packing:
+    """The microbatches that take the slowest replica the least predicted time.
+
+    tokens: of a microbatch at most; None: what is predicted to be fastest. Documents of like
+    lengths share microbatches, or long ones are filled up with short ones: whichever is predicted
+    to be faster. A longer document is a microbatch of its own; a row that does not fit is halved
+    until it does.
+    """
+    if tokens is None:
+        return _of_best_budget(lengths, grid, costs)
+    makers = (like_lengths, filled_up)
+    made = [_packing(lengths, groups(lengths, tokens), tokens, grid, costs) for groups in makers]
+    return min(made, key=lambda packing: packing.seconds)
+
+
+def _of_best_budget(lengths: Sequence[int], grid: Grid, costs: Costs) -> Packing:
+    """The best of the two budgets that are predicted to be fastest by a few of their rows."""
+    total = sum(lengths)
+    first = max(grid.alignment, 1 << (total // len(lengths)).bit_length())  # above the mean
+    budgets = [
+        first << i for i in range(40) if i == 0 or first << i < 2 * total // grid.num_replicas
+    ]
+    found = []
+    for tokens in budgets:
+        seconds = _sampled_seconds(lengths, tokens, grid, costs)
+        if seconds is None:
+            break  # longer rows will not fit either
+        found.append((seconds, tokens))
+    best = sorted(found)[:2] or [(0.0, first)]
+    made = [pack(lengths, tokens, grid, costs) for _, tokens in best]
+    return min(made, key=lambda packing: (packing.seconds, packing.tokens))
+
+
+def _sampled_seconds(lengths: Sequence[int], tokens: int, grid: Grid, costs: Costs) -> float | None:
+    """Of all microbatches, by one of every few neighbours; None where a row does not fit."""
+    groups = like_lengths(lengths, tokens)
+    work = [sum(grid.work(lengths[number]) for number in group) for group in groups]
+    each, seconds = -(-len(groups) // SAMPLED), 0.0
+    for start in range(0, len(groups), each):
+        stop = min(start + each, len(groups))
+        middle = (start + stop) // 2
+        made = _priced(lengths, groups[middle], grid=grid, costs=costs)
+        if made is None:
+            return None
+        seconds += made.seconds * sum(work[start:stop]) / work[middle]
+    return seconds
+
+
+def like_lengths(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Neighbours in the order of their lengths, up to the budget: few kinds of rows, all even."""
+    groups: list[list[int]] = []
+    held = tokens
+    for number in sorted(range(len(lengths)), key=lambda number: (lengths[number], number)):
+        held += lengths[number]
+        if held > tokens:
+            groups.append([])
+            held = lengths[number]
+        groups[-1].append(number)
+    return groups
+
+
+def filled_up(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """The longest first, each where the least room is left that holds it (best fit decreasing)."""
+    groups: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # sorted: (room, group)
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        length = lengths[number]
+        index = _first_at_least(rooms, length)
+        if index == len(rooms):
+            groups.append([])
+            room, group = tokens, len(groups) - 1
+        else:
+            room, group = rooms.pop(index)
+        groups[group].append(number)
+        if room > length:
+            rooms.insert(_first_at_least(rooms, room - length), (room - length, group))
+    return groups
+
+
+def _first_at_least(rooms: list[tuple[int, int]], length: int) -> int:
+    low, high = 0, len(rooms)
+    while low < high:
+        middle = (low + high) // 2
+        if rooms[middle][0] < length:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _packing(
+    lengths: Sequence[int], groups: list[list[int]], tokens: int, grid: Grid, costs: Costs
+) -> Packing:
+    price = functools.partial(_priced, lengths, grid=grid, costs=costs)
+    microbatches = [made for group in groups for made in _that_fit(group, lengths, price)]
+    microbatches = _whole_rounds(microbatches, lengths, grid, price)
+    replicas = _deal(microbatches, grid.num_replicas)
+    waits = (grid.stages - 1) * max(made.seconds for made in microbatches)
+    slowest = max(sum(made.seconds for made in replica) for replica in replicas)
+    return Packing(replicas, tokens, (slowest + waits) / grid.stages)
+
+
+def _priced(
+    lengths: Sequence[int], group: Sequence[int], *, grid: Grid, costs: Costs
+) -> Microbatch | None:
+    """None where it does not fit."""
+    documents = tuple(sorted(group))
+    if len(documents) == 1:
+        return Microbatch(documents, None, costs.alone(lengths[documents[0]]))
+    of_row = [lengths[number] for number in documents]
+    row = place(of_row, grid.p, causal=grid.causal, alignment=grid.alignment)
+    seconds = costs.row(row)
+    return None if seconds is None else Microbatch(documents, row, seconds)
+
+
+Price = Callable[[Sequence[int]], Microbatch | None]
+
+
+def _that_fit(group: list[int], lengths: Sequence[int], price: Price) -> list[Microbatch]:
+    """The group as one microbatch, or halves of it, as long as these do not fit."""
+    made = price(group)
+    if made is not None:
+        return [made]
+    return [one for half in _halves(group, lengths) for one in _that_fit(half, lengths, price)]
+
+
+def _halves(group: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Of about the same tokens; each has a document."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    held = [0, 0]
+    for number in sorted(group, key=lambda number: (-lengths[number], number)):
+        less = int(held[1] < held[0])
+        halves[less].append(number)
+        held[less] += lengths[number]
+    return halves
+
+
+def _whole_rounds(
+    microbatches: list[Microbatch], lengths: Sequence[int], grid: Grid, price: Price
+) -> list[Microbatch]:
+    """As many for every replica, for which those that take longest and can are cut in two."""
+    rounds = max(-(-len(microbatches) // grid.num_replicas), grid.at_least)
+    heap = [(-made.seconds, made.documents, made) for made in microbatches]
+    heapq.heapify(heap)
+    done = []
+    missing = rounds * grid.num_replicas - len(microbatches)
+    while heap:
+        _, documents, made = heapq.heappop(heap)
+        if missing == 0 or len(documents) == 1:
+            done.append(made)
+            continue
+        missing -= 1
+        for half in _halves(documents, lengths):
+            smaller = price(half)
+            assert smaller is not None, "less of what fits, fits"
+            heapq.heappush(heap, (-smaller.seconds, smaller.documents, smaller))
+    assert missing == 0, "a global batch has a document for every microbatch"
+    return done
+
+
+def _deal(microbatches: list[Microbatch], num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:
+    """The longest-running first to the replica with the least to do so far that has room.
+
+    Within a replica they are in the order of the global batch.
+    """
+    rounds = len(microbatches) // num_replicas
+    dealt: list[list[Microbatch]] = [[] for _ in range(num_replicas)]
+    load = [(0.0, replica) for replica in range(num_replicas)]
+    for made in sorted(microbatches, key=lambda made: (-made.seconds, made.documents)):
+        spent, replica = heapq.heappop(load)
+        dealt[replica].append(made)
+        if len(dealt[replica]) < rounds:
+            heapq.heappush(load, (spent + made.seconds, replica))
+    return tuple(tuple(sorted(own, key=lambda made: made.documents)) for own in dealt)

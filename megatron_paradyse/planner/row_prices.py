@@ -1,0 +1,166 @@
+"""Seconds of a packed row at once: for packers, which ask for thousands of rows.
+
+Solving for each would take a millisecond. So plans are made once per length, for the most that a
+row of it can hold and for less; a row takes the fastest of those that were made for at least as
+much as it holds, by costs of the row itself. Never less than the best plan takes, and little more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_paradyse.costs.model import CostModel
+from megatron_paradyse.costs.row_costs import RowTerms, like, row_terms
+from megatron_paradyse.costs.table import MLP, OperationCosts
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.load import Load, load_of, load_of_one
+from megatron_paradyse.packing.row import Row
+from megatron_paradyse.plan import Plan
+from megatron_paradyse.planner.policies import CostPolicy
+from megatron_paradyse.strategies import RECOMPUTE, base_name, offloads, recomputes
+
+# What plans are made for, over one document of s tokens: scores, and whether documents cross ranks.
+MADE_FOR = ((1.0, True), (1 / 8, True), (1 / 8, False), (1 / 64, False))
+PLANS_PER_DOUBLING = 16  # lengths for which plans are made
+CAPACITY = 4096  # lengths that are remembered
+
+Pairs = tuple[tuple[str, str, int], ...]  # attention, MLP, layers
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The runs of like layers of a plan, and the most keys that a row may need to run it."""
+
+    pairs: Pairs
+    keys_received: int
+
+
+class RowPrices:
+    """Asks a policy without smoothing; edge_seconds: of s, what runs besides the layers."""
+
+    def __init__(
+        self,
+        policy: CostPolicy,
+        model: CostModel,
+        layers: Sequence[int],
+        *,
+        alignment: int,
+        edge_seconds: Callable[[int], float],
+    ):
+        assert model.packed is not None
+        self._policy, self._model, self._layers = policy, model, tuple(layers)
+        self._alignment, self._edge_seconds = alignment, edge_seconds
+        self._causal = model.packed.causal
+        self._plans: dict[tuple[int, int], tuple[_Made, ...]] = {}
+        self._lengths: dict[tuple[int, int], _Length] = {}
+
+    def seconds(self, row: Row) -> float | None:
+        """Forward and backward of the row; None where no plan of the pool fits."""
+        return self.seconds_of(load_of(row, causal=self._causal))
+
+    def seconds_of(self, load: Load) -> float | None:
+        """As seconds, of a row that is known by its load."""
+        s = -(-load.seq_length // self._alignment) * self._alignment
+        at = self._lengths.get((s, load.p))
+        if at is None:
+            if len(self._lengths) >= CAPACITY:
+                del self._lengths[next(iter(self._lengths))]
+            at = self._lengths[s, load.p] = self._length(s, load.p)
+        return at.seconds(load)
+
+    def _length(self, s: int, p: int) -> _Length:
+        load = load_of_one(s, p, causal=self._causal)
+        plans = self._plans_for(s, p)
+        names = {part for made in plans for part, _, _ in made.pairs}
+        halves = {part for made in plans for _, part, _ in made.pairs}
+        mlp = {}
+        for name in halves:
+            measured = base_name(name) + RECOMPUTE if offloads(name) else name
+            mlp[name] = self._model.operation(like(self._model, measured, MLP)[0], MLP, s)
+        terms = {}
+        for name in names:
+            measured = base_name(name) + RECOMPUTE if offloads(name) else name
+            terms[name] = row_terms(self._model, measured, load)
+        return _Length(plans, terms, mlp, self._model.offloaded, self._edge_seconds(s))
+
+    def _plans_for(self, s: int, p: int) -> tuple[_Made, ...]:
+        """Made for the next of a few lengths above s: what fits there fits here.
+
+        If nothing does, made for s itself.
+        """
+        step = math.ceil(math.log2(s) * PLANS_PER_DOUBLING - 1e-9)
+        longer = -(-round(2 ** (step / PLANS_PER_DOUBLING)) // self._alignment) * self._alignment
+        key = (max(longer, s), p)
+        if key not in self._plans:
+            self._plans[key] = self._pool(*key)
+        return self._plans[key] or self._pool(s, p)
+
+    def _pool(self, s: int, p: int) -> tuple[_Made, ...]:
+        found = [self._made(s, p, share, crosses) for share, crosses in MADE_FOR]
+        return tuple(dict.fromkeys(made for made in found if made is not None))
+
+    def _made(self, s: int, p: int, share: float, crosses: bool) -> _Made | None:
+        """The plan of rows that hold so much; None if nothing fits."""
+        one = load_of_one(s, p, causal=self._causal)
+        load = replace(
+            one,
+            scores=math.ceil(one.scores * share),
+            fullest_scores=math.ceil(one.fullest_scores * share),
+            keys_received=one.keys_received if crosses else 0,
+            documents=math.ceil(1 / share) + 1,
+            fullest_documents=math.ceil(1 / share / p),
+            in_order=False,
+        )
+        try:
+            problem = self._policy.problem(self._layers, 1, s, False, load)
+        except UserError:  # no strategy that is allowed can run such rows
+            return None
+        outcome = self._policy.planner.plan(problem)
+        if not outcome.fits:
+            return None
+        return _Made(_pairs(outcome.plan), load.keys_received)
+
+
+@dataclass(frozen=True)
+class _Length:
+    plans: tuple[_Made, ...]
+    terms: dict[str, RowTerms]  # by attention strategy; of +offload those of +recompute
+    mlp: dict[str, OperationCosts]
+    offloaded: Callable[[OperationCosts], OperationCosts]
+    edge_seconds: float
+
+    def seconds(self, load: Load) -> float | None:
+        fit = [made for made in self.plans if load.keys_received <= made.keys_received]
+        if not fit:
+            return None
+        attention = {name: terms.seconds(load) for name, terms in self.terms.items()}
+        return self.edge_seconds + min(
+            sum(count * self._pair(attention[a], a, m) for a, m, count in made.pairs)
+            for made in fit
+        )
+
+    def _pair(self, attention: tuple[float, float], a: str, m: str) -> float:
+        """Of a layer; a copy to the host counts with the layer's or the half's forward."""
+        mlp = self.mlp[m]
+        if not (offloads(a) or offloads(m)):
+            return sum(attention) + mlp.time_seconds
+        first = replace(
+            self.terms[a].one, forward_seconds=attention[0], backward_seconds=attention[1]
+        )
+        if recomputes(a) and recomputes(m):
+            both = replace(
+                first,
+                forward_seconds=first.forward_seconds + mlp.forward_seconds,
+                backward_seconds=first.backward_seconds + mlp.backward_seconds,
+            )
+            return (self.offloaded(both) if offloads(a) else both).time_seconds
+        halves = ((first, a), (mlp, m))
+        return sum((self.offloaded(h) if offloads(n) else h).time_seconds for h, n in halves)
+
+
+def _pairs(plan: Plan) -> Pairs:
+    counted = Counter((choice.attention, choice.mlp) for choice in plan.layers.values())
+    return tuple((*pair, count) for pair, count in sorted(counted.items()))

@@ -1,0 +1,87 @@
+"""Where a policy's numbers come from: costs of microbatches and rows, memory of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_paradyse.packing.load import Load
+from megatron_paradyse.packing.row import Row
+
+# (seconds, kept_bytes, forward_bytes, backward_bytes), or None where it cannot run this shape
+Numbers = Sequence[float]
+# of operation ("attention", "mlp"), strategy, s, b
+Costs = Callable[[str, str, int, int], Numbers | None]
+# of attention strategy, MLP strategy, s, b: for pairs whose costs are not the sum of the two
+PairCosts = Callable[[str, str, int, int], Numbers | None]
+Pair = tuple[str, str]
+
+
+def _nothing(seq_length: int, batch_size: int) -> int:
+    return 0
+
+
+def _never(strategy: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The memory of one pipeline stage, besides its layers.
+
+    embedding and head give (s, b) -> bytes: what the embedding and buffers of this size keep, the
+    embedding's peak, the head's peak. gather_bytes: of the buffer that is there besides if the
+    plan names a strategy for which gathers is true.
+    """
+
+    budget_bytes: int
+    static_bytes: int = 0
+    embedding_kept: Callable[[int, int], int] = _nothing
+    embedding_peak: Callable[[int, int], int] = _nothing
+    head_peak: Callable[[int, int], int] = _nothing
+    gather_bytes: Callable[[int, int], int] = _nothing
+    gathers: Callable[[str], bool] = _never
+    num_in_flight: int = 1
+    kept_share: float = 0.75
+    margin: float = 0.0
+
+
+@dataclass(frozen=True)
+class CostSource:
+    """Where the numbers come from. evaluation gives those of forwards without gradient.
+
+    same_pair gives, of an attention's and an MLP's strategy, the names of a pair that runs and
+    costs the same: where that is offered, plans name it alone. tries: whether planners consider a
+    pair; without it all.
+
+    Without it an evaluation is planned by bounds: the training's seconds, and all that its forward
+    ever holds as forward_bytes.
+    """
+
+    training: Costs
+    pairs: PairCosts | None = None
+    evaluation: Costs | None = None
+    evaluation_pairs: PairCosts | None = None
+    same_pair: Callable[[str, str], Pair] | None = None
+    tries: Callable[[str, str], bool] | None = None
+
+    def same_pairs(self, offered: set[Pair]) -> dict[Pair, Pair]:
+        """Of pairs that run what another pair runs that is offered too: that pair."""
+        if self.same_pair is None:
+            return {}
+        same = {pair: self.same_pair(*pair) for pair in offered}
+        return {pair: other for pair, other in same.items() if other != pair and other in offered}
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Where the numbers of packed rows come from.
+
+    load: what a row's costs depend on, rounded so that like rows share it; its s is what the row is
+    planned as. costs: of the rows of a load. takes: whether a strategy can run the rows of a load,
+    or without one a microbatch of single documents.
+    """
+
+    load: Callable[[Row], Load]
+    costs: Callable[[Load], CostSource]
+    takes: Callable[[str, Load | None], bool]

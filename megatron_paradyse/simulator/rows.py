@@ -1,0 +1,47 @@
+"""Attention on packed rows, simulated: the strategies' own code on ranks that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_paradyse.costs.rows import RowMeasurement
+from megatron_paradyse.costs.table import ATTENTION, OK, QUANTITIES
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.operations import Operations
+from megatron_paradyse.profiler.row_points import row_points
+from megatron_paradyse.shapes import attention_shape
+from megatron_paradyse.simulator.operation import simulated_costs
+from megatron_paradyse.simulator.simulated_rank import attention_as_rank, read_anywhere
+from megatron_paradyse.strategies import get_strategy
+
+if TYPE_CHECKING:
+    from megatron_paradyse.simulator.run import Options, Report
+
+
+def simulated_rows(options: Options, model, device, report: Report) -> Iterator[RowMeasurement]:
+    """Of the rank that needs most; what a strategy cannot run is left out, single documents say."""
+    shape = attention_shape(model.layer.self_attention, training=True)
+    operations = None
+    lengths = dict.fromkeys(options.lengths, True)
+    for point in row_points(lengths, options.strategies, options.p, causal=shape.causal):
+        try:
+            get_strategy(point.strategy).check(shape, options.p)
+        except UserError:
+            continue
+        if operations is None or operations.size[0] != point.seq_length:
+            report(f"simulating rows of s={point.seq_length}")
+            with device:
+                operations = Operations(model, point.seq_length, 1, read=read_anywhere)
+        found = []
+        for rank in ranks_of_row(options.p):
+            with attention_as_rank(model, rank):
+                operation = operations.get(ATTENTION, point.strategy, point.row)
+                found.append(simulated_costs(operation, device))
+        most = {name: max(getattr(costs, name) for costs in found) for name in QUANTITIES}
+        yield RowMeasurement(point.strategy, point.load, OK, **most)
+
+
+def ranks_of_row(p: int) -> tuple[int, ...]:
+    """All up to 8, or as many of them evenly: placement gives ranks about the same to do."""
+    return tuple(sorted({i * (p - 1) // max(min(p, 8) - 1, 1) for i in range(min(p, 8))}))

@@ -1,0 +1,115 @@
+"""One step's packed microbatches on every rank of a tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args
+from megatron.training.utils import is_first_or_last_pipeline_stage
+
+from megatron_paradyse.data.packed import NO_LABEL, PackedMicrobatch, Share
+from megatron_paradyse.hook import RowParams
+from megatron_paradyse.packing.row import Row
+from megatron_paradyse.train.batch import BATCH_NAMES, count_lengths, device_of_rank
+
+
+class PackedStep:
+    """A replica's microbatches of one global batch; all ranks of the group make it together."""
+
+    def __init__(self, shares: Iterator[Share] | None):
+        """shares: on the group's first rank; every rank learns the rows of the next one."""
+        share = next(shares) if mpu.get_tensor_model_parallel_rank() == 0 else None  # type: ignore[arg-type]
+        self._tokens = None if share is None else share.tokens
+        self._microbatches = _broadcast_microbatches(share)
+        self._next = self._first_token = 0
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def read(self, vp_stage: int | None = None) -> dict:
+        """The next microbatch in Megatron's form.
+
+        tokens, labels, position_ids (int64) and loss_mask (float32), each [1, s], rank after rank
+        of the row, all None on a pipeline stage that needs none of them; packed_seq_params with the
+        row, None of a document alone. Moves 8 s bytes over the group.
+        """
+        microbatch = self._microbatches[self._next]
+        self._next += 1
+        device = device_of_rank()
+        if torch.is_grad_enabled():
+            count_lengths(torch.tensor(microbatch.lengths, device=device))
+        params = None if microbatch.row is None else RowParams(row=microbatch.row)
+        batch = {**dict.fromkeys(BATCH_NAMES), "packed_seq_params": params}
+        if not is_first_or_last_pipeline_stage(vp_stage):
+            return batch
+        both = self._broadcast_tokens(microbatch.seq_length, device).long()
+        inputs, labels = both[:1], both[1:]
+        last = get_args().max_position_embeddings - 1
+        return {
+            **batch,
+            "tokens": inputs,
+            "labels": labels.clamp(min=0),
+            "position_ids": _positions(microbatch).to(device).clamp(max=last)[None],
+            "loss_mask": (labels != NO_LABEL).float(),
+        }
+
+    def _broadcast_tokens(self, s: int, device: torch.device) -> torch.Tensor:
+        """int32 [2, s]."""
+        both = torch.empty(2, s, dtype=torch.int32, device=device)
+        if self._tokens is not None:
+            both.copy_(self._tokens[:, self._first_token : self._first_token + s])
+            self._first_token += s
+        _broadcast(both)
+        return both
+
+
+def _positions(microbatch: PackedMicrobatch) -> torch.Tensor:
+    if microbatch.row is None:
+        return torch.arange(microbatch.seq_length)
+    return torch.tensor(microbatch.row.places(by_rows=True))
+
+
+def _broadcast_microbatches(share: Share | None) -> tuple[PackedMicrobatch, ...]:
+    """The lengths and rows of the first rank's share, on all ranks."""
+    numbers = [] if share is None else as_numbers(share.microbatches)
+    size = torch.tensor([len(numbers)], device=device_of_rank())
+    _broadcast(size)
+    payload = torch.zeros(int(size), dtype=torch.int64, device=device_of_rank())
+    if share is not None:
+        payload.copy_(torch.tensor(numbers))
+    _broadcast(payload)
+    return share.microbatches if share is not None else from_numbers(payload.tolist())
+
+
+def as_numbers(microbatches: Sequence[PackedMicrobatch]) -> list[int]:
+    """For each: s, documents and their lengths, ranks, and for each rank its ranges."""
+    numbers: list[int] = []
+    for made in microbatches:
+        numbers += [made.seq_length, len(made.lengths), *made.lengths]
+        shards = () if made.row is None else made.row.shards
+        numbers.append(len(shards))
+        for shard in shards:
+            numbers.append(len(shard))
+            numbers += [end for held in shard for end in held]
+    return numbers
+
+
+def from_numbers(numbers: Sequence[int]) -> tuple[PackedMicrobatch, ...]:
+    """What as_numbers wrote."""
+    rest, made = iter(numbers), []
+    for s in rest:
+        lengths = tuple(next(rest) for _ in range(next(rest)))
+        shards = tuple(
+            tuple((next(rest), next(rest)) for _ in range(next(rest))) for _ in range(next(rest))
+        )
+        made.append(PackedMicrobatch(lengths, Row(lengths, shards) if shards else None, s))
+    return tuple(made)
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    """From the first rank of the tensor-parallel group."""
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        source = mpu.get_tensor_model_parallel_src_rank()
+        torch.distributed.broadcast(tensor, source, group=mpu.get_tensor_model_parallel_group())

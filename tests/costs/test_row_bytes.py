@@ -1,0 +1,119 @@
+"""Memory of packed rows as it is counted on each rank, against what the cost model says.
+
+Costs of single documents are those of the formulas, fitted as measured ones are; the strategies run
+on the fake process group, which holds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.costs.row_costs import RowCosts
+from megatron_paradyse.costs.table import ATTENTION, Constants, CostTable, Measurement
+from megatron_paradyse.packing.load import load_of
+from megatron_paradyse.packing.row import contiguous
+from megatron_paradyse.packing.traffic import microbatch_of
+from megatron_paradyse.strategies import recomputes, strategy_names, takes
+from megatron_paradyse.strategies.accounting import operation_costs
+from megatron_paradyse.strategies.sizes import LayerSizes
+from tests.costs.synthetic import DESCRIPTION
+from tests.packing.rows import zigzag
+from tests.strategies.layers import AttentionCase
+from tests.strategies.test_accounting import measure_rank
+
+S, N, D = 128, 8, 16
+LENGTHS = (64, 96, 128, 192, 512)
+BYTES = ("kept_bytes", "forward_bytes", "backward_bytes")
+# Fits of the formulas, and the formulas themselves, are this far off at most.
+TOLERANCE = 0.02
+VARIANTS = {
+    "activations": {"g": 8, "h": 16, "dtype": torch.float32},
+    "weights": {"g": 8, "h": 128, "dtype": torch.bfloat16},
+    "shared keys": {"g": 2, "h": 16, "dtype": torch.bfloat16},
+}
+NAMES = [name + suffix for name in strategy_names(packed=True) for suffix in ("", "+recompute")]
+
+
+def rows(p):
+    short = [5, 11, 2, 30, 1, 9, 6, 24, 3, 20, 7, 10]
+    return {
+        "in shards": contiguous([S // p // 2] * (2 * p), p),
+        "short, spread": zigzag(short, p),
+        "one, spread": zigzag((S,), p),
+        "half and short ones": contiguous([S // 2] + [4] * (S // 8), p),
+    }
+
+
+def case_of(strategy, p, mask, variant, row):
+    sizes = VARIANTS[variant]
+    return AttentionCase(strategy, p, mask, n=N, d=D, s=S, b=1, row=row, **sizes)
+
+
+@functools.cache
+def model_of(p, mask, variant):
+    """Fitted to the formulas of every strategy that has some."""
+    v = VARIANTS[variant]
+    shape = dataclasses.replace(
+        DESCRIPTION.model, hidden_size=v["h"], num_heads=N, num_kv_heads=v["g"], head_dim=D
+    )
+    dtype = str(v["dtype"]).removeprefix("torch.")
+    description = dataclasses.replace(
+        DESCRIPTION, model=shape, p=p, dtype=dtype, attention_mask=mask
+    )
+    points = []
+    for name in NAMES:
+        for s in LENGTHS if not name.startswith("local_z") else ():
+            z = LayerSizes(
+                s=s, b=1, h=v["h"], n=N, g=v["g"], d=D, f=1, p=p, causal=mask == "causal",
+                element_bytes=v["dtype"].itemsize,
+            )  # fmt: skip
+            costs = operation_costs(name, ATTENTION, z)
+            # as a profile counts: the input is the operation before's, the output is kept
+            numbers = [1e-3 + 1e-6 * s, 1e-3 + 1e-6 * s, *(getattr(costs, q) for q in BYTES)]
+            points.append(Measurement(name, ATTENTION, s, 1, "ok", *map(float, numbers)))
+    return fit_table(CostTable(description, tuple(points), Constants(0.0, 0.0)))
+
+
+def measured(case):
+    """Of each quantity the largest that any rank has."""
+    found = []
+    for rank in range(case.p):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.p)
+        try:
+            found.append(measure_rank(dist.new_group(list(range(case.p))), case))
+        finally:
+            dist.destroy_process_group()
+    return {name: max(getattr(m, name) for m in found) for name in BYTES}
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_no_rank_holds_more_than_predicted_and_keeps_what_is(strategy):
+    """Every row with a variant of the layer; +recompute with one row."""
+    p, mask, wrong = 4, "causal", []
+    variants = itertools.cycle(VARIANTS)
+    for _ in range(NAMES.index(strategy)):
+        next(variants)
+    for (label, row), variant in zip(rows(p).items(), variants, strict=False):
+        if not takes(strategy, microbatch_of(row), p):
+            continue
+        load = load_of(row, causal=True)
+        costs = RowCosts(model_of(p, mask, variant), load)(strategy, ATTENTION, S)
+        truth = measured(case_of(strategy, p, mask, variant, row))
+        if abs(costs.kept_bytes / truth["kept_bytes"] - 1) > TOLERANCE:
+            wrong.append((label, variant, "kept_bytes", costs.kept_bytes, truth["kept_bytes"]))
+        for name in BYTES[1:]:
+            found = costs.kept_bytes + getattr(costs, name)
+            peak = truth["kept_bytes"] + truth[name]
+            if found < (1 - TOLERANCE) * peak:
+                wrong.append((label, variant, name, found, peak))
+        if recomputes(strategy):
+            break
+    assert not wrong, "\n" + "\n".join(map(str, wrong))

@@ -1,0 +1,86 @@
+"""Shares of packed global batches: which tokens lie where, and where a restart goes on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron_paradyse.data.packed import (
+    NO_LABEL,
+    PackedShares,
+    collate_row,
+    packed_shares,
+)
+from megatron_paradyse.packing.pack import Grid, flops_costs, pack
+from megatron_paradyse.packing.placement import place
+
+GLOBAL_BATCH = 12
+GRID = Grid(p=2, hidden_size=64, num_replicas=2, alignment=4)
+
+
+class Stream:
+    """Position k of the stream is a sample of its own lengths and tokens."""
+
+    def length(self, position: int) -> int:
+        return 1 + position * 7 % 40
+
+    def tokens(self, position: int) -> np.ndarray:
+        return 1000 * position + np.arange(self.length(position) + 1)
+
+
+def shares(replica: int, *, consumed: int = 0, num_workers: int = 0):
+    made = PackedShares(
+        Stream(),
+        functools.partial(pack, tokens=64, grid=GRID, costs=flops_costs(GRID)),
+        global_batch_size=GLOBAL_BATCH,
+        replica=replica,
+        alignment=4,
+    )
+    return packed_shares(
+        made, consumed=consumed, global_batch_size=GLOBAL_BATCH, num_workers=num_workers
+    )
+
+
+def test_a_row_is_laid_out_rank_after_rank_with_labels_inside_documents():
+    samples = [np.array([10, 11, 12, 13, 14, 15, 16]), np.array([20, 21, 22])]
+    row = place([6, 2], 2, causal=True, alignment=4)
+    inputs, labels = collate_row(samples, row, row.seq_length)
+    held = [list(itertools.chain(*(range(a, b) for a, b in shard))) for shard in row.shards]
+    flat_inputs = [10, 11, 12, 13, 14, 15, 20, 21]
+    flat_labels = [11, 12, 13, 14, 15, 16, 21, 22]
+    assert inputs.tolist() == [flat_inputs[i] for shard in held for i in shard]
+    assert labels.tolist() == [flat_labels[i] for shard in held for i in shard]
+    places = [0, 1, 2, 3, 4, 5, 0, 1]
+    assert row.places(by_rows=True) == [places[i] for shard in held for i in shard]
+
+
+def test_padding_has_no_label():
+    both = collate_row([np.array([5, 6, 7])], None, 4)
+    assert both.tolist() == [[5, 6, 0, 0], [6, 7, NO_LABEL, NO_LABEL]]
+
+
+@pytest.mark.parametrize("first", [0, GLOBAL_BATCH])
+def test_replicas_together_train_on_the_documents_of_the_global_batch(first):
+    pairs = []
+    for replica in (0, 1):
+        share = next(shares(replica, consumed=first))
+        assert sum(made.seq_length for made in share.microbatches) == share.tokens.shape[1]
+        inputs, labels = share.tokens.numpy()
+        pairs += zip(inputs[labels != NO_LABEL], labels[labels != NO_LABEL], strict=True)
+    expected = []
+    for position in range(first, first + GLOBAL_BATCH):
+        tokens = Stream().tokens(position)
+        expected += itertools.pairwise(tokens)
+    assert sorted(pairs) == sorted(expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_restart_goes_on_at_the_next_global_batch(num_workers):
+    whole = list(itertools.islice(shares(0, num_workers=num_workers), 4))
+    rest = list(itertools.islice(shares(0, consumed=2 * GLOBAL_BATCH), 2))
+    for ran, resumed in zip(whole[2:], rest, strict=True):
+        assert ran.microbatches == resumed.microbatches
+        assert ran.tokens.equal(resumed.tokens)

@@ -1,0 +1,82 @@
+"""Microbatches of a global batch: every document once, every replica as many."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_paradyse.data.distributions import draw_lengths
+from megatron_paradyse.packing.pack import Costs, Grid, Packing, filled_up, flops_costs, pack
+from megatron_paradyse.packing.work import scores_per_rank
+
+GRID = Grid(p=4, hidden_size=64, num_replicas=2, alignment=8)
+
+
+def documents_of(packing: Packing) -> list[int]:
+    return [n for replica in packing.replicas for made in replica for n in made.documents]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 900), min_size=8, max_size=80),
+    tokens=st.one_of(st.none(), st.integers(1, 4000)),
+    num_replicas=st.sampled_from([1, 2, 4]),
+    at_least=st.integers(1, 2),
+)
+@settings(max_examples=100, deadline=None)
+def test_every_document_is_in_one_microbatch_of_equally_many(
+    lengths, tokens, num_replicas, at_least
+):
+    lengths = lengths[: len(lengths) // num_replicas * num_replicas]
+    grid = Grid(p=2, hidden_size=64, num_replicas=num_replicas, alignment=4, at_least=at_least)
+    packing = pack(lengths, tokens, grid, flops_costs(grid))
+    assert sorted(documents_of(packing)) == list(range(len(lengths)))
+    assert len({len(replica) for replica in packing.replicas}) == 1
+    assert len(packing.replicas[0]) >= at_least
+    for made in itertools.chain(*packing.replicas):
+        of_row = tuple(lengths[number] for number in made.documents)
+        assert (made.row is None) == (len(of_row) == 1)
+        assert made.row is None or made.row.lengths == of_row
+        assert len(of_row) == 1 or sum(of_row) <= packing.tokens
+    assert packing == pack(lengths, tokens, grid, flops_costs(grid))
+
+
+def test_rows_are_halved_until_they_fit():
+    costs = flops_costs(GRID)
+    small = Costs(lambda row: costs.row(row) if row.seq_length <= 256 else None, costs.alone)
+    packing = pack([60] * 64, 4096, GRID, small)
+    rows = [made.row for made in itertools.chain(*packing.replicas)]
+    assert max(row.seq_length for row in rows if row) <= 256
+    assert sorted(documents_of(packing)) == list(range(64))
+
+
+def test_the_budget_is_the_fastest_that_fits():
+    """A microbatch costs 1, a token 1/1000, and more than 2,048 do not fit."""
+    costs = Costs(
+        lambda row: 1 + row.seq_length / 1000 if row.seq_length <= 2048 else None,
+        lambda tokens: 1 + tokens / 1000,
+    )
+    packing = pack([50] * 400, None, GRID, costs)
+    assert packing.tokens == 2048 and len(packing.replicas[0]) == 5
+
+
+def test_replicas_have_about_the_same_to_do():
+    lengths = draw_lengths("githubcode", 512, 1.0, 3).tolist()
+    packing = pack(lengths, 1 << 17, GRID, flops_costs(GRID))
+    seconds = [sum(made.seconds for made in replica) for replica in packing.replicas]
+    assert max(seconds) <= 1.05 * min(seconds)
+
+
+def test_best_fit_fills_the_least_room():
+    assert filled_up([7, 5, 3, 3, 1], 10) == [[0, 2], [1, 3, 4]]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flops_of_a_row_follow_its_fullest_rank(causal):
+    grid = Grid(p=2, hidden_size=1, alignment=4, causal=causal)
+    packing = pack([30, 20, 10, 4], 64, grid, flops_costs(grid))
+    (made,) = packing.replicas[0]
+    fullest = max(scores_per_rank(made.row, causal=causal))
+    assert made.seconds == pytest.approx(32 + fullest / 6)

@@ -1,0 +1,72 @@
+"""Placements: every token once, even scores, few documents across ranks, little padding."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_paradyse.data.distributions import draw_lengths
+from megatron_paradyse.packing.placement import EVEN, MOST_PADDING, place
+from megatron_paradyse.packing.work import imbalance, keys_received, scores_per_rank
+
+BUDGET = 1 << 18
+
+
+def rows_of(distribution: str, budget: int) -> list[list[int]]:
+    """Documents drawn like a published distribution, next to each other in sorted order."""
+    rows: list[list[int]] = [[]]
+    for length in sorted(draw_lengths(distribution, 256, 1.0, 7).tolist()):
+        if rows[-1] and sum(rows[-1]) + length > budget:
+            rows.append([])
+        rows[-1].append(length)
+    return rows
+
+
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60),
+    p=st.sampled_from([1, 2, 3, 4, 8, 16]),
+    causal=st.booleans(),
+    halves=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_token_has_a_rank_and_padding_stays_small(lengths, p, causal, halves):
+    alignment = 2 * p if halves else p
+    row = place(lengths, p, causal=causal, alignment=alignment)  # Row checks that none is missing
+    assert row.lengths == tuple(lengths) and row.p == p
+    assert row.seq_length % alignment == 0
+    tokens = sum(lengths)
+    assert row.seq_length < tokens + max(alignment, tokens * MOST_PADDING + 1)
+    assert row == place(lengths, p, causal=causal, alignment=alignment)
+
+
+@given(length=st.integers(1, 5000), p=st.sampled_from([2, 4, 8]), causal=st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_one_document_alone_is_spread_over_all_ranks(length, p, causal):
+    scores = scores_per_rank(place([length], p, causal=causal), causal=causal)
+    assert max(scores) - min(scores) <= 4 * length  # pieces differ by a token
+
+
+@pytest.mark.parametrize("distribution", ["githubcode", "grch38"])
+@pytest.mark.parametrize("p", [2, 4, 8, 16, 32, 64])
+def test_scores_of_published_lengths_are_even(distribution, p):
+    rows = [place(row, p, causal=True) for row in rows_of(distribution, BUDGET)]
+    assert max(imbalance(row, causal=True) for row in rows) <= EVEN
+    contiguous_ring = sum((p - 1) * row.seq_length for row in rows)
+    assert sum(sum(keys_received(row)) for row in rows) < contiguous_ring
+
+
+def test_short_documents_stay_whole():
+    row = place([5 + n % 7 for n in range(400)], 4, causal=True, alignment=8)
+    assert keys_received(row) == [0, 0, 0, 0]
+
+
+def test_documents_that_need_two_ranks_are_on_two():
+    row = place([400, 400, *[10] * 20], 4, causal=True)
+    for long in (0, 1):
+        assert sum(any(n == long for n, _, _ in pieces) for pieces in row.pieces) == 2
+    assert imbalance(row, causal=True) <= EVEN
+
+
+def test_like_documents_take_a_rank_each():
+    assert keys_received(place([100] * 8, 8, causal=True)) == [0] * 8

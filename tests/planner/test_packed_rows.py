@@ -1,0 +1,177 @@
+"""Plans of packed rows: by the row's costs, as good as any, and priced at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from megatron_paradyse.costs.correction import Correction, corrected
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.load import load_of
+from megatron_paradyse.packing.row import contiguous
+from megatron_paradyse.planner.from_costs import Stage
+from megatron_paradyse.planner.from_file import ALIGNMENT, Costs, FilePolicies
+from megatron_paradyse.planner.known import known_for_rows
+from megatron_paradyse.planner.row_prices import RowPrices
+from megatron_paradyse.settings import Restriction, Settings
+from tests.costs.synthetic import make_table
+from tests.packing.rows import random_row, zigzag
+from tests.planner.brute_force import best_of_all
+
+P = 4
+LAYERS = (1, 2)
+BASES = ("megatron_ts", "megatron_cz", "metp")
+NAMES = (*BASES, *(f"{name}+recompute" for name in BASES))
+LOCAL = ("local_z", "local_z+recompute")
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    table = make_table(strategies=NAMES)
+    write_cost_file(path, table, fit_table(table))
+    return read_cost_file(path)
+
+
+def policies(file, names=(*LOCAL, *NAMES), **settings):
+    settings = Settings(policy="optimal", memory_margin=0.0, **settings)
+    return FilePolicies(settings, Costs(file, names), 0)
+
+
+def policy(file, budget_mib=1 << 20, names=(*LOCAL, *NAMES), *, correct=None, **settings):
+    stage = Stage(budget_bytes=budget_mib * MIB, static_bytes=0)
+    return policies(file, names, **settings).policy(stage, smooth=False, correct=correct)
+
+
+def prices(file, budget_mib):
+    model = file.require_model()
+    return RowPrices(
+        policy(file, budget_mib), model, LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
+    )
+
+
+def local_row(rng, *, longest=8192):
+    """Documents of which none is on two ranks."""
+    size = rng.randint(2, longest // P) * 16
+    return contiguous([size // 4] * 4 * P, P, alignment=2 * P)
+
+
+def rows(count, *, longest=2000):
+    rng = random.Random(0)
+    for _ in range(count):
+        yield random_row(rng, P, longest=longest)
+        yield local_row(rng)
+
+
+@pytest.mark.parametrize("budget_mib", [4, 16, 64, 1 << 20])
+def test_plans_of_rows_are_the_best_of_all(budget_mib, file):
+    chooses = policy(file, budget_mib)
+    for row in rows(4):
+        outcome = chooses.outcome(1, row.seq_length, LAYERS, row=row)
+        load = chooses.rows.load(row)
+        problem = chooses.problem(LAYERS, 1, load.seq_length, False, load)
+        fits, seconds, _ = best_of_all(problem)
+        assert (outcome.fits, outcome.seconds) == (fits, pytest.approx(seconds))
+        assert chooses.plan(1, row.seq_length, LAYERS, row=row) == outcome.plan
+
+
+def test_a_row_of_one_document_is_planned_as_the_document(file):
+    chooses = policy(file, names=NAMES)
+    for s in (256, 2048, 16384):
+        alone = chooses.outcome(1, s, LAYERS)
+        packed = chooses.outcome(1, s, LAYERS, row=zigzag((s,), P))
+        assert (packed.plan, packed.seconds) == (alone.plan, alone.seconds)
+        assert packed.peak_bytes >= alone.peak_bytes
+
+
+def test_short_documents_take_less_time_than_one_long_one(file):
+    chooses = policy(file)
+    short, one = contiguous((256,) * 64, P), zigzag((256 * 64,), P)
+    seconds = [chooses.outcome(1, r.seq_length, LAYERS, row=r).seconds for r in (short, one)]
+    assert seconds[0] < 0.7 * seconds[1]
+
+
+def test_local_z_runs_where_no_document_crosses_and_nowhere_else(file):
+    chooses = policy(file, 64, ("local_z", "megatron_cz", "metp"))
+    inside, across = contiguous((64,) * 64, P), contiguous((64,) * 31 + (128,) * 16 + (64,), P)
+    assert "local_z" in chooses.plan(1, inside.seq_length, LAYERS, row=inside).runs()
+    assert load_of(across, causal=True).crosses
+    assert "local_z" not in chooses.plan(1, across.seq_length, LAYERS, row=across).runs()
+    assert "local_z" not in chooses.plan(1, inside.seq_length, LAYERS).runs()
+
+
+def test_a_row_that_no_allowed_strategy_can_run_is_refused(file):
+    chooses = policy(file, layers={1: Restriction(("local_z",), ("local_z",))})
+    row = zigzag((1024,), P)
+    with pytest.raises(UserError, match="no strategy of local_z can run attention"):
+        chooses.plan(1, 1024, LAYERS, row=row)
+
+
+def test_like_rows_share_a_plan_that_is_solved_once(file):
+    chooses = policy(file)
+    one, two = contiguous((256,) * 16, P), contiguous((256,) * 15 + (255,), P, alignment=64)
+    outcomes = [chooses.outcome(1, r.seq_length, LAYERS, row=r) for r in (one, two)]
+    assert outcomes[0] is outcomes[1]
+    assert chooses.outcome(1, 4096, LAYERS) is not outcomes[0]
+
+
+def test_smoothing_keeps_a_row_s_plan_only_where_it_can_run(file):
+    smooth = policies(file, ("local_z", "metp"), smoothing=1.0).policy(
+        Stage(budget_bytes=1 << 40, static_bytes=0)
+    )
+    inside, across = contiguous((64,) * 64, P), zigzag((4096,), P)
+    assert "local_z" in smooth.plan(1, 4096, LAYERS, row=inside).runs()
+    assert "local_z" not in smooth.plan(1, 4096, LAYERS, row=across).runs()
+
+
+def test_corrections_apply_to_rows(file):
+    correction = Correction(NAMES)
+    row = contiguous((256,) * 16, P)
+
+    def correct(costs_of):
+        return corrected(costs_of, correction)
+
+    chooses = policy(file, names=("megatron_ts",), correct=correct)
+    before = chooses.outcome(1, 4096, LAYERS, row=row).seconds
+    correction.set_seconds({"megatron_ts": 2.0})
+    chooses.renew()
+    assert chooses.outcome(1, 4096, LAYERS, row=row).seconds == pytest.approx(2 * before)
+
+
+@pytest.mark.parametrize("budget_mib", [8, 32, 1 << 20])
+def test_prices_are_not_below_the_best_plan_and_near_it(budget_mib, file):
+    chooses, priced = policy(file, budget_mib), prices(file, budget_mib)
+    ratios = []
+    for row in rows(20, longest=4000):
+        seconds = priced.seconds(row)
+        exact = dataclasses.replace(
+            load_of(row, causal=True), seq_length=chooses.rows.load(row).seq_length
+        )
+        best = chooses.planner.plan(chooses.problem(LAYERS, 1, exact.seq_length, False, exact))
+        assert (seconds is not None) == best.fits
+        if seconds is not None:
+            ratios.append(seconds / best.seconds)
+    assert min(ratios) > 1 - 1e-9
+    assert sorted(ratios)[len(ratios) // 2] < 1.01 and max(ratios) < 1.15
+
+
+def test_prices_of_what_nothing_fits_are_none(file):
+    assert prices(file, 1).seconds(zigzag((1 << 16,), P)) is None
+
+
+def test_prices_do_not_depend_on_what_was_asked_before(file):
+    asked = list(rows(6))
+    forward, back = prices(file, 16), prices(file, 16)
+    first = [forward.seconds(row) for row in asked]
+    assert first == [back.seconds(row) for row in asked[::-1]][::-1]
+
+
+def test_local_z_is_known_where_the_registry_and_others_costs_have_it(file, monkeypatch):
+    model = file.require_model()
+    monkeypatch.setattr("megatron_paradyse.planner.known.LOCAL", "megatron_ts")
+    assert known_for_rows(model)[0] == "megatron_ts"

@@ -1,0 +1,90 @@
+"""Training on packed microbatches: the same documents, losses and counts as one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from tests.train.harness import LLAMA, train, write_documents
+from tests.train.synthetic_costs import write_costs
+
+ITERATIONS, SAVED = 10, 8
+TOKENS = 64  # some documents are longer
+LENGTHS = np.random.default_rng(5).integers(2, 90, size=200).tolist()
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+PACKED = ["--paradyse-sequences", "packed"]
+BY_FLAG = [*PACKED, "--paradyse-pack-tokens", TOKENS]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, LENGTHS)
+    flags = ["--data-path", prefix, "--split", "80,20,0", "--paradyse", "--lr", "1e-3", *LLAMA]
+    flags += ["--micro-batch-size", 1, "--global-batch-size", 16, "--seq-length", 96]
+    return [*flags, "--train-iters", ITERATIONS, "--eval-iters", 1, "--eval-interval", ITERATIONS]
+
+
+@pytest.fixture(scope="module")
+def unpacked(data, tmp_path_factory):
+    """One rank, a microbatch for every document. Saves before the last iterations."""
+    folder = tmp_path_factory.mktemp("alone")
+    run = train(folder, *data, "--save", folder / "saved", "--save-interval", SAVED, ranks=1)
+    (folder / "saved" / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    return run, folder / "saved"
+
+
+def validation_loss(run) -> float:
+    return float(re.findall(r"validation loss at .*? lm loss value: (\S+)", run.stdout)[0])
+
+
+def test_the_loss_curve_is_that_of_documents_one_by_one(data, unpacked, tmp_path):
+    run = train(tmp_path, *data, *BY_FLAG, ranks=1)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(run.values(name), unpacked[0].values(name), rtol=1e-4)
+    np.testing.assert_array_equal(run.values("tokens"), unpacked[0].values("tokens"))
+    assert validation_loss(run) == pytest.approx(validation_loss(unpacked[0]), rel=1e-4)
+    consumed = [re.findall(r"consumed samples: +(\d+)", r.stdout) for r in (run, unpacked[0])]
+    assert consumed[0] == consumed[1] and consumed[0][-1] == str(16 * ITERATIONS)
+
+
+STAGES = ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2]
+
+
+@pytest.mark.parametrize(
+    "ranks, strategy, flags",
+    [(2, "megatron_cz", []), (4, "ulysses_z", []), (4, "metp", STAGES)],
+    ids=["tp2", "tp2-dp2", "tp2-pp2-interleaved"],
+)
+def test_grids_resume_at_the_exact_document(ranks, strategy, flags, data, unpacked, tmp_path):
+    """From the checkpoint of one rank without packing: the same last iterations."""
+    expected, checkpoint = unpacked
+    flags = [*data, *BY_FLAG, *TP2, *flags, "--paradyse-policy", f"fixed:{strategy}"]
+    check_continued(tmp_path, flags, expected, checkpoint, ranks=ranks)
+
+
+def test_the_planner_chooses_the_budget_ahead_of_the_step(data, unpacked, tmp_path):
+    """By invented costs under a budget, packed by a worker of the loader."""
+    expected, checkpoint = unpacked
+    flags = ["--tensor-model-parallel-size", 4, "--sequence-parallel", "--num-workers", 1]
+    flags += ["--paradyse-policy", "optimal", "--paradyse-no-correction", "--paradyse-accept-costs"]
+    flags += ["--paradyse-cost-model", write_costs(tmp_path / "costs.json")]
+    flags += ["--paradyse-memory-budget", "150MB"]
+    check_continued(tmp_path, [*data, *PACKED, *flags], expected, checkpoint, ranks=4)
+
+
+def check_continued(folder, flags, expected, checkpoint, *, ranks: int) -> None:
+    """The last iterations of a run, trained again from its checkpoint, are the same."""
+    trace = folder / "trace.jsonl"
+    run = train(folder, *flags, "--paradyse-trace", trace, "--load", checkpoint, ranks=ranks)
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(run.values(name), expected.values(name)[SAVED:], rtol=1e-5)
+    assert validation_loss(run) == pytest.approx(validation_loss(expected), rel=1e-5)
+    records = [json.loads(line) for path in folder.glob("trace*") for line in path.open()]
+    lengths = [r for r in records if r["kind"] == "iteration"]
+    assert all(0 < r["shortest_sequence_tokens"] < r["longest_sequence_tokens"] for r in lengths)
+    microbatches = sum(r["kind"] == "microbatch" for r in records)
+    assert 0 < microbatches < len(lengths) * 16, "documents share microbatches"
