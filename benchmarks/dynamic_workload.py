@@ -80,12 +80,19 @@ def main() -> None:
 
 
 def profile_and_fit(
-    folder: Path, flags: list[str], lengths: str, quick: bool, *, ranks: int = RANKS
+    folder: Path,
+    flags: list[str],
+    lengths: str,
+    quick: bool,
+    *,
+    ranks: int = RANKS,
+    packed: bool = False,
 ) -> str:
     """A fitted cost file of the model on this machine, by the commands that users run."""
     raw, fitted = str(folder / "raw.json"), str(folder / "costs.json")
     command = [sys.executable, "-m", "megatron_paradyse"]
     profile = [*command, "profile", "--nproc", str(ranks), "--output", raw, "--lengths", lengths]
+    profile += ["--packed"] if packed else []
     if quick:
         profile += ["--strategies", "megatron_ts,ulysses_z,metp,metp+recompute"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

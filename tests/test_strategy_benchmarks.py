@@ -1,4 +1,4 @@
-"""The benchmarks of the strategies run, and print the keys that reports read."""
+"""The benchmarks of strategies and placement run, and print the keys that reports read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {
     "gpu_ring": {"ratio_to_single_call", "relative_difference", "kernel"},
+    "placement": {"imbalance_max", "bytes_ratio_max", "padding_max", "solve_seconds_max"},
     "parity": {"cases", "failures", "max_rel_error_fp32", "max_bf16_error_over_single_process"},
     "strategies": {"rows"},
 }
@@ -26,5 +27,7 @@ def test_quick_benchmark_prints_one_json_object_with_its_keys(name):
     assert set(result) >= KEYS[name] | {"hardware", "versions", "date", "configuration"}
     if name == "gpu_ring":
         assert result["relative_difference"] < 1e-5
+    if name == "placement":
+        assert result.pop("imbalance_max") <= 1.10 and result.pop("rows")
     for row in result.get("rows", ()):
         assert set(row) >= ROW | {"backward_bytes"}

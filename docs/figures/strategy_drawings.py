@@ -105,6 +105,21 @@ def colossal_z(attention: Axes, mlp: Axes) -> None:
     zero_mlp(mlp, "ColossalZ MLP: ZeRO-3")
 
 
+def local_z(attention: Axes, mlp: Axes) -> None:
+    """strategies/local_z.py."""
+    mine = Tensor("q, k, v of whole\ndocuments\n[s/p, b, n, d]", rows)
+    out = Tensor("all heads\n[s/p, b, n, d]", rows)
+    draw_panel(
+        attention,
+        "LocalZ attention: of packed documents, each on one rank",
+        [X, Compute("all_gather W\nqkv", "gathered"), mine, Compute("attention"), out,
+         Compute("all_gather W\nproj", "gathered"), Y],
+        "all_gather each weight again, reduce_scatter its gradient in float32. Keys and values "
+        "never leave their rank.",
+    )  # fmt: skip
+    zero_mlp(mlp, "LocalZ MLP: ZeRO-3")
+
+
 def zero_mlp(ax: Axes, title: str) -> None:
     """strategies/zero.py: zero_mlp."""
     features = Tensor("all features\n[s/p, b, f]", rows)
@@ -188,4 +203,5 @@ DRAWINGS = {
     "megatron_cz": megatron_cz,
     "colossal_z": colossal_z,
     "metp": metp,
+    "local_z": local_z,
 }

@@ -113,7 +113,7 @@ def _of_best_budget(lengths: Sequence[int], grid: Grid, costs: Costs) -> Packing
         if seconds is None:
             break  # longer rows will not fit either
         found.append((seconds, tokens))
-    best = sorted(found)[:2] or [(0.0, grid.alignment)]
+    best = sorted(found)[:2] or [(0.0, first)]
     made = [pack(lengths, tokens, grid, costs) for _, tokens in best]
     return min(made, key=lambda packing: (packing.seconds, packing.tokens))
 

@@ -31,6 +31,7 @@ DROPPED = {
     "--paradyse-trace": 1,
     "--paradyse-log": 1,
     "--paradyse-strategies": 1,
+    "--paradyse-pack-tokens": 1,
     "--pipeline-model-parallel-size": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,
@@ -72,6 +73,8 @@ def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) 
             )
         assumed += ["--tokenizer-type", "NullTokenizer"]
     last = ["--train-iters", "1000", "--paradyse", "--paradyse-policy", "fixed:megatron_ts"]
+    if {"packed", "--paradyse-sequences=packed"} & {*flags}:  # rows are measured anyway
+        last += ["--paradyse-sequences", "documents"]
     return [*assumed, *flags, *last]
 
 

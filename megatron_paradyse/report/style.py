@@ -22,8 +22,9 @@ COLOURS = {
     "megatron_cz": ("#009E73", "^"),
     "colossal_z": ("#CC79A7", "D"),
     "metp": ("#D55E00", "v"),
+    "local_z": ("#56B4E9", "P"),
 }
-OTHERS = (("#56B4E9", "P"), ("#999933", "X"), ("#8C6BB1", "*"))
+OTHERS = (("#999933", "X"), ("#8C6BB1", "*"), ("#A6761D", "<"))
 OURS, ACCENT = "#0072B2", "#D55E00"
 INK = "#222221"  # becomes the page's own colour of text
 MUTED = "#808080"  # readable on white and on black

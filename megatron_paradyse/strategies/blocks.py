@@ -49,10 +49,12 @@ class Block:
     k_start: int
     causal: bool  # the square on the diagonal: a query sees the keys up to its own position
     window: int | None  # keys further back than window - 1 are hidden; None: no key here is
+    parts: tuple[tuple[int, int], ...] = ()  # many blocks side by side: rows of queries and keys
 
     @property
     def num_scores(self) -> int:
         """Scores that are not masked, per head."""
+        assert not self.parts
         rows = self.q_rows[1] - self.q_rows[0]
         columns = self.k_rows[1] - self.k_rows[0]
         sequences = self.sequences[1] - self.sequences[0]

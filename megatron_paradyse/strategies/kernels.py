@@ -23,6 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_paradyse.strategies.document_kernels import (
+    cuda_flash_documents_backward,
+    cuda_flash_documents_forward,
+    flash_attn_documents_backward,
+    flash_attn_documents_forward,
+)
 from megatron_paradyse.strategies.tiled_kernel import BlockRule, tiled_backward, tiled_forward
 
 aten = torch.ops.aten
@@ -31,10 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Kernel:
+    """for_documents: the same over many documents in one call (document_kernels.py), or None."""
+
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, BlockRule], tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, BlockRule], tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor, ...]]
     has_window: bool = False
+    for_documents: Kernel | None = None
 
 
 def choose_kernel(q: Tensor, *, window: bool = False, dropout: bool = False) -> Kernel:
@@ -209,7 +218,23 @@ def _flash_attn_backward(grad_out, q, k, v, out, lse, rule):
 
 
 CPU_FLASH = Kernel("torch CPU flash", _cpu_flash_forward, _cpu_flash_backward)
-CUDA_FLASH = Kernel("torch CUDA flash", _cuda_flash_forward, _cuda_flash_backward, has_window=True)
+CUDA_FLASH = Kernel(
+    "torch CUDA flash",
+    _cuda_flash_forward,
+    _cuda_flash_backward,
+    has_window=True,
+    for_documents=Kernel(
+        "torch CUDA flash", cuda_flash_documents_forward, cuda_flash_documents_backward
+    ),
+)
 CUDA_EFFICIENT = Kernel("torch CUDA efficient", _cuda_efficient_forward, _cuda_efficient_backward)
-FLASH_ATTN = Kernel("FlashAttention", _flash_attn_forward, _flash_attn_backward, has_window=True)
+FLASH_ATTN = Kernel(
+    "FlashAttention",
+    _flash_attn_forward,
+    _flash_attn_backward,
+    has_window=True,
+    for_documents=Kernel(
+        "FlashAttention", flash_attn_documents_forward, flash_attn_documents_backward
+    ),
+)
 TILED = Kernel("tiled torch operations", tiled_forward, tiled_backward, has_window=True)

@@ -8,7 +8,6 @@ A query in no document gets out 0, lse -inf and gradients 0: no kernel ever sees
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from torch.autograd import Function
 
 from megatron_paradyse.strategies.blocks import Block, Span, blocks_of
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+from megatron_paradyse.strategies.joined_blocks import first_of_their_queries, join_documents
 from megatron_paradyse.strategies.kernels import Kernel, choose_kernel
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
 
@@ -33,6 +33,15 @@ class AttentionTask:
     def blocks(self, q_spans: tuple[Span, ...], k_spans: tuple[Span, ...]) -> tuple[Block, ...]:
         return blocks_of(q_spans, k_spans, self.shape, self.microbatch)
 
+    def blocks_for(
+        self, q: Tensor, q_spans: tuple[Span, ...], k_spans: tuple[Span, ...]
+    ) -> tuple[Block, ...]:
+        """As few as the kernel for such queries can take."""
+        blocks = self.blocks(q_spans, k_spans)
+        if self.microbatch.shards is None or len(blocks) < 2:
+            return blocks
+        return join_documents(blocks) if self._kernel(q).for_documents else blocks
+
     def rule(self, block: Block) -> BlockRule:
         return BlockRule(
             scale=self.shape.softmax_scale,
@@ -44,10 +53,18 @@ class AttentionTask:
             dropout_seed=self.microbatch.dropout_seed,
             first_sequence=block.sequences[0],
             first_head=self.first_head,
+            parts=block.parts,
         )
 
     def kernel(self, q: Tensor, block: Block) -> Kernel:
-        return choose_kernel(q, window=block.window is not None, dropout=self.shape.dropout > 0.0)
+        kernel = self._kernel(q, window=block.window is not None)
+        if not block.parts:
+            return kernel
+        assert kernel.for_documents is not None
+        return kernel.for_documents
+
+    def _kernel(self, q: Tensor, *, window: bool = False) -> Kernel:
+        return choose_kernel(q, window=window, dropout=self.shape.dropout > 0.0)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -72,11 +89,11 @@ class PartialOutput:
         task: AttentionTask,
     ) -> None:
         """Attend to k and v, which hold the positions k_spans."""
-        blocks = task.blocks(q_spans, k_spans)
+        blocks = task.blocks_for(self.q, q_spans, k_spans)
         first = [False] * len(blocks)
         packed = task.microbatch.shards is not None
         if packed and self._out is None and not any(_covers(block, self.q) for block in blocks):
-            first = _first_of_their_queries(blocks)
+            first = first_of_their_queries(blocks)
             self._make_room(self.q.dtype if all(first) else accumulation_dtype(self.q.dtype))
         for block, is_first in zip(blocks, first, strict=True):
             self._add_block(block, k, v, task, is_first)
@@ -157,11 +174,11 @@ def add_gradients_(
 
     out and lse are q's over all keys, wherever they are. grads are of accumulation_dtype.
     """
-    for block in task.blocks(q_spans, k_spans):
+    for block in task.blocks_for(q, q_spans, k_spans):
         parts = _block_gradients(block, grad_out, q, k, v, out, lse, task)
         rows = (block.q_rows, block.k_rows, block.k_rows)
         for i in range(3):
-            grads[i][slice(*rows[i]), slice(*block.sequences)] += parts[i]
+            grads[i][slice(*rows[i]), slice(*block.sequences)].add_(parts[i])
         del parts  # before the next block's come
 
 
@@ -185,24 +202,6 @@ def _cut(block: Block, q: Tensor, others: tuple[Tensor, Tensor], *, like_queries
     )
 
 
-def _first_of_their_queries(blocks: Sequence[Block]) -> list[bool]:
-    """Of each block, whether none before it has any of its queries: there is nothing to merge.
-
-    Of documents that lie on one rank in one piece, every block.
-    """
-    first: list[bool] = []
-    starts: list[int] = []  # of disjoint ranges of rows, ascending, and their stops
-    stops: list[int] = []
-    for block in blocks:
-        start, stop = block.q_rows
-        i, j = bisect_right(stops, start), bisect_left(starts, stop)
-        first.append(i == j)
-        if i < j:
-            start, stop = min(start, starts[i]), max(stop, stops[j - 1])
-        starts[i:j], stops[i:j] = [start], [stop]
-    return first
-
-
 def _covers(block: Block, q: Tensor) -> bool:
     return block.q_rows == (0, q.shape[0]) and block.sequences == (0, q.shape[1])
 
@@ -220,7 +219,7 @@ class _LocalAttention(Function):
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
-        blocks = ctx.task.blocks(ctx.q_spans, ctx.k_spans)
+        blocks = ctx.task.blocks_for(q, ctx.q_spans, ctx.k_spans)
         if len(blocks) == 1 and _covers(blocks[0], q) and blocks[0].k_rows == (0, k.shape[0]):
             grads = _block_gradients(blocks[0], grad_out, q, k, v, out, lse, ctx.task)
         else:

@@ -31,6 +31,7 @@ class BlockRule:
     dropout_seed: int = 0
     first_sequence: int = 0
     first_head: int = 0
+    parts: tuple[tuple[int, int], ...] = ()  # of many documents: rows of queries and keys of each
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 
 import torch
 from megatron.core import mpu
 from megatron.training import print_rank_0, training
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.live_bytes import Meter, make_meter
 from megatron_paradyse.model_edges import attach_edges
@@ -78,10 +80,15 @@ class Session:
         return self._policies.row_seconds(row)
 
     def _alone_seconds(self, tokens: int) -> float:
-        """Of one document: as a row, which is quick to predict, or where that does not fit."""
+        """Of one document: as a row, which is quick to predict, or by the plan of least peak."""
         row = place([tokens], mpu.get_tensor_model_parallel_world_size(), causal=True)
         seconds = self._row_seconds(row)
-        return self._predicted_seconds(1, tokens) if seconds is None else seconds
+        if seconds is not None:
+            return seconds
+        try:
+            return self._predicted_seconds(1, tokens)
+        except UserError:  # told to refuse: the rank that is to run it says so
+            return math.inf
 
     def _predicted_seconds(self, batch_size: int, seq_length: int) -> float:
         assert self._policies is not None, "the model is built before the data are read"

@@ -38,6 +38,8 @@ class CudaOperators:
 
 
 def _flash_forward(query, key, value, dropout_p, is_causal, scale, **rest):
+    if rest["cum_seq_q"] is not None:
+        return _flash_documents_forward(query, key, value, dropout_p, is_causal, scale, **rest)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [b, s, n, d] -> [b, n, s, d]
     _check_flash(q, k, v, dropout_p=dropout_p, **rest)
     visible = _anchored_at_the_end(q, k, is_causal, **rest)
@@ -45,7 +47,54 @@ def _flash_forward(query, key, value, dropout_p, is_causal, scale, **rest):
     return out.transpose(1, 2), lse, None, None, None
 
 
+def _flash_documents_forward(query, key, value, dropout_p, is_causal, scale, **rest):
+    """Tokens first, [s, n, d], and lse [n, s]; without a window."""
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0])
+    for rows, keys, alone in _documents(query, key, rest):
+        part = _flash_forward(
+            query[None, rows], key[None, keys], value[None, keys], dropout_p, is_causal, scale,
+            **rest | alone,
+        )  # fmt: skip
+        out[rows], lse[:, rows] = part[0][0], part[1][0]
+    return out, lse, None, None, None
+
+
+def _flash_documents_backward(
+    grad_out, query, key, value, out, logsumexp, is_causal, scale, **rest
+):
+    assert logsumexp.is_contiguous() and logsumexp.shape == (query.shape[1], query.shape[0])
+    grads = tuple(torch.empty_like(x) for x in (query, key, value))
+    for rows, keys, alone in _documents(query, key, rest):
+        parts = _flash_backward(
+            grad_out[None, rows], query[None, rows], key[None, keys], value[None, keys],
+            out[None, rows], logsumexp[None, :, rows].contiguous(), is_causal, scale,
+            **rest | alone,
+        )  # fmt: skip
+        for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
+            grad[where] = part[0]
+    return grads
+
+
+def _documents(query: Tensor, key: Tensor, rest: dict):
+    """Slices of queries and of keys of each document, and what a call of it alone would say."""
+    ends = [rest["cum_seq_q"], rest["cum_seq_k"]]
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in ends)
+    assert [x[-1] for x in ends] == [len(query), len(key)]
+    sizes = [x.diff().tolist() for x in ends]
+    assert all(
+        max(size) == rest[name] for size, name in zip(sizes, ("max_q", "max_k"), strict=True)
+    )
+    starts = zip(*(x[:-1].tolist() for x in ends), strict=True)
+    for (q, k), (num_rows, num_keys) in zip(starts, zip(*sizes, strict=True), strict=True):
+        alone = {"cum_seq_q": None, "cum_seq_k": None, "max_q": num_rows, "max_k": num_keys}
+        yield slice(q, q + num_rows), slice(k, k + num_keys), alone
+
+
 def _flash_backward(grad_out, query, key, value, out, logsumexp, is_causal, scale, **rest):
+    if rest["cum_seq_q"] is not None:
+        return _flash_documents_backward(
+            grad_out, query, key, value, out, logsumexp, is_causal, scale, **rest
+        )
     tensors = tuple(x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     q, k, v = tensors[1:4]
     _check_flash(q, k, v, **rest)

@@ -9,8 +9,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.strategies import local_attention
-from megatron_paradyse.strategies.blocks import Span
+from megatron_paradyse.strategies.blocks import Span, contiguous_spans
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 from megatron_paradyse.strategies.kernels import Kernel
 from megatron_paradyse.strategies.local_attention import (
@@ -65,3 +67,19 @@ def attend_in_pieces(
                 grads, grad, q, k, v, out, lse, q_spans=pieces, k_spans=(piece,), task=task
             )
     return out, *grads
+
+
+def attend_in_row(kernel: Kernel, row: Row, *, causal: bool) -> tuple[Tensor, ...]:
+    """As attend_in_pieces, in float64: a row of documents on one rank, keys as they lie."""
+    n, g, d, random = 4, 2, 8, torch.Generator().manual_seed(5)
+    microbatch = microbatch_of(row)
+    q, k, v, grad = (
+        torch.randn(row.seq_length, 1, heads, d, dtype=torch.float64, generator=random)
+        for heads in (n, g, g, n)
+    )
+    shape = AttentionShape(n, g, d, causal, softmax_scale=1 / math.sqrt(d))
+    task, spans = AttentionTask(shape, microbatch), contiguous_spans(microbatch, 1, 0)
+    inputs = tuple(x.requires_grad_() for x in (q, k, v))
+    with patch.object(local_attention, "choose_kernel", lambda *a, **o: kernel):
+        out = local_attention.local_attention(*inputs, spans=spans, task=task)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_paradyse.strategies import kernels
+from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.strategies import document_kernels, kernels
 from megatron_paradyse.strategies.kernels import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
@@ -19,7 +20,10 @@ from megatron_paradyse.strategies.kernels import (
 )
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
 from tests.strategies.cuda_operators import CudaOperators
-from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces
+from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces, attend_in_row
+
+# A document in two pieces, the later first, two whole ones, padding.
+SHUFFLED = Row((6, 4, 5), (((3, 6), (6, 15), (15, 16), (0, 3)),))
 
 CASES = [(n, g, mask) for n, g in HEADS for mask in MASKS]
 
@@ -75,10 +79,54 @@ def _install_flash_attn(monkeypatch, operators: CudaOperators) -> None:
             into.copy_(grad)
         return torch.empty(0)
 
+    def varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    ):  # fmt: skip
+        out, lse, *_ = operators._flash_attention_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal,
+            False, scale=softmax_scale, window_size_left=window_size_left,
+            window_size_right=window_size_right,
+        )  # fmt: skip
+        return out, lse, torch.empty(0), torch.empty(2)
+
+    def varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+        softcap, alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        grads = operators._flash_attention_backward(
+            dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, dropout_p, causal, None, None, scale=softmax_scale,
+            window_size_left=window_size_left, window_size_right=window_size_right,
+        )  # fmt: skip
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad)
+        return torch.empty(0)
+
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
-    interface._flash_attn_forward, interface._flash_attn_backward = forward, backward  # type: ignore[attr-defined]
+    functions = (forward, backward, varlen_forward, varlen_backward)
+    for function in functions:
+        setattr(interface, f"_flash_attn_{function.__name__}", function)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("row", [contiguous((5, 1, 7, 3), 1), SHUFFLED], ids=["whole", "shuffled"])
+@pytest.mark.parametrize("kernel", [CUDA_FLASH, FLASH_ATTN], ids=lambda kernel: kernel.name)
+def test_documents_side_by_side_are_one_call(kernel, row, causal, monkeypatch):
+    """Output and gradients as of calls one by one; fewer blocks where rows are in pieces."""
+    truth = attend_in_row(TILED, row, causal=causal)
+    operators = CudaOperators()
+    for module in (kernels, document_kernels):
+        monkeypatch.setattr(module, "aten", operators)
+    _install_flash_attn(monkeypatch, operators)
+    for got, true in zip(attend_in_row(kernel, row, causal=causal), truth, strict=True):
+        torch.testing.assert_close(got, true)
+    expected = 1 if row is not SHUFFLED else 4 - causal
+    assert operators.names.count("_flash_attention_forward") == expected, operators.names
 
 
 @pytest.mark.parametrize(
@@ -97,6 +145,20 @@ def test_cuda_operators_accept_the_calls_and_give_the_layouts_expected(kernel, d
         grads = kernel.backward(torch.empty_like(q), q, k, v, out, lse, rule)
         for grad, x in zip(grads, (q, k, v), strict=True):
             assert grad.shape == x.shape and grad.dtype == dtype and grad.device == x.device
+
+
+def test_the_cuda_operator_accepts_documents_and_gives_the_layouts_expected():
+    n, g, d, s = 4, 2, 64, 100
+    kernel, rule = CUDA_FLASH.for_documents, BlockRule(scale=0.1, parts=((60, 60), (40, 40)))
+    with FakeTensorMode():
+        q = torch.empty(s, 1, n, d, dtype=torch.bfloat16, device="cuda").permute(1, 2, 0, 3)
+        k, v = torch.empty(2, s, 1, g, d, dtype=torch.bfloat16, device="cuda").permute(
+            0, 2, 3, 1, 4
+        )
+        out, lse = kernel.forward(q, k, v, rule)
+        assert out.shape == q.shape and lse.shape == (1, n, s) and lse.dtype == torch.float32
+        grads = kernel.backward(torch.empty_like(q), q, k, v, out, lse, rule)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.strategies import strategy_names
 from megatron_paradyse.strategies.kernels import (
     CUDA_EFFICIENT,
@@ -21,6 +22,7 @@ from megatron_paradyse.strategies.kernels import (
     TILED,
     choose_kernel,
 )
+from tests.strategies import test_packed_rows
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import (
     AttentionCase,
@@ -58,7 +60,14 @@ def gpu_cases() -> dict[str, AttentionCase | MlpCase]:
             if can_run(case):
                 float32.append(case)
     half = [_larger(replace(case, dtype=dtype)) for case in float32 for dtype in HALF_TYPES]
-    return {case.name: case for case in (*float32, *half)}
+    rows = {name: case for name, case in test_packed_rows.CASES.items() if case.p in (1, 2, 4)}
+    for strategy, p, dtype in itertools.product(strategy_names(), (1, 2, 4), HALF_TYPES):
+        row = contiguous((200, 60, 1, 130, 100), p, alignment=512)
+        case = AttentionCase(
+            strategy, p, n=8, g=4, d=64, h=64, s=512, b=1, rope="half", dtype=dtype, row=row
+        )
+        rows[f"{case.name}-row"] = case
+    return {case.name: case for case in (*float32, *half)} | rows
 
 
 def _larger(case: AttentionCase | MlpCase) -> AttentionCase | MlpCase:

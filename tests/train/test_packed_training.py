@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from tests.train.harness import LLAMA, train, write_documents
+from tests.train.synthetic_costs import write_costs
 
 ITERATIONS, SAVED = 10, 8
 TOKENS = 64  # some documents are longer
 LENGTHS = np.random.default_rng(5).integers(2, 90, size=200).tolist()
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
-PACKED = ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", TOKENS]
+PACKED = ["--paradyse-sequences", "packed"]
+BY_FLAG = [*PACKED, "--paradyse-pack-tokens", TOKENS]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def validation_loss(run) -> float:
 
 
 def test_the_loss_curve_is_that_of_documents_one_by_one(data, unpacked, tmp_path):
-    run = train(tmp_path, *data, *PACKED, ranks=1)
+    run = train(tmp_path, *data, *BY_FLAG, ranks=1)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(run.values(name), unpacked[0].values(name), rtol=1e-4)
     np.testing.assert_array_equal(run.values("tokens"), unpacked[0].values("tokens"))
@@ -60,13 +62,28 @@ STAGES = ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipelin
 def test_grids_resume_at_the_exact_document(ranks, strategy, flags, data, unpacked, tmp_path):
     """From the checkpoint of one rank without packing: the same last iterations."""
     expected, checkpoint = unpacked
-    trace = tmp_path / "trace.jsonl"
-    flags = [*flags, "--paradyse-policy", f"fixed:{strategy}", "--paradyse-trace", trace]
-    run = train(tmp_path, *data, *PACKED, *TP2, *flags, "--load", checkpoint, ranks=ranks)
+    flags = [*data, *BY_FLAG, *TP2, *flags, "--paradyse-policy", f"fixed:{strategy}"]
+    check_continued(tmp_path, flags, expected, checkpoint, ranks=ranks)
+
+
+def test_the_planner_chooses_the_budget_ahead_of_the_step(data, unpacked, tmp_path):
+    """By invented costs under a budget, packed by a worker of the loader."""
+    expected, checkpoint = unpacked
+    flags = ["--tensor-model-parallel-size", 4, "--sequence-parallel", "--num-workers", 1]
+    flags += ["--paradyse-policy", "optimal", "--paradyse-no-correction", "--paradyse-accept-costs"]
+    flags += ["--paradyse-cost-model", write_costs(tmp_path / "costs.json")]
+    flags += ["--paradyse-memory-budget", "150MB"]
+    check_continued(tmp_path, [*data, *PACKED, *flags], expected, checkpoint, ranks=4)
+
+
+def check_continued(folder, flags, expected, checkpoint, *, ranks: int) -> None:
+    """The last iterations of a run, trained again from its checkpoint, are the same."""
+    trace = folder / "trace.jsonl"
+    run = train(folder, *flags, "--paradyse-trace", trace, "--load", checkpoint, ranks=ranks)
     for name in ("loss", "grad_norm", "tokens"):
         np.testing.assert_allclose(run.values(name), expected.values(name)[SAVED:], rtol=1e-5)
     assert validation_loss(run) == pytest.approx(validation_loss(expected), rel=1e-5)
-    records = [json.loads(line) for path in tmp_path.glob("trace*") for line in path.open()]
+    records = [json.loads(line) for path in folder.glob("trace*") for line in path.open()]
     lengths = [r for r in records if r["kind"] == "iteration"]
     assert all(0 < r["shortest_sequence_tokens"] < r["longest_sequence_tokens"] for r in lengths)
     microbatches = sum(r["kind"] == "microbatch" for r in records)
