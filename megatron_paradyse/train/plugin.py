@@ -16,6 +16,7 @@ from typing import NoReturn
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.ending import is_lost_peer, leave
+from megatron_paradyse.train.megatron_version import check_megatron
 
 SECONDS_TO_BE_ENDED = 20
 SECONDS_FOR_RANK_0 = 5
@@ -36,6 +37,7 @@ def install(*, model: str | None = None) -> None:
         return
     _installed = True
     show_user_errors_in_one_line()
+    check_megatron()
     import torch
 
     on_cpu = not torch.cuda.is_available()
