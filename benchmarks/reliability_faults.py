@@ -72,6 +72,26 @@ def stopped(draw: random.Random, job: Job) -> Case:
     return Case(spec, ENDS, rf"rank {rank} of {RANKS} is missing: stopped for \d+ s")
 
 
+def killed_in_profile(draw: random.Random, job: Job) -> Case:
+    """What was measured before stays, and what was not is not told to be impossible."""
+    rank, output = draw.randrange(RANKS), job.folder / "profile.json"
+    output.unlink(missing_ok=True)
+    values = {"output": str(output), "lengths": [16, 32, 64], "quick": True}
+    values |= {"strategies": ["megatron_ts", "metp"], "seconds_per_point": 0.05}
+    spec = {"fault": "kill in profile", "rank": rank, "delay": draw.uniform(0, 1.5)}
+
+    def after(outcome: Outcome) -> str | None:
+        from megatron_paradyse.costs.cost_file import read_cost_file
+
+        if not output.exists():
+            return None
+        wrong = [m for m in read_cost_file(output).table.measurements if m.status != "ok"]
+        return f"{len(wrong)} points are {wrong[0].status}" if wrong else None
+
+    message = rf"rank {rank} of {RANKS} is missing: its process has ended"
+    return Case(spec | {"profile": values}, ENDS, message, after=after)
+
+
 def slow(draw: random.Random, job: Job) -> Case:
     rank = draw.randrange(RANKS)
     spec = {"fault": "slow rank", "rank": rank, "delay": 0.9 * WATCHDOG_SECONDS}
@@ -80,8 +100,19 @@ def slow(draw: random.Random, job: Job) -> Case:
 
 
 def not_a_number(draw: random.Random, job: Job) -> Case:
+    """Megatron saves what it has, for a second look on another machine, unless that is off."""
     spec = {"fault": "NaN loss", "rank": draw.randrange(RANKS), "iteration": at(job, draw)}
-    return Case(spec, ENDS, "NaN")
+    before = job.iteration()
+
+    def after(outcome: Outcome) -> None:
+        last = before + SAVE_INTERVAL * ((spec["iteration"] - 1 - before) // SAVE_INTERVAL)
+        for path in job.checkpoints.glob("iter_*"):
+            if int(path.name[5:]) > last:
+                shutil.rmtree(path)
+        (job.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(last))
+
+    flags = ["--rerun-mode", draw.choice(("disabled", "validate_results"))]
+    return Case(spec, ENDS, "the loss is not a number at iteration", flags, after=after)
 
 
 def full_disk(draw: random.Random, job: Job) -> Case:
@@ -241,6 +272,7 @@ KINDS: dict[str, tuple[int, Make, bool]] = {
     "kill -9 of all ranks": (10, all_killed("step"), False),
     "kill -9 of all ranks in save": (12, all_killed("save"), False),
     "rank stopped (SIGSTOP)": (8, stopped, False),
+    "kill -9 of a rank in profile": (8, killed_in_profile, False),
     "slow rank": (4, slow, False),
     "NaN loss": (4, not_a_number, False),
     "full disk in save": (8, full_disk, False),

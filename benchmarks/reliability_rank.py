@@ -32,9 +32,36 @@ def main() -> None:
     mine = spec["rank"] in (int(os.environ["RANK"]), "all")
     if mine and spec["fault"] in FAULTS:
         FAULTS[spec["fault"]](spec)
+    if "profile" in spec:
+        profiles(spec["profile"])
+        return
     from megatron_paradyse.train.gpt import pretrain
 
     pretrain()
+
+
+def profiles(values: dict) -> None:
+    """Measure instead of training; a fault may come at any point of it."""
+    from megatron_paradyse.profiler.points import Options
+    from megatron_paradyse.profiler.run import profile
+
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    profile(Options(**values), sys.argv[1:], lambda event: None)
+
+
+def kill_later(spec: Spec) -> None:
+    from megatron_paradyse.profiler.runner import Runner
+
+    original, armed = Runner.run, []
+
+    @functools.wraps(original)
+    def run(self, point):
+        if not armed:
+            armed.append(True)
+            later(spec, signal.SIGKILL)
+        return original(self, point)
+
+    Runner.run = run
 
 
 def record_losses(path: str) -> None:
@@ -100,20 +127,19 @@ def slow(spec: Spec) -> None:
 
 
 def not_a_number(spec: Spec) -> None:
-    """A weight of this rank becomes NaN."""
-    import torch
-    from megatron.training import get_args, training
+    """What the layers give on this rank becomes NaN."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.training import get_args
 
-    original = training.train_step
+    original = TransformerBlock.forward
 
     @functools.wraps(original)
-    def train_step(forward_step, iterator, model, *args, **kwargs):
-        if (getattr(get_args(), "curr_iteration", 0) or 0) + 1 >= spec["iteration"]:
-            with torch.no_grad():
-                next(iter(model[0].parameters())).fill_(float("nan"))
-        return original(forward_step, iterator, model, *args, **kwargs)
+    def forward(self, *args, **kwargs):
+        hidden = original(self, *args, **kwargs)
+        now = (getattr(get_args(), "curr_iteration", 0) or 0) + 1
+        return hidden * float("nan") if now >= spec["iteration"] else hidden
 
-    training.train_step = train_step
+    TransformerBlock.forward = forward
 
 
 def full_disk(spec: Spec) -> None:
@@ -178,6 +204,7 @@ FAULTS: dict[str, Callable[[Spec], None]] = {
     "stop in forward": signalled("forward", STOP),
     "stop in backward": signalled("backward", STOP),
     "stop in save": signalled("save", STOP),
+    "kill in profile": kill_later,
     "slow rank": slow,
     "NaN loss": not_a_number,
     "full disk in save": full_disk,

@@ -83,13 +83,18 @@ class Watchdog:
             while time.monotonic() < deadline and not self._all_ended():
                 time.sleep(0.02)
 
-    def lost_a_peer(self, traceback: TracebackType | None) -> None:
-        """A collective failed: returns only if nobody is found missing within the limit."""
+    def lost_a_peer(self, traceback: TracebackType | None, seconds: float | None = None) -> None:
+        """A collective failed: returns only if nobody is found missing in time.
+
+        seconds: by default the limit, until which a rank may turn out to be silent.
+        """
         self._failed_at = traceback
-        deadline = time.monotonic() + self._limit + 2 * self._interval
+        wait = self._limit + 2 * self._interval if seconds is None else seconds
+        deadline = time.monotonic() + wait
         while time.monotonic() < deadline and not self._over.is_set():
             self._look()
             time.sleep(min(self._interval, 0.05))
+        self._failed_at = None
 
     def _run(self) -> None:
         while not self._over.wait(self._interval):
