@@ -41,6 +41,7 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
         "dev": [
+            "atheris; sys_platform == 'linux'",
             "hypothesis",
             "jsonschema",
             "mypy",

@@ -17,6 +17,7 @@ from megatron_paradyse.units import BYTES_PATTERN, COUNT_PATTERN, parse_bytes, p
 
 Schema = dict[str, Any]
 SPAN = r"(\d{1,6})(?:-(\d{1,6}))?"  # of layers: 5, or 1-4
+MAX_SECONDS = 86_400
 _NODES = r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?"
 
 
@@ -100,6 +101,13 @@ def _token(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UserError(f"{where}: {value!r:.60} is not a token id such as 103")
     return value
+
+
+def _seconds(value: Any, where: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MAX_SECONDS:
+        raise UserError(f"{where}: {value!r:.60} is not a number of seconds from 0 to a day")
+    return float(value)
 
 
 def _size(value: Any, where: str) -> str:
@@ -225,6 +233,7 @@ FILE = Kind(_text, {"type": "string", "minLength": 1}, "FILE")
 POLICY = Kind(_text, _POLICY, "POLICY")
 SIZE = Kind(_size, _SIZE, "SIZE")
 SHARE = Kind(_share, {"type": "number", "minimum": 0, "maximum": 1}, "SHARE", float)
+SECONDS = Kind(_seconds, {"type": "number", "minimum": 0, "maximum": MAX_SECONDS}, "SECONDS", float)
 SWITCH = Kind(_switch, {"type": "boolean"})
 TOKEN = Kind(_token, {"type": "integer", "minimum": 0}, "ID", int)
 TOKENS = Kind(_tokens, {"anyOf": _COUNTS}, "TOKENS")

@@ -140,6 +140,12 @@ class Settings:
         kinds.SWITCH,
         "compare the ranks' plans before every microbatch, by a collective",
     )
+    watchdog_seconds: float = _setting(
+        300.0,
+        kinds.SECONDS,
+        "end with a line that names the rank that is missing and the collective that waits for it, "
+        "when a rank gave no sign of life for so long (default 300); 0: do not watch",
+    )
     trace: str | None = _setting(None, kinds.FILE, "write JSON lines per microbatch and iteration")
     log: str = _setting(
         "megatron",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.units import parse_bytes
+
+MAX_CHARACTERS = 1 << 20
+MAX_NODES = 100_000  # with every alias written out
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,14 @@ def compose_yaml(path: str, what: str = "") -> yaml.Node | None:
     """
     place = f"{what} {path}".lstrip()
     try:
-        return yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise UserError(f"{place}: larger than {MAX_CHARACTERS >> 20} MiB: give a smaller file")
+        root = yaml.compose(text, yaml.SafeLoader)
+        if root is not None and _expanded_nodes(root) > MAX_NODES:
+            raise UserError(f"{place}: its aliases make more than {MAX_NODES} values: write less")
+        return root
     except OSError as error:
         raise UserError(f"{place}: {error.strerror}: give an existing YAML file") from error
     except UnicodeDecodeError as error:
@@ -75,6 +84,23 @@ def compose_yaml(path: str, what: str = "") -> yaml.Node | None:
         raise UserError(f"{place} is not YAML that anyone wrote: nested too deeply") from error
     except yaml.YAMLError as error:
         raise UserError(f"{place}{yaml_problem(error)}") from error
+
+
+def _expanded_nodes(root: yaml.Node) -> int:
+    """How many values there are when every alias is written out; an alias of itself: no end."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MAX_NODES + 1  # while it is open
+            inner = node.value if isinstance(node.value, list) else []
+            parts = (
+                part for item in inner for part in (item if isinstance(item, tuple) else [item])
+            )
+            sizes[id(node)] = 1 + sum(size(part) for part in parts)
+        return sizes[id(node)]
+
+    return size(root)
 
 
 def yaml_problem(error: yaml.YAMLError) -> str:

@@ -38,18 +38,32 @@ class Agreement:
 
     def status(self, mine: str) -> str:
         """The worst of all ranks: "oom" before "unsupported: why" before "ok"."""
-        everyone: list = [None] * self._group.size()
         try:
-            torch.distributed.all_gather_object(everyone, mine, group=self._group)
+            everyone = self._everyone(mine)
         except RuntimeError as error:
             raise OneRankFailedError(mine) from error
         return max(everyone, key=lambda status: (status == OOM, status != OK))
 
     def first(self, value):
-        """Rank 0's value."""
-        values = [value]
-        torch.distributed.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+        """Rank 0's value, of what JSON can say."""
+        return self._everyone(value)[0]
+
+    def _everyone(self, value) -> list:
+        """Every rank's value, by rank: as JSON, since what a pickle holds would be run."""
+        content = json.dumps(value).encode()
+        sizes = self._gathered(torch.tensor([len(content)]))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        parts = self._gathered(padded)
+        return [
+            json.loads(bytes(part[: int(size)].tolist()))
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
+        torch.distributed.all_gather(everyone, mine, group=self._group)
+        return everyone
 
 
 def status_of(error: BaseException) -> str:

@@ -31,10 +31,13 @@ from megatron_paradyse.profiler.points import Options, Point
 from megatron_paradyse.profiler.row_points import RowPoint
 from megatron_paradyse.shapes import attention_shape
 from megatron_paradyse.strategies import PACKED_ONLY, get_strategy
+from megatron_paradyse.train import watchdog
+from megatron_paradyse.train.ending import is_lost_peer
 
 # The meter's own time, below 0.1 ms per kernel, and its copies for collectives then hardly count.
 LONG_ENOUGH_SECONDS = 4.0
 RUNS_AGAIN = 2
+SECONDS_TO_LOOK = 3.0  # for a rank whose process has ended, after a connection was closed
 
 
 def empty_measurement(point: Point | RowPoint, status: str) -> Measurement | RowMeasurement:
@@ -73,12 +76,17 @@ class Runner:
                     measured = self._measured(point)
                     status = OK if measured.is_ok else measured.status
                 except Exception as error:
+                    if is_lost_peer(error):  # a rank that was killed says nothing of the point
+                        _end_if_one_is_missing(error)
                     status = status_of(error)
                     error.__traceback__ = None  # its frames hold tensors
                     self._forget()
                 status = self._agreement.status(status)
         except OneRankFailedError as error:
             leave_note(Path(self._options.output), point.key, str(error))
+            dog = watchdog.current()
+            if dog is not None:
+                dog.ended("it failed alone at a point of the profile")
             sys.stderr.write(f"one rank failed alone at {point.key}: {error}\n")
             sys.stderr.flush()
             os._exit(RESTART_CODE)
@@ -148,3 +156,9 @@ class Runner:
             chunk.zero_grad_buffer()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _end_if_one_is_missing(error: Exception) -> None:
+    dog = watchdog.current()
+    if dog is not None:
+        dog.lost_a_peer(error.__traceback__, seconds=SECONDS_TO_LOOK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
 
+ERROR = r"error(?: \(rank \d+\))?: "
 PROGRESS_FD = "MEGATRON_PARADYSE_PROGRESS_FD"
 MAX_RESTARTS = 100
 
@@ -85,7 +87,7 @@ def _wait(processes: list[subprocess.Popen]) -> int:
 
 def _reason(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    errors = [re.sub(ERROR, "", line) for line in lines if re.match(ERROR, line)]
     return errors[0] if errors else next((x for x in reversed(lines) if x.strip()), "a rank ended")
 
 

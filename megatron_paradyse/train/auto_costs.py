@@ -1,6 +1,6 @@
 """Costs for a run that names none: cached, else measured quickly at the start, else simulated.
 
-All ranks take the costs that the first rank found. They speak through a store of their own, before
+All ranks take the costs that the first rank found. They speak through a store (meeting.py), before
 Megatron sets up its process groups; the quick profile runs in child processes, so that whatever it
 does to memory, random numbers or process groups ends with it.
 """
@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -28,7 +27,9 @@ from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.train.describe import versions
+from megatron_paradyse.train.meeting import meet
 from megatron_paradyse.train.model_kind import GPT
+from megatron_paradyse.whole_file import write_whole
 
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
 LIMIT_SECONDS = 150  # until a quick profile that hangs is given up
@@ -73,7 +74,7 @@ class Search:
         self._rank, self._world = int(os.environ.get("RANK", 0)), args.world_size
         self._folder = cache_folder()
         self._file = self._folder / f"costs-{_key(args, settings)}.json"
-        self._store = _store(self._rank, self._world)
+        self._store = meet("costs")
 
     def run(self) -> tuple[Path, bool]:
         """The cost file on this machine, and whether it is simulated."""
@@ -92,7 +93,7 @@ class Search:
             self._say_all("costs", self._file.read_text(encoding="utf-8"))
         content = self._hear("costs", LIMIT_SECONDS + SIMULATION_SECONDS)
         if self._rank != 0:
-            _write(self._file, content)
+            write_whole(self._file, content)
         self._leave_together()
         file = read_cost_file(self._file)
         self._announce(way, file)
@@ -280,28 +281,3 @@ def _key(args: argparse.Namespace, settings: Settings) -> str:
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
     values |= {"device": device, "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _store(rank: int, world: int):
-    """Shared by the ranks of this start of the job; torchrun's own where there is one."""
-    if world == 1:
-        return torch.distributed.HashStore()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = torch.distributed.TCPStore(
-            host, port if agents else port + 1, is_master=not agents and rank == 0
-        )
-    except (RuntimeError, OSError) as error:
-        raise UserError(
-            f"the ranks cannot agree on costs ({' '.join(str(error).split())[:200]}): give "
-            "--paradyse-cost-model FILE, or start with torchrun"
-        ) from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return torch.distributed.PrefixStore(f"paradyse/costs/{attempt}", store)
-
-
-def _write(path: Path, content: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(content)
-    os.replace(file.name, path)

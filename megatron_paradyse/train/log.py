@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections import Counter
@@ -58,6 +59,13 @@ class IterationLog:
                 result = train_step(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(error) from error
+            except RuntimeError as error:
+                if "Unexpected result" not in str(error):
+                    raise
+                raise UserError(not_a_number(str(error))) from error
+            should_exit, code = result[3], result[4]
+            if should_exit and torch.distributed.get_rank() == 0:
+                os.write(2, f"error: {not_a_number(f'Megatron exits with code {code}')}\n".encode())
             self._step_seconds = time.perf_counter() - start
             return result
 
@@ -144,6 +152,16 @@ class IterationLog:
             f"out of memory at iteration {planned.iteration + 1}, s={planned.seq_length}, "
             f"b={planned.batch_size}, plan {planned.plan.runs()}{predicted}: {reason}: {remedy}"
         )
+
+
+def not_a_number(reason: str) -> str:
+    """What Megatron's check of the losses means; it names the rank in its own lines."""
+    iteration = (getattr(get_args(), "curr_iteration", 0) or 0) + 1
+    return (
+        f"the loss is not a number at iteration {iteration} ({' '.join(reason.split())[:300]}): "
+        "start again from an earlier checkpoint with a lower --lr; if one machine does it again, "
+        "leave that machine out"
+    )
 
 
 def _length_values(tokens: int, lengths: tuple[int, int]) -> dict[str, int]:

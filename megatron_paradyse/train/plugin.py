@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
 import os
 import sys
 import time
 from typing import NoReturn
 
 from megatron_paradyse.errors import UserError, did_you_mean
-from megatron_paradyse.settings import FIXED, PACKED
+from megatron_paradyse.settings import FIXED, PACKED, Settings
+from megatron_paradyse.train.ending import is_lost_peer, leave
+from megatron_paradyse.train.megatron_version import check_megatron
 
 SECONDS_TO_BE_ENDED = 20
 SECONDS_FOR_RANK_0 = 5
@@ -36,6 +37,7 @@ def install(*, model: str | None = None) -> None:
         return
     _installed = True
     show_user_errors_in_one_line()
+    check_megatron()
     import torch
 
     on_cpu = not torch.cuda.is_available()
@@ -124,6 +126,7 @@ def _wrap_pretrain(pretrain):
         from megatron_paradyse.train.auto_costs import with_costs
         from megatron_paradyse.train.session import Session
 
+        watch_and_agree(get_args())
         get_args().paradyse_settings = with_costs(get_args())
         session = Session(get_args().paradyse_settings)
         session.enter(config)
@@ -139,6 +142,20 @@ def _wrap_pretrain(pretrain):
         return result
 
     return pretrain_with_paradyse
+
+
+def watch_and_agree(args: argparse.Namespace) -> None:
+    """From now on ranks watch each other; UserError where they would not compute alike."""
+    from megatron_paradyse.train import watchdog
+    from megatron_paradyse.train.agreement import agree
+    from megatron_paradyse.train.meeting import ranks
+
+    settings = getattr(args, "paradyse_settings", None) or Settings()
+    watches = settings.watchdog_seconds > 0 and ranks()[1] > 1
+    dog = watchdog.Watchdog(settings.watchdog_seconds) if watches else None
+    agree(args, seconds=60.0 * args.distributed_timeout_minutes)
+    if dog is not None:
+        dog.start()
 
 
 def _documents(datasets_provider, forward_step, session):
@@ -210,36 +227,31 @@ def show_user_errors_in_one_line() -> None:
     show_traceback = sys.excepthook
 
     def hook(kind, error, traceback):
+        watchdog = sys.modules.get("megatron_paradyse.train.watchdog")
+        dog = watchdog.current() if watchdog is not None else None
+        known = isinstance(error, UserError) or _is_out_of_memory(error)
+        if dog is not None and not is_lost_peer(error):
+            dog.ended(str(error) if known else f"{kind.__name__}: {error}")
         if "--paradyse-debug" in sys.argv:
             show_traceback(kind, error, traceback)
-        elif isinstance(error, UserError) or _is_out_of_memory(error):
+        elif known:
             sys.stdout.flush()
             _report(" ".join(str(error).split())[:2000])
-            _end_helpers()
-            os._exit(2)  # other ranks may wait in a collective: leave without waiting for them
+            leave(2)  # other ranks may wait in a collective: do not wait for them
         else:
-            if _lost_peer(error):
+            if is_lost_peer(error):
+                if dog is not None:
+                    dog.lost_a_peer(traceback)
                 time.sleep(SECONDS_TO_BE_ENDED)
             show_traceback(kind, error, traceback)
 
     sys.excepthook = hook
 
 
-def _end_helpers() -> None:
-    """End the processes that saving a checkpoint has started: _exit would leave them behind."""
-    for child in multiprocessing.active_children():
-        child.terminate()
-
-
 def _is_out_of_memory(error: BaseException) -> bool:
     """Outside a microbatch, where train/log.py would say of which: building, loading, saving."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
-
-
-def _lost_peer(error: BaseException) -> bool:
-    causes = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return isinstance(error, RuntimeError) and any(cause in str(error) for cause in causes)
 
 
 def _report(message: str) -> None:

@@ -20,6 +20,7 @@ from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import Settings
+from megatron_paradyse.train import checkpoints, watchdog
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.log import IterationLog
 from megatron_paradyse.train.run_record import run_record
@@ -55,6 +56,10 @@ class Session:
             margin=self.settings.memory_margin,
             after=self._after_iteration,
         ).install()
+        checkpoints.install()
+        dog = watchdog.current()
+        if dog is not None:
+            dog.doing = self._doing
         if self._meter is not None:
             self._meter.__enter__()
 
@@ -62,6 +67,16 @@ class Session:
         """Print the summary on the first rank."""
         for line in self._summary.lines():
             print_rank_0(line)
+
+    def _doing(self) -> tuple[str, tuple[str, ...]]:
+        """For the watchdog: where training is, and the strategies of the current plan."""
+        microbatch = self._telemetry.current
+        if microbatch is None:
+            return "", ()
+        planned = microbatch.planned
+        names = {name for c in planned.plan.layers.values() for name in (c.attention, c.mlp)}
+        where = f"iteration {planned.iteration + 1}, microbatch {planned.microbatch}"
+        return where, tuple(names)
 
     @property
     def microbatch_seconds(self) -> Callable[[int, int], float] | None:

@@ -16,7 +16,10 @@ out_of_memory    a microbatch that did not fit, with what was alive and the safe
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ class Trace:
     def start(self, run: dict[str, Any]) -> None:
         """Write what a training that starts is, on rank 0 of the grid."""
         if mpu.get_tensor_model_parallel_rank() == 0:
+            self._end_last_line()
             self._write([{"kind": "run", **run}])
 
     def iteration(
@@ -77,12 +81,26 @@ class Trace:
         }
         self._write([record])
 
+    def _end_last_line(self) -> None:
+        """A start that was killed while it wrote may have left a part of a line."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb+") as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n":
+                file.write(b"\n")
+
     def _write(self, records: list[dict]) -> None:
-        text = "".join(json.dumps(record) + "\n" for record in records)
+        text = "".join(json.dumps(record) + "\n" for record in records).encode()
+        size = None
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text)  # at once: lines of two ranks do not mix
+            with self.path.open("ab", buffering=0) as file:
+                size = file.tell()
+                if file.write(text) != len(text):  # at once: lines of two ranks do not mix
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)
             raise UserError(
                 f"--paradyse-trace {self.path}: {error.strerror}: give a file that can be written"
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.report.content import Content
 from megatron_paradyse.report.figures import KINDS
 from megatron_paradyse.report.style import styles_of
@@ -22,6 +24,7 @@ from tests.report.samples import (
     RUN,
     microbatch,
     records,
+    write_costs,
     write_trace,
 )
 
@@ -232,3 +235,26 @@ def test_a_later_start_without_costs_leaves_the_estimates_to_the_one_that_chose(
     )
     assert once.summary.fixed_estimates() == twice.summary.fixed_estimates()
     assert len(twice.runs) == 2
+
+
+def test_hostile_cost_files_and_paths_are_text(tmp_path):
+    """A cost file's hardware, versions and path, and the names of the traces."""
+    good = read_cost_file(write_costs(tmp_path / "good.json"))
+    description = good.table.description
+    hostile = dataclasses.replace(
+        description,
+        hardware=dataclasses.replace(description.hardware, name=HOSTILE),
+        attention_kernel=HOSTILE,
+        versions={**description.versions, "x": HOSTILE},
+    )
+    costs = tmp_path / '"><script>alert(1)<'
+    costs.mkdir()
+    costs = costs / "onerror=x.json"
+    write_cost_file(costs, dataclasses.replace(good.table, description=hostile), good.model)
+    trace = write_trace(costs.with_name("'><img src=x onerror=alert(1)>.jsonl"), records(4))
+    result = report(trace, "--costs", costs, "-o", tmp_path / "r.html")
+    assert result.exit_code == 0, result.output
+    page = ET.parse(tmp_path / "r.html").getroot()
+    assert not elements(page, "script") and not elements(page, "img")
+    assert all(not a.lower().startswith("on") for e in page.iter() for a in e.attrib)
+    assert "alert(1)" in "".join(page.itertext())

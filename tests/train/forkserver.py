@@ -2,7 +2,9 @@
 
 Importing Megatron takes each rank longer than a small training does. Requests come as one JSON line
 on stdin, {"ranks", "module", "argv", "folder", "timeout_seconds"}; the answer is one line, the exit
-code. Ranks write FOLDER/stdout and FOLDER/stderr. Like torchrun, one failed rank ends the others.
+code. Ranks write FOLDER/stdout and FOLDER/stderr. Like torchrun, one failed rank ends the others;
+with "each": true none is ended before the limit, and the answer is the list of the exit codes,
+null for a rank that had to be ended.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ def serve() -> None:
 
     print("ready", flush=True)
     for line in sys.stdin:
-        print(_run(json.loads(line)), flush=True)
+        print(json.dumps(_run(json.loads(line))), flush=True)
 
 
-def _run(request: dict) -> int:
+def _run(request: dict) -> int | list[int | None]:
     port = free_port()
     children = {}
     for rank in range(request["ranks"]):
@@ -41,14 +43,30 @@ def _run(request: dict) -> int:
             _become_rank(request, rank, port)
         children[pid] = rank
     groups = list(children)
-    code = _wait(children, time.monotonic() + request["timeout_seconds"])
+    deadline = time.monotonic() + request["timeout_seconds"]
+    answer: int | list[int | None]
+    answer = (
+        _wait_for_each(children, deadline) if request.get("each") else _wait(children, deadline)
+    )
     for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     for pid in groups:  # helpers of checkpoints, which a rank leaves behind at os._exit
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    return code
+    return answer
+
+
+def _wait_for_each(children: dict[int, int], deadline: float) -> list[int | None]:
+    """The exit codes by rank; drops the ended."""
+    codes: list[int | None] = [None] * len(children)
+    while children and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.02)
+    return codes
 
 
 def _wait(children: dict[int, int], deadline: float) -> int:

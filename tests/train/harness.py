@@ -99,6 +99,28 @@ def run_forked(
     module: str, argv: list[str], *, ranks: int, folder: Path, timeout_seconds: float
 ) -> tuple[int, str, str]:
     """Run module.main() on ranks forked from a process that has Megatron imported."""
+    answer, stdout, stderr = _ask(module, argv, ranks, folder, timeout_seconds)
+    assert isinstance(answer, int)
+    return answer, stdout, stderr
+
+
+def run_each(
+    module: str, argv: list[str], *, ranks: int, folder: Path, timeout_seconds: float
+) -> tuple[list[int | None], str, str]:
+    """As run_forked, but no rank's end ends another: their exit codes, None for one that hung."""
+    answer, stdout, stderr = _ask(module, argv, ranks, folder, timeout_seconds, each=True)
+    assert isinstance(answer, list)
+    return answer, stdout, stderr
+
+
+def _ask(
+    module: str,
+    argv: list[str],
+    ranks: int,
+    folder: Path,
+    timeout_seconds: float,
+    each: bool = False,
+) -> tuple[int | list[int | None], str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("stdout", "stderr"):
         (folder / name).unlink(missing_ok=True)
@@ -108,6 +130,7 @@ def run_forked(
         "argv": argv,
         "folder": str(folder),
         "timeout_seconds": timeout_seconds,
+        "each": each,
     }
     server = _fork_server()
     server.stdin.write(json.dumps(request) + "\n")
@@ -115,7 +138,7 @@ def run_forked(
     answer = server.stdout.readline()
     assert answer, "the fork server died"
     texts = [(folder / name).read_text(errors="replace") for name in ("stdout", "stderr")]
-    return int(answer), *texts
+    return json.loads(answer), *texts
 
 
 @functools.cache

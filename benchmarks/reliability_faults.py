@@ -1,0 +1,293 @@
+"""Faults of a training: what is done, and what must come of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.reliability_job import RANKS, SAVE_INTERVAL, WATCHDOG_SECONDS, Job, Outcome
+from tests.train.synthetic_costs import write_costs
+
+ENDS, GOES_ON, NOBODY_LEFT = "ends with one line", "goes on", "all ranks are killed"
+
+
+@dataclass
+class Case:
+    """expect: how it must end; message: what the line, or the news, must match.
+
+    after: mends what prepare broke, so that the next run can go on; its own check, if it returns a
+    text, is a corruption.
+    """
+
+    spec: dict
+    expect: str
+    message: str = ""
+    flags: list[object] = field(default_factory=list)
+    more_iterations: int = 2 * SAVE_INTERVAL
+    limit_extra: float = 0.0
+    after: Callable[[Outcome], str | None] = lambda outcome: None
+
+
+Make = Callable[[random.Random, Job], Case]
+
+
+def at(job: Job, draw: random.Random, *, save: bool = False) -> int:
+    """An iteration of the next run: where it saves, or one in which it has begun."""
+    start = job.iteration()
+    return start + SAVE_INTERVAL if save else start + draw.randint(2, SAVE_INTERVAL + 2)
+
+
+def killed(where: str) -> Make:
+    def make(draw: random.Random, job: Job) -> Case:
+        rank = draw.randrange(RANKS)
+        spec = {"fault": f"kill in {where}", "rank": rank, "delay": delay(draw, where)}
+        spec["iteration"] = at(job, draw, save=where == "save")
+        return Case(spec, ENDS, rf"rank {rank} of {RANKS} is missing: its process has ended")
+
+    return make
+
+
+def delay(draw: random.Random, where: str) -> float:
+    return draw.uniform(0, 0.4 if where == "save" else 0.02)
+
+
+def all_killed(where: str) -> Make:
+    def make(draw: random.Random, job: Job) -> Case:
+        name = "kill of all ranks" + (" in save" if where == "save" else "")
+        spec = {"fault": name, "rank": "all", "delay": delay(draw, where)}
+        return Case(spec | {"iteration": at(job, draw, save=where == "save")}, NOBODY_LEFT)
+
+    return make
+
+
+def stopped(draw: random.Random, job: Job) -> Case:
+    where = draw.choice(("forward", "backward", "save"))
+    rank = draw.randrange(RANKS)
+    spec = {"fault": f"stop in {where}", "rank": rank, "delay": delay(draw, where)}
+    spec["iteration"] = at(job, draw, save=where == "save")
+    return Case(spec, ENDS, rf"rank {rank} of {RANKS} is missing: stopped for \d+ s")
+
+
+def killed_in_profile(draw: random.Random, job: Job) -> Case:
+    """What was measured before stays, and what was not is not told to be impossible."""
+    rank, output = draw.randrange(RANKS), job.folder / "profile.json"
+    output.unlink(missing_ok=True)
+    values = {"output": str(output), "lengths": [16, 32, 64], "quick": True}
+    values |= {"strategies": ["megatron_ts", "metp"], "seconds_per_point": 0.05}
+    spec = {"fault": "kill in profile", "rank": rank, "delay": draw.uniform(0, 1.5)}
+
+    def after(outcome: Outcome) -> str | None:
+        from megatron_paradyse.costs.cost_file import read_cost_file
+
+        if not output.exists():
+            return None
+        wrong = [m for m in read_cost_file(output).table.measurements if m.status != "ok"]
+        return f"{len(wrong)} points are {wrong[0].status}" if wrong else None
+
+    message = rf"rank {rank} of {RANKS} is missing: its process has ended"
+    return Case(spec | {"profile": values}, ENDS, message, after=after)
+
+
+def slow(draw: random.Random, job: Job) -> Case:
+    rank = draw.randrange(RANKS)
+    spec = {"fault": "slow rank", "rank": rank, "delay": 0.9 * WATCHDOG_SECONDS}
+    spec["iteration"] = at(job, draw)
+    return Case(spec, GOES_ON, rf"has waited \d+ s in .* for rank {rank}, which is in")
+
+
+def not_a_number(draw: random.Random, job: Job) -> Case:
+    """Megatron saves what it has, for a second look on another machine, unless that is off."""
+    spec = {"fault": "NaN loss", "rank": draw.randrange(RANKS), "iteration": at(job, draw)}
+    before = job.iteration()
+
+    def after(outcome: Outcome) -> None:
+        last = before + SAVE_INTERVAL * ((spec["iteration"] - 1 - before) // SAVE_INTERVAL)
+        for path in job.checkpoints.glob("iter_*"):
+            if int(path.name[5:]) > last:
+                shutil.rmtree(path)
+        (job.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(last))
+
+    flags = ["--rerun-mode", draw.choice(("disabled", "validate_results"))]
+    return Case(spec, ENDS, "the loss is not a number at iteration", flags, after=after)
+
+
+def full_disk(draw: random.Random, job: Job) -> Case:
+    spec = {"fault": "full disk in save", "rank": draw.choice((*range(RANKS), "all"))}
+    spec |= {"iteration": at(job, draw, save=True), "bytes": draw.randrange(48_000, 90_000)}
+    return Case(spec, ENDS, r"the checkpoint of iteration \d+ cannot be written to .*")
+
+
+def full_trace(draw: random.Random, job: Job) -> Case:
+    return Case(
+        {"fault": "none"},
+        ENDS,
+        "--paradyse-trace .*: No space left",
+        ["--paradyse-trace", "/dev/full"],
+    )
+
+
+def no_folder(draw: random.Random, job: Job) -> Case:
+    """What should be a folder is a file, or lies in a file system that takes none."""
+    if draw.random() < 0.5:
+        flags = ["--paradyse-trace", draw.choice((job.costs / "trace", "/proc/trace"))]
+        return Case({"fault": "none"}, ENDS, "--paradyse-trace .*: give a file that", flags)
+    flags = ["--save", draw.choice((job.costs, job.costs / "x", "/proc/checkpoints"))]
+    return Case({"fault": "none"}, ENDS, "the checkpoint of iteration .* cannot be written", flags)
+
+
+def no_data(draw: random.Random, job: Job) -> Case:
+    suffix = draw.choice((".idx", ".bin"))
+    path = job.folder / f"corpus{suffix}"
+    kept = path.rename(path.with_name("kept"))
+
+    def after(outcome: Outcome) -> None:
+        kept.rename(path)
+
+    return Case({"fault": "none"}, ENDS, rf"data file .*corpus{suffix} not found", after=after)
+
+
+def damaged_data(draw: random.Random, job: Job) -> Case:
+    """A file of data is cut off, or its head is overwritten."""
+    path = job.folder / f"corpus{draw.choice(('.idx', '.bin'))}"
+    content = path.read_bytes()
+    cut = content[: draw.randrange(len(content) - 1)]
+    path.write_bytes(
+        cut if draw.random() < 0.6 or path.suffix == ".bin" else os.urandom(40) + content[40:]
+    )
+
+    def after(outcome: Outcome) -> None:
+        path.write_bytes(content)
+
+    return Case({"fault": "none"}, ENDS, r"corpus\.(idx|bin)", after=after)
+
+
+def data_vanishes(draw: random.Random, job: Job) -> Case:
+    path = job.folder / f"corpus{draw.choice(('.idx', '.bin'))}"
+    content = path.read_bytes()
+    spec = {"fault": "data file vanished while running", "rank": 0, "path": str(path)}
+    spec |= {"content": None, "iteration": at(job, draw)}
+
+    def after(outcome: Outcome) -> None:
+        path.write_bytes(content)
+
+    return Case(spec, GOES_ON, after=after)
+
+
+def costs_replaced(draw: random.Random, job: Job) -> Case:
+    content = job.costs.read_bytes()
+    new = draw.choice(("{}", "no costs", content.decode()[: draw.randrange(len(content))]))
+    spec = {"fault": "cost file replaced while running", "rank": 0, "path": str(job.costs)}
+    spec |= {"content": new, "iteration": at(job, draw)}
+
+    def after(outcome: Outcome) -> None:
+        job.costs.write_bytes(content)
+
+    return Case(spec, GOES_ON, after=after)
+
+
+def bad_costs(draw: random.Random, job: Job) -> Case:
+    content = job.costs.read_bytes()
+    place = draw.randrange(len(content) - 2)
+    broken = content[:place] if draw.random() < 0.5 else content[:place] + b"\x00" + content[place:]
+    job.costs.write_bytes(broken)
+
+    def after(outcome: Outcome) -> None:
+        job.costs.write_bytes(content)
+
+    return Case({"fault": "none"}, ENDS, r"costs\.json", after=after)
+
+
+def truncated_checkpoint(draw: random.Random, job: Job) -> Case:
+    """Any file of the newest checkpoint is cut off; then the one before must do."""
+    iteration = job.iteration()
+    folder = job.checkpoints / f"iter_{iteration:07d}"
+    path = draw.choice([p for p in sorted(folder.iterdir()) if p.stat().st_size > 1])
+    content = path.read_bytes()
+    path.write_bytes(content[: draw.randrange(len(content) - 1)])
+
+    def after(outcome: Outcome) -> None:
+        path.write_bytes(content)
+
+    name = re.escape(path.name)
+    return Case({"fault": "none"}, ENDS, rf"is not whole: .*{name}.*", after=after)
+
+
+def cut_tracker(draw: random.Random, job: Job) -> Case:
+    """A save of Megatron's was killed while it wrote the name of the newest checkpoint."""
+    path = job.checkpoints / "latest_checkpointed_iteration.txt"
+    path.write_text("")
+    return Case({"fault": "none"}, GOES_ON, "was cut off: loading iteration")
+
+
+def half_a_save(draw: random.Random, job: Job) -> Case:
+    """The folder of a checkpoint that was never finished lies beside the good ones."""
+    iteration = job.iteration()
+    good, half = (job.checkpoints / f"iter_{n:07d}" for n in (iteration, iteration + 1000))
+    shutil.copytree(good, half)
+    for path in [p for p in half.iterdir() if draw.random() < 0.5]:
+        path.unlink()
+
+    def after(outcome: Outcome) -> None:
+        shutil.rmtree(half)
+
+    return Case({"fault": "none"}, GOES_ON, after=after)
+
+
+def other_flags(draw: random.Random, job: Job) -> Case:
+    name, value = draw.choice(
+        [("--lr", "2e-3"), ("--seed", "77"), ("--paradyse-order", "bucketed"), ("--clip-grad", "2")]
+    )
+    rank = draw.randrange(RANKS)
+    spec = {"fault": "other flags on a rank", "rank": rank, "flags": [name, value]}
+    return Case(spec, ENDS, rf"rank \d of {RANKS} would compute something else: {name} is ")
+
+
+def other_costs(draw: random.Random, job: Job) -> Case:
+    other = write_costs(job.folder / "other.json", scale_seconds=draw.uniform(0.5, 0.9))
+    spec = {"fault": "other cost file on a rank", "rank": draw.randrange(RANKS)}
+    spec["flags"] = ["--paradyse-cost-model", str(other)]
+    return Case(spec, ENDS, "would compute something else: the cost file is")
+
+
+def other_code(draw: random.Random, job: Job) -> Case:
+    spec = {"fault": "other code on a rank", "rank": draw.randrange(RANKS)}
+    return Case(spec, ENDS, "would compute something else: the code of megatron_paradyse is")
+
+
+def other_plans(draw: random.Random, job: Job) -> Case:
+    spec = {"fault": "other plans on a rank", "rank": draw.randrange(RANKS)}
+    spec["iteration"] = at(job, draw)
+    return Case(spec, ENDS, "plans differ at iteration", ["--paradyse-verify-plans"])
+
+
+# kind -> (how many in a full run, what makes one, whether plans are chosen by cost)
+KINDS: dict[str, tuple[int, Make, bool]] = {
+    "kill -9 of a rank in forward": (20, killed("forward"), False),
+    "kill -9 of a rank in backward": (20, killed("backward"), False),
+    "kill -9 of a rank in save": (20, killed("save"), False),
+    "kill -9 of all ranks": (10, all_killed("step"), False),
+    "kill -9 of all ranks in save": (12, all_killed("save"), False),
+    "rank stopped (SIGSTOP)": (8, stopped, False),
+    "kill -9 of a rank in profile": (8, killed_in_profile, False),
+    "slow rank": (4, slow, False),
+    "NaN loss": (4, not_a_number, False),
+    "full disk in save": (8, full_disk, False),
+    "full disk under the trace": (3, full_trace, False),
+    "output folder that cannot be written": (5, no_folder, False),
+    "vanished data file": (3, no_data, False),
+    "damaged data file": (6, damaged_data, False),
+    "data file vanished while running": (4, data_vanishes, False),
+    "cost file replaced while running": (5, costs_replaced, True),
+    "damaged cost file": (4, bad_costs, True),
+    "truncated checkpoint": (8, truncated_checkpoint, False),
+    "tracker of checkpoints cut off": (4, cut_tracker, False),
+    "unfinished checkpoint beside good ones": (3, half_a_save, False),
+    "ranks with other flags": (5, other_flags, False),
+    "ranks with another cost file": (3, other_costs, True),
+    "ranks with other code": (3, other_code, False),
+    "ranks with other plans": (3, other_plans, False),
+}

@@ -1,0 +1,107 @@
+"""Which checkpoints of a folder are whole: by the lists of files that lie in them.
+
+Beside every checkpoint that was saved whole lies a list of its files and their sizes. A folder
+whose tracker was cut off while it was written is read at the newest checkpoint that is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.whole_file import write_whole
+
+LIST = "paradyse-files.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+MAX_LIST_BYTES = 64 << 20
+
+
+def iteration_to_load(folder: str, wanted: int | None) -> int | None:
+    """The iteration to load instead of the tracker's, None where the tracker is right.
+
+    UserError where the checkpoint that would be loaded is not whole.
+    """
+    tracker = Path(folder, TRACKER)
+    if not tracker.is_file():
+        return None
+    with tracker.open(errors="replace") as stream:
+        text = stream.read(100).strip()
+    if wanted is None and text == "release":
+        return None
+    if wanted is None and not re.fullmatch(r"\d{1,12}", text):
+        whole = whole_iterations(folder)
+        if not whole:
+            raise UserError(
+                f"{tracker} holds {text!r:.40}, and no checkpoint beside it is whole: give another "
+                "--load, or remove the folder to start anew"
+            )
+        return whole[-1]
+    iteration = int(text) if wanted is None else wanted
+    problem = problem_of(folder_of(folder, iteration))
+    if problem is not None:
+        raise UserError(
+            f"the checkpoint of iteration {iteration} in {folder} is not whole: {problem}: "
+            f"{others(folder, iteration)}"
+        )
+    return None
+
+
+def others(folder: str, iteration: int | None) -> str:
+    whole = [n for n in whole_iterations(folder) if n != iteration]
+    return f"load an earlier one with --ckpt-step {whole[-1]}" if whole else "give another --load"
+
+
+def folder_of(folder: str, iteration: int) -> Path:
+    return Path(folder, f"iter_{iteration:07d}")
+
+
+def list_files(checkpoint: Path) -> None:
+    """Write the list; the checkpoint must be complete."""
+    write_whole(checkpoint / LIST, json.dumps(_sizes(checkpoint), indent=1) + "\n")
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    return {
+        path.relative_to(checkpoint).as_posix(): path.stat().st_size
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path.name != LIST
+    }
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """What its files lack by the list, None where nothing is known to."""
+    if not checkpoint.is_dir():
+        return "its folder is not there"
+    try:
+        if (checkpoint / LIST).stat().st_size > MAX_LIST_BYTES:
+            return f"{LIST} is too large"
+        listed = json.loads((checkpoint / LIST).read_text())
+    except FileNotFoundError:
+        return None  # of stock Megatron, or of an asynchronous save
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{LIST} cannot be read ({error!s:.100})"
+    if not isinstance(listed, dict) or not listed:
+        return f"{LIST} lists no files"
+    found = _sizes(checkpoint)
+    for name, size in listed.items():
+        if found.get(name) != size:
+            has = f"{found[name]} bytes" if name in found else "missing"
+            return f"{name!r:.100} is {has}, {size!r:.20} were written"
+    return None
+
+
+def whole_iterations(folder: str | None) -> list[int]:
+    """Those with a list that their files agree with, ascending; of all, not the newest alone."""
+    if folder is None or not os.path.isdir(folder):
+        return []
+    numbers = (re.fullmatch(r"iter_(\d{7,12})", name) for name in os.listdir(folder))
+    return sorted(
+        int(match[1])
+        for match in numbers
+        if match
+        and Path(folder, match[0], LIST).is_file()
+        and problem_of(Path(folder, match[0])) is None
+    )

@@ -1,0 +1,93 @@
+"""Around Megatron's saving and loading: one line where it fails, and nothing broken is read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.training import get_args, print_rank_0, training
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.checkpoint_files import (
+    TRACKER,
+    folder_of,
+    iteration_to_load,
+    list_files,
+    others,
+    whole_iterations,
+)
+from megatron_paradyse.train.ending import is_lost_peer
+
+
+def install() -> None:
+    """Wrap save_checkpoint and load_checkpoint where Megatron's training loop looks them up."""
+    training.save_checkpoint = _saving(training.save_checkpoint)
+    training.load_checkpoint = _loading(training.load_checkpoint)
+
+
+def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_whole(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        folder = get_args().save
+        try:
+            result = save(iteration, *args, **kwargs)
+            checkpoint = folder_of(folder, iteration)
+            first = torch.distributed.get_rank() == 0
+            if first and checkpoint.is_dir() and not get_args().async_save:
+                list_files(checkpoint)
+        except Exception as error:
+            if is_lost_peer(error):
+                raise
+            whole = [n for n in whole_iterations(folder) if n < iteration]
+            remedy = f"iteration {whole[-1]} is whole: make room" if whole else "make room"
+            raise UserError(
+                f"the checkpoint of iteration {iteration} cannot be written to {folder}: "
+                f"{reason_of(error)}: {remedy}, and start again with --load {folder}"
+            ) from error
+        return result
+
+    return save_whole
+
+
+def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_whole(*args: Any, **kwargs: Any) -> Any:
+        megatron = get_args()
+        folder = megatron.load
+        if folder is not None:
+            iteration = iteration_to_load(folder, megatron.ckpt_step)
+            if iteration is not None:
+                print_rank_0(
+                    f"> paradyse: {folder}/{TRACKER} was cut off: loading iteration {iteration}, "
+                    "the newest that is whole"
+                )
+                megatron.ckpt_step = iteration
+        try:
+            return load(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            stopped = isinstance(error, SystemExit) and megatron.exit_on_missing_checkpoint
+            if stopped or is_lost_peer(error) or isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"the checkpoint in {folder} cannot be loaded: {reason_of(error)}: "
+                f"{others(folder, None)}"
+            ) from error
+
+    return load_whole
+
+
+def reason_of(error: BaseException) -> str:
+    """The cause in one line: of torch's checkpoints the first rank's."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        rank, failure = next(iter(failures.items()))
+        cause = failure[0] if isinstance(failure, tuple) else failure
+        return f"rank {rank}: {reason_of(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    if isinstance(error, SystemExit):
+        return "Megatron cannot read it"
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {' '.join(first.split())}"[:300]

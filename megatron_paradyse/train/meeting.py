@@ -1,0 +1,88 @@
+"""The store through which ranks speak outside of collectives: before there are any, or beside one.
+
+It is torchrun's own where there is one; else the first rank serves it at MASTER_PORT, where
+torch.distributed then finds it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_paradyse.errors import UserError
+
+MEETING_SECONDS = 600  # until a rank that cannot reach the store gives up
+
+
+def ranks() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as the launcher says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def meet(topic: str, *, seconds: float = MEETING_SECONDS) -> torch.distributed.Store:
+    """A connection of its own to the store; keys of other topics and earlier starts are apart.
+
+    seconds: that connecting may take. Raises UserError where the store cannot be reached.
+    """
+    rank, world = ranks()
+    if world == 1:
+        return torch.distributed.HashStore()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = torch.distributed.TCPStore(
+            host,
+            port,
+            is_master=serves(),
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=datetime.timedelta(seconds=seconds),
+        )
+    except (RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"rank {rank} cannot reach the other ranks at {host}:{port} ({reason}): see that the "
+            "first rank runs and that its machine can be reached, then start again"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(f"paradyse/{topic}/{attempt}", store)
+
+
+def serves() -> bool:
+    """Whether the store lives in this process."""
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return not agents and ranks()[0] == 0
+
+
+class Line:
+    """Requests to a store whose process may be stopped: torch's own would wait for ever."""
+
+    def __init__(self, topic: str, *, seconds: float):
+        """seconds: that an answer may take. Raises UserError where the store cannot be reached."""
+        self._topic, self._seconds = topic, seconds
+        self._store: torch.distributed.Store | None = meet(topic, seconds=seconds)
+        self._asking = threading.Lock()
+
+    def ask(self, request: Callable[[torch.distributed.Store], Any]) -> Any:
+        """What request(store) gives; None where no answer came in time."""
+        answers: list[Any] = []
+        if not self._asking.acquire(timeout=self._seconds):  # an earlier request still waits
+            return None
+        thread = threading.Thread(target=self._request, args=(request, answers), daemon=True)
+        thread.start()
+        thread.join(self._seconds)
+        return answers[0] if answers else None
+
+    def _request(self, request: Callable[[torch.distributed.Store], Any], answers: list) -> None:
+        try:
+            if self._store is None:
+                self._store = meet(self._topic, seconds=self._seconds)
+            answers.append(request(self._store))
+        except (RuntimeError, UserError):
+            self._store = None  # a late answer could be taken for that to the next request
+        finally:
+            self._asking.release()

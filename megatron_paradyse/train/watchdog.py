@@ -1,0 +1,229 @@
+"""Ends a rank that waits in vain for another one, with a line that names who is missing and where.
+
+A thread of every rank writes a sign of life to the ranks' store and reads the others'. A rank is
+missing when its process has ended (at once, on the same machine), or when no sign came for the
+limit: it is stopped, or its machine is gone. A rank that is only slow is told of once, by those who
+wait for it, and training goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from megatron_paradyse.train.ending import leave
+from megatron_paradyse.train.meeting import Line, ranks, serves
+from megatron_paradyse.train.peers import Beat, own_beat, state_here
+from megatron_paradyse.train.whereabouts import whereabouts
+
+EXIT_CODE = 3
+ALL_WATCHED = 32  # with more ranks each watches its neighbour only; what it finds ends the others
+SECONDS_TO_END = 20  # for others to end by themselves after one ended with an error
+REMEDY = "see what ended it (its log, the kernel's), then start again from the last checkpoint"
+
+_current: Watchdog | None = None
+
+
+def current() -> Watchdog | None:
+    return _current
+
+
+class Watchdog:
+    """start() once all ranks are there; stop() when this one has done its work."""
+
+    def __init__(self, limit_seconds: float):
+        self._limit = limit_seconds
+        self._interval = min(max(limit_seconds / 8, 0.1), 1.0)
+        self._answer_seconds = min(max(limit_seconds / 2, 1.0), 30.0)
+        self._rank, self._world = ranks()
+        self._line = Line("watchdog", seconds=self._answer_seconds)
+        self._own = own_beat(self._rank)
+        self._seen: dict[int, Beat] = {}
+        self._since: dict[int, float] = {}  # when the last sign of a rank came
+        self._stopped: dict[int, float] = {}  # since when its process is known to be stopped
+        self._answered = time.monotonic()  # when the store did
+        self._over = threading.Event()
+        self._moved, self._signature = time.monotonic(), 0
+        self._failed_at: TracebackType | None = None
+        self._told = False
+        self._ends = threading.Lock()
+        self.doing: Callable[[], tuple[str, tuple[str, ...]]] = lambda: ("", ())
+        self._say()
+
+    def start(self) -> None:
+        """All ranks must have made theirs."""
+        global _current
+        _current = self
+        self._read()
+        threading.Thread(target=self._run, name="paradyse-watchdog", daemon=True).start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """This rank is done."""
+        self.ended("done")
+
+    def ended(self, how: str) -> None:
+        """Tell the others how this rank ends, and watch no longer.
+
+        The rank whose process holds the store waits for a moment until they have heard it, or, if
+        all went well, until they have ended too.
+        """
+        if self._own.end is not None:
+            return
+        self._over.set()
+        self._own.end = how[:300]
+        self._say()
+        if serves():
+            seconds = SECONDS_TO_END if how == "done" else 3 * self._interval
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and not self._all_ended():
+                time.sleep(0.02)
+
+    def lost_a_peer(self, traceback: TracebackType | None, seconds: float | None = None) -> None:
+        """A collective failed: returns only if nobody is found missing in time.
+
+        seconds: by default the limit, until which a rank may turn out to be silent.
+        """
+        self._failed_at = traceback
+        wait = self._limit + 2 * self._interval if seconds is None else seconds
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline and not self._over.is_set():
+            self._look()
+            time.sleep(min(self._interval, 0.05))
+        self._failed_at = None
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval):
+            self._note()
+            self._say()
+            self._look()
+            self._tell_of_slow_ranks()
+
+    def _note(self) -> None:
+        """What this rank does now, and since when."""
+        doing, plan_names = self.doing()
+        here = whereabouts(plan_names, self._failed_at)
+        signature = hash((doing, here.signature))
+        if signature != self._signature:
+            self._signature, self._moved = signature, time.monotonic()
+        self._own.number += 1
+        self._own.where = here.text + (f", {doing}" if doing else "")
+        self._own.waits = here.waits
+        self._own.still_seconds = time.monotonic() - self._moved
+
+    def _say(self) -> None:
+        content = self._own.encode()
+        self._line.ask(lambda store: store.set(str(self._rank), content))
+
+    def _read(self) -> None:
+        """The others' signs, where the store answers."""
+        watched = self._watched()
+        keys = [str(rank) for rank in watched]
+        contents = self._line.ask(lambda store: store.multi_get(keys))
+        if contents is None:
+            return
+        now = self._answered = time.monotonic()
+        for rank, beat in zip(watched, map(Beat.decode, contents), strict=True):
+            known = self._seen.get(rank)
+            if known is None or known.number != beat.number:
+                self._since[rank] = now
+            self._seen[rank] = beat
+
+    def _watched(self) -> list[int]:
+        if self._world <= ALL_WATCHED:
+            return [rank for rank in range(self._world) if rank != self._rank]
+        return [(self._rank + 1) % self._world]
+
+    def _all_ended(self) -> bool:
+        self._read()
+        return all(beat.end or state_here(beat) == "ended" for beat in self._seen.values())
+
+    def _look(self) -> None:
+        """Ends this process if another rank is missing."""
+        gone = {rank for rank, beat in self._seen.items() if state_here(beat) == "ended"}
+        self._read()  # what they said at their end
+        missing = []
+        for rank, beat in self._seen.items():
+            if beat.end == "done":
+                continue
+            if beat.end is not None:
+                if time.monotonic() - self._since[rank] > SECONDS_TO_END:
+                    self._end_after(f"rank {rank} has ended: {beat.end}")
+                continue
+            how = "its process has ended" if rank in gone else self._silence(rank, beat)
+            if how is not None:
+                missing.append(self._sentence(beat, how))
+        if missing and not self._over.is_set():
+            self._end(missing)
+
+    def _silence(self, rank: int, beat: Beat) -> str | None:
+        """Why a rank counts as missing though its process is not known to have ended."""
+        now = time.monotonic()
+        if state_here(beat) == "stopped":
+            stopped = now - self._stopped.setdefault(rank, now)
+            return f"stopped for {stopped:.0f} s" if stopped > self._limit else None
+        self._stopped.pop(rank, None)
+        # No sign of others comes while the store does not answer: that is the first rank's silence.
+        silent = (now if rank == 0 else self._answered) - self._since[rank]
+        return f"silent for {silent:.0f} s" if silent > self._limit else None
+
+    def _sentence(self, beat: Beat, how: str) -> str:
+        host = beat.machine.split()[0]
+        return (
+            f"rank {beat.rank} of {self._world} is missing: {how} (process {beat.process} on "
+            f"{host}, last seen in {beat.where})"
+        )
+
+    def _end(self, missing: list[str]) -> None:
+        """One of those who are left speaks; all end."""
+        with self._ends:
+            self._note()
+            line = (
+                f"{'; '.join(missing)}, while rank {self._rank} was in {self._own.where}: {REMEDY}"
+            )
+            if self._first_to_say("missing"):
+                _write_error(self._rank, line)
+            # torchrun ends all when the first has gone, so that the line must be out; and others
+            # that cannot reach the store must see who of them speaks.
+            time.sleep(0.2 if self._answered > time.monotonic() - 1 else 2 * self._interval)
+            leave(EXIT_CODE)
+
+    def _end_after(self, how: str) -> None:
+        with self._ends:
+            os.write(2, f"> paradyse: rank {self._rank} ends, for {how}\n".encode())
+            leave(EXIT_CODE)
+
+    def _first_to_say(self, what: str) -> bool:
+        said = self._line.ask(lambda store: store.add(what, 1))
+        if said is not None:
+            return said == 1
+        # The store was in a process that is missing.
+        alive = (r for r, beat in self._seen.items() if state_here(beat) in (None, "runs"))
+        return all(self._rank < rank for rank in alive)
+
+    def _tell_of_slow_ranks(self) -> None:
+        """Once each time that this rank has waited for half the limit in one collective."""
+        if not self._own.waits or self._own.still_seconds < self._limit / 2:
+            self._told = False
+            return
+        slow = [
+            f"rank {rank}, which is in {beat.where}"
+            for rank, beat in sorted(self._seen.items())
+            if not beat.waits and beat.end is None
+        ]
+        if self._told or not slow:
+            return
+        self._told = True
+        if self._first_to_say(f"slow {self._own.where}"):
+            seconds, where = self._own.still_seconds, self._own.where
+            line = f"rank {self._rank} has waited {seconds:.0f} s in {where} for {'; '.join(slow)}"
+            os.write(2, f"> paradyse: {line}\n".encode())
+
+
+def _write_error(rank: int, line: str) -> None:
+    name = f" (rank {rank})" if rank else ""
+    os.write(2, f"error{name}: {line}\n".encode())

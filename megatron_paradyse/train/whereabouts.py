@@ -1,0 +1,158 @@
+"""What a rank is doing, read from the stacks of its threads: nothing is noted while it trains."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from dataclasses import dataclass
+from traceback import walk_tb
+from types import FrameType, TracebackType
+
+from megatron_paradyse.strategies import BUILT_IN, base_name
+
+DISTRIBUTED = "torch/distributed/distributed_c10d.py"
+BACKWARD = "torch/autograd/graph.py"
+PASSED_OVER = ("cpu_platform.py", "/signal.py", "/threading.py")
+OWN_COLLECTIVES = ("strategies/collectives.py", "strategies/transport.py")
+COLLECTIVES = re.compile(
+    r"all_(reduce|gather|to_all)\w*|(reduce|broadcast|gather|scatter)\w*|\w*barrier|i?send|i?recv|"
+    r"batch_isend_irecv|(ring_)?exchange|wait"
+)
+# Files of strategies that several share, and whose backward says no more.
+SHARED_FILES = {
+    "ring": ("megatron_cz", "colossal_z"),
+    "ring_attention": ("megatron_cz", "colossal_z"),
+    "metp_attention": ("metp",),
+    "metp_mlp": ("metp",),
+    "weight_blocks": ("metp",),
+    "zero": ("ulysses_z", "megatron_cz", "colossal_z"),
+    **{name: (name,) for name in BUILT_IN},
+}
+MOST_FRAMES = 200
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """text: for a person. signature: the same as long as nothing moves. waits: in a collective."""
+
+    text: str
+    signature: int
+    waits: bool
+
+
+def whereabouts(
+    plan_names: tuple[str, ...] = (), traceback: TracebackType | None = None
+) -> Whereabouts:
+    """Of this process, or where an error of it was raised.
+
+    plan_names: strategies of the current plan, where a stack leaves open which one runs.
+    """
+    stack = _training_stack() if traceback is None else _frames_of(traceback)
+    signature = hash(tuple((id(f.f_code), f.f_lasti) for f in stack))
+    collective = _collective(stack)
+    place = _strategy(stack, plan_names) or _place(stack)
+    if any(f.f_code.co_filename.endswith(BACKWARD) for f in stack):
+        place += ", backward"
+    phase = _phase(stack)
+    if phase:
+        place += f", {phase}"
+    text = f"{collective} of {place}" if collective else place
+    return Whereabouts(text, signature, bool(collective))
+
+
+def _training_stack() -> list[FrameType]:
+    """Innermost first: of the main thread, and of autograd's where that one runs a backward."""
+    frames = sys._current_frames()
+    main = _frames(frames.get(threading.main_thread().ident or 0))
+    if not main or not main[0].f_code.co_filename.endswith(BACKWARD):
+        return main
+    mine = threading.get_ident()
+    for thread, frame in frames.items():
+        if thread not in (mine, threading.main_thread().ident):
+            stack = _frames(frame)
+            if any("/strategies/" in _file(f) or _file(f).endswith(DISTRIBUTED) for f in stack):
+                return stack + main
+    return main
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    while frame is not None and len(found) < MOST_FRAMES:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _frames_of(traceback: TracebackType) -> list[FrameType]:
+    found = [frame for frame, _ in walk_tb(traceback)]
+    return found[::-1][:MOST_FRAMES]
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")
+
+
+def _collective(stack: list[FrameType]) -> str | None:
+    """The name of the collective that the innermost frames are in."""
+    found = None
+    for frame in stack[:12]:
+        file, name = _file(frame), frame.f_code.co_name
+        inside = file.endswith(DISTRIBUTED) or file.endswith(OWN_COLLECTIVES)
+        if inside and COLLECTIVES.fullmatch(name):
+            if found is None or found == "wait":
+                found = _operation(frame) if name == "wait" else name
+        elif found is not None and not inside:
+            break
+    return found
+
+
+def _operation(frame: FrameType) -> str:
+    """What a Pending waits for."""
+    works = getattr(frame.f_locals.get("self"), "_works", None)
+    kind = getattr(works[0], "_get_op_type", None) if works else None
+    try:
+        return str(kind()).rsplit(".", 1)[-1].lower() if kind else "wait"
+    except (RuntimeError, TypeError):
+        return "wait"
+
+
+def _strategy(stack: list[FrameType], plan_names: tuple[str, ...]) -> str | None:
+    """The strategy whose code runs; its operation and layer where the stack tells."""
+    shared: tuple[str, ...] = ()
+    for frame in stack:
+        name, file = frame.f_code.co_qualname, _file(frame)
+        module = frame.f_locals.get("self") if name.startswith("Switchable") else None
+        if name == "SwitchableSelfAttention.forward":
+            strategy = frame.f_locals.get("strategy", "megatron_ts")
+            return f"{strategy}'s attention, layer {getattr(module, 'layer_number', '?')}"
+        if name == "SwitchableMLP.forward":
+            return f"{getattr(module, 'strategy', '?')}'s MLP"
+        if not shared and "megatron_paradyse/strategies/" in file:
+            shared = SHARED_FILES.get(file.rsplit("/", 1)[-1].removesuffix(".py"), ())
+        if not shared and "megatron/core/tensor_parallel/" in file:
+            shared = ("megatron_ts",)
+    planned = [name for name in shared if name in {base_name(name) for name in plan_names}]
+    return " or ".join(planned or shared) or None
+
+
+def _place(stack: list[FrameType]) -> str:
+    """The innermost function that is not of torch or of the standard library."""
+    for frame in stack:
+        file = _file(frame)
+        own = "/site-packages/" in file or "/lib/python" not in file
+        if (
+            own
+            and not file.endswith(PASSED_OVER)
+            and not file.startswith("<")
+            and "/torch/" not in file
+        ):
+            name, line = frame.f_code.co_name, frame.f_lineno
+            return f"{name} ({'/'.join(file.rsplit('/', 2)[-2:])}:{line})"
+    return stack[0].f_code.co_name if stack else "nothing"
+
+
+def _phase(stack: list[FrameType]) -> str | None:
+    names = {frame.f_code.co_name for frame in stack}
+    known = {"save_checkpoint": "saving", "load_checkpoint": "loading", "evaluate": "evaluating"}
+    return next((text for name, text in known.items() if name in names), None)

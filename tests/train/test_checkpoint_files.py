@@ -1,0 +1,74 @@
+"""A checkpoint is loaded whole or not at all, and one that a save left half is passed over."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.checkpoint_files import (
+    LIST,
+    TRACKER,
+    folder_of,
+    iteration_to_load,
+    list_files,
+    whole_iterations,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for iteration in (4, 8, 12):
+        checkpoint = folder_of(str(tmp_path), iteration)
+        (checkpoint / "inner").mkdir(parents=True)
+        (checkpoint / "common.pt").write_bytes(b"x" * iteration)
+        (checkpoint / "inner" / "0.distcp").write_bytes(b"y" * 10 * iteration)
+        list_files(checkpoint)
+    (tmp_path / TRACKER).write_text("12")
+    return tmp_path
+
+
+def test_a_good_folder_is_loaded_as_its_tracker_says(folder):
+    assert iteration_to_load(str(folder), None) is None
+    assert iteration_to_load(str(folder), 8) is None
+    assert whole_iterations(str(folder)) == [4, 8, 12]
+
+
+@pytest.mark.parametrize("name", ["common.pt", "inner/0.distcp"])
+def test_every_truncation_is_refused_with_the_file_and_an_earlier_checkpoint(folder, name):
+    path = folder / "iter_0000012" / name
+    content = path.read_bytes()
+    for size in range(len(content)):
+        path.write_bytes(content[:size])
+        with pytest.raises(UserError, match=rf"iteration 12 .* is not whole: '{name}' is {size} b"):
+            iteration_to_load(str(folder), None)
+    path.unlink()
+    with pytest.raises(UserError, match=r"is missing, .* were written: .* --ckpt-step 8"):
+        iteration_to_load(str(folder), None)
+    assert iteration_to_load(str(folder), 8) is None
+
+
+@pytest.mark.parametrize("text", ["", "1x", "\x00\x00", "-4"])
+def test_a_tracker_that_was_cut_off_gives_the_newest_whole(folder, text):
+    (folder / TRACKER).write_text(text)
+    assert iteration_to_load(str(folder), None) == 12
+    (folder / "iter_0000012" / "common.pt").write_bytes(b"")
+    assert iteration_to_load(str(folder), None) == 8
+
+
+def test_a_cut_tracker_without_a_whole_checkpoint_is_an_error(tmp_path):
+    (tmp_path / TRACKER).write_text("")
+    with pytest.raises(UserError, match="no checkpoint beside it is whole"):
+        iteration_to_load(str(tmp_path), None)
+
+
+def test_a_first_start_and_a_stock_checkpoint_are_megatrons_business(tmp_path, folder):
+    assert iteration_to_load(str(tmp_path / "nothing"), None) is None
+    (folder / "iter_0000012" / LIST).unlink()
+    assert iteration_to_load(str(folder), None) is None
+
+
+def test_the_list_of_a_checkpoint_names_every_file(folder):
+    listed = json.loads((folder / "iter_0000008" / LIST).read_text())
+    assert listed == {"common.pt": 8, "inner/0.distcp": 80}

@@ -1,0 +1,53 @@
+"""A rank that is missing is named by one of those who are left, and nobody waits for long."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from megatron_paradyse.train.watchdog import EXIT_CODE
+from tests.train.harness import run_each
+
+LIMIT = 1.0
+
+
+def run(tmp_path, fault, rank, ranks=3):
+    argv = [str(LIMIT), fault, str(rank)]
+    return run_each("tests.train.watched", argv, ranks=ranks, folder=tmp_path, timeout_seconds=30)
+
+
+def errors(stderr):
+    return [line for line in stderr.splitlines() if line.startswith("error")]
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["the rank with the store", "another"])
+@pytest.mark.parametrize("fault, how", [("kill", "its process has ended"), ("stop", "stopped for")])
+def test_a_missing_rank_is_named_with_the_collective_and_the_others_end(fault, how, rank, tmp_path):
+    codes, _, stderr = run(tmp_path, fault, rank)
+    others = [code for r, code in enumerate(codes) if r != rank]
+    assert codes[rank] == (-9 if fault == "kill" else None)
+    assert others == [EXIT_CODE] * 2, stderr
+    (line,) = errors(stderr)
+    assert f"rank {rank} of 3 is missing: {how}" in line
+    assert "was in all_reduce of main (train/watched.py:" in line
+    assert "Traceback" not in stderr
+
+
+def test_who_is_slow_is_told_once_and_waited_for(tmp_path):
+    codes, _, stderr = run(tmp_path, "slow", 1)
+    assert codes == [0, 0, 0], stderr
+    told = [line for line in stderr.splitlines() if line.startswith("> paradyse: rank")]
+    assert len(told) == 1 and "for rank 1, which is in release (train/watched.py:" in told[0]
+    assert not errors(stderr)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ends_with_an_error_is_not_missing(rank, tmp_path, monkeypatch):
+    start = time.monotonic()
+    codes, _, stderr = run(tmp_path, "error", rank, ranks=2)
+    assert codes[rank] == 2 and codes[1 - rank] not in (0, None)
+    assert time.monotonic() - start < 30
+    (line,) = errors(stderr)
+    assert "this file is wrong: give another" in line
+    assert "Traceback" not in stderr

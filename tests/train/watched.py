@@ -1,0 +1,46 @@
+"""A rank of the watchdog's tests, without Megatron: watched LIMIT FAULT RANK; it does FAULT there.
+
+Ranks agree on nothing else; all wait in an all_reduce that RANK never joins, or end well.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+
+import torch
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.watchdog import Watchdog
+
+FAULTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+def main() -> None:
+    limit, fault, rank = float(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    own = int(os.environ["RANK"])
+    dog = Watchdog(limit)
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    torch.distributed.barrier()
+    dog.start()
+    torch.distributed.barrier()
+    if own == rank and fault in FAULTS:
+        FAULTS[fault]()
+    if own == rank and fault == "error":
+        raise UserError("this file is wrong: give another")
+    if own == rank and fault == "slow":
+        release(own, limit)
+    torch.distributed.all_reduce(torch.ones(1))
+    dog.stop()
+
+
+def release(own: int, limit: float) -> None:
+    """Come late, but come."""
+    import threading
+
+    threading.Event().wait(1.5 * limit)
