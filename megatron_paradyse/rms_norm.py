@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-TILE_ELEMENTS = 1 << 22  # normalised at once: what is wider than the input is made of so many
+TILE_ELEMENTS = 1 << 18  # normalised at once: what is wider than the input is made of so many
 
 
 class RmsNorm(torch.nn.RMSNorm):
@@ -44,7 +44,7 @@ def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [rows, h] -> y [rows, h] and 1 / sqrt(mean(x^2) + eps) [rows, 1], at least float32."""
     wide = _wide(x)
     y, scale = torch.empty_like(x), x.new_empty(len(x), 1, dtype=wide)
-    for tile in _tiles(x):
+    for tile in tiles(x):
         part = x[tile].to(wide)
         torch.rsqrt(part.square().mean(-1, keepdim=True) + eps, out=scale[tile])
         y[tile] = part * scale[tile] * weight
@@ -57,7 +57,7 @@ def normalise_backward(
     """The gradients of x [rows, h] and of weight [h]."""
     wide = _wide(x)
     grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=wide)
-    for tile in _tiles(x):
+    for tile in tiles(x):
         hat = x[tile].to(wide) * scale[tile]  # normalised
         part = grad[tile].to(wide)
         grad_weight += (part * hat).sum(0)
@@ -70,6 +70,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _tiles(x: Tensor) -> list[slice]:
+def tiles(x: Tensor) -> list[slice]:
+    """Rows that are normalised at once."""
     rows = max(1, TILE_ELEMENTS // x.shape[-1])
     return [slice(start, start + rows) for start in range(0, len(x), rows)]
