@@ -33,8 +33,8 @@ class Costs:
 class Grid:
     """What microbatches are made for.
 
-    hidden_size: of the model. alignment: s is a multiple of it, and it of p. at_least: microbatches
-    of a replica. stages: of the pipeline.
+    hidden_size: of the model. alignment: s is a multiple of it, and it of p. multiple_of: what
+    the number of a replica's microbatches is. stages: of the pipeline.
     """
 
     p: int
@@ -42,7 +42,7 @@ class Grid:
     num_replicas: int = 1
     alignment: int = 1
     causal: bool = True
-    at_least: int = 1
+    multiple_of: int = 1
     stages: int = 1
 
     def work(self, tokens: int) -> float:
@@ -226,7 +226,8 @@ def _whole_rounds(
     microbatches: list[Microbatch], lengths: Sequence[int], grid: Grid, price: Price
 ) -> list[Microbatch]:
     """As many for every replica, for which those that take longest and can are cut in two."""
-    rounds = max(-(-len(microbatches) // grid.num_replicas), grid.at_least)
+    rounds = -(-len(microbatches) // (grid.num_replicas * grid.multiple_of)) * grid.multiple_of
+    rounds = min(rounds, len(lengths) // grid.num_replicas)
     heap = [(-made.seconds, made.documents, made) for made in microbatches]
     heapq.heapify(heap)
     done = []

@@ -42,8 +42,7 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
             payload[:, 1:] = _masked(batch, s) if masked else batch["tokens"]
     torch.distributed.broadcast(payload, source, group=group)
     lengths = payload[:, 0]
-    if torch.is_grad_enabled():  # evaluation does not count towards Megatron's FLOP statistics
-        count_lengths(lengths)
+    count_lengths(lengths, vp_stage)
     padded = masked and min(lengths.tolist()) < s
     positions = torch.arange(s, device=device)
     attention_mask = positions < lengths[:, None] if padded else None
@@ -99,8 +98,13 @@ def derive_batch(tokens: torch.Tensor, lengths: torch.Tensor, *, max_position: i
     }
 
 
-def count_lengths(lengths: torch.Tensor) -> None:
-    """Tell Megatron's FLOP statistics and the meter of documents [n] that are trained on."""
+def count_lengths(lengths: torch.Tensor, vp_stage: int | None) -> None:
+    """Tell Megatron's FLOP statistics and the meter of documents [n] that are trained on.
+
+    Once for all chunks of an interleaved pipeline, of which each reads them.
+    """
+    if vp_stage or not torch.is_grad_enabled():  # an evaluation does not count
+        return
     starts = torch.zeros(1, dtype=lengths.dtype, device=lengths.device)
     update_seqlen_stats_from_cu_seqlens(torch.cat([starts, lengths.cumsum(0)]).int())
     meter.lengths.append(lengths.clone())  # a view would keep the microbatch's tokens alive

@@ -138,14 +138,15 @@ def _packed(
     if stream is None:
         return None
     size = args.global_batch_size if split == "train" else args.eval_global_batch_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
+    stages = args.pipeline_model_parallel_size
+    interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
     grid = Grid(
         p=args.tensor_model_parallel_size,
         hidden_size=args.hidden_size,
         num_replicas=mpu.get_data_parallel_world_size(),
         alignment=alignment(args.tensor_model_parallel_size),
-        at_least=args.microbatch_group_size_per_vp_stage if chunks > 1 else 1,
-        stages=args.pipeline_model_parallel_size,
+        multiple_of=(args.microbatch_group_size_per_vp_stage or stages) if interleaved else 1,
+        stages=stages,
     )
     shares = PackedShares(
         stream,

@@ -38,8 +38,7 @@ class PackedStep:
         microbatch = self._microbatches[self._next]
         self._next += 1
         device = device_of_rank()
-        if torch.is_grad_enabled():
-            count_lengths(torch.tensor(microbatch.lengths, device=device))
+        count_lengths(torch.tensor(microbatch.lengths, device=device), vp_stage)
         params = None if microbatch.row is None else RowParams(row=microbatch.row)
         batch = {**dict.fromkeys(BATCH_NAMES), "packed_seq_params": params}
         if not is_first_or_last_pipeline_stage(vp_stage):

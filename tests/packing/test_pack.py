@@ -23,18 +23,21 @@ def documents_of(packing: Packing) -> list[int]:
     lengths=st.lists(st.integers(1, 900), min_size=8, max_size=80),
     tokens=st.one_of(st.none(), st.integers(1, 4000)),
     num_replicas=st.sampled_from([1, 2, 4]),
-    at_least=st.integers(1, 2),
+    multiple_of=st.integers(1, 3),
 )
 @settings(max_examples=100, deadline=None)
 def test_every_document_is_in_one_microbatch_of_equally_many(
-    lengths, tokens, num_replicas, at_least
+    lengths, tokens, num_replicas, multiple_of
 ):
     lengths = lengths[: len(lengths) // num_replicas * num_replicas]
-    grid = Grid(p=2, hidden_size=64, num_replicas=num_replicas, alignment=4, at_least=at_least)
+    grid = Grid(
+        p=2, hidden_size=64, num_replicas=num_replicas, alignment=4, multiple_of=multiple_of
+    )
     packing = pack(lengths, tokens, grid, flops_costs(grid))
     assert sorted(documents_of(packing)) == list(range(len(lengths)))
     assert len({len(replica) for replica in packing.replicas}) == 1
-    assert len(packing.replicas[0]) >= at_least
+    most = len(lengths) // num_replicas
+    assert len(packing.replicas[0]) % multiple_of == 0 or len(packing.replicas[0]) == most
     for made in itertools.chain(*packing.replicas):
         of_row = tuple(lengths[number] for number in made.documents)
         assert (made.row is None) == (len(of_row) == 1)
