@@ -35,7 +35,7 @@ MODEL = [
     ),
 ]
 # name -> (dtype flags, share of the iterations)
-DTYPES = {"float32": ([], 1.0), "bfloat16": (["--bf16"], 0.15)}
+DTYPES = {"float32": ([], 1.0), "bfloat16": (["--bf16"], 0.1)}
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     iterations = 40 if arguments.quick else 2000
     with tempfile.TemporaryDirectory() as name:
         rows = [compare(Path(name), dtype, iterations) for dtype in DTYPES]
-        by_cost = memory_by_cost(Path(name), iterations // 4)
+        by_cost = memory_by_cost(Path(name), iterations // 5)
     result = {
         "iterations": iterations,
         "difference_max": {row["dtype"]: row["difference_max"] for row in rows},

@@ -12,6 +12,7 @@ than 1e-6.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import random
 import re
@@ -38,14 +39,19 @@ from benchmarks.reliability_job import (
 
 QUICK_KINDS = ("kill -9 of a rank in save", "truncated checkpoint", "ranks with other flags")
 SEED = 11
+BUDGET_SECONDS = 25 * 60  # of the trainings' faults; the rest of them is then left out
 
 
 def main() -> None:
     arguments = options(__doc__.splitlines()[0]).parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        rows = trainings(Path(name), quick=arguments.quick)
-        rows += Commands(Path(name) / "commands").faults(quick=arguments.quick)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        concurrent.futures.ProcessPoolExecutor(1) as pool,
+    ):
+        commands = pool.submit(of_commands, Path(name) / "commands", arguments.quick)
+        rows = trainings(Path(name), quick=arguments.quick, deadline=began + BUDGET_SECONDS)
+        rows += commands.result()
     summary = summarised(rows)
     for kind, row in summary.items():
         print(json.dumps({"kind": kind, **row}))
@@ -64,6 +70,11 @@ def main() -> None:
         "seed": SEED,
     }
     finish("reliability", result, configuration, arguments)
+
+
+def of_commands(folder: Path, quick: bool) -> list[dict]:
+    """In a process of its own, beside the trainings."""
+    return Commands(folder).faults(quick=quick)
 
 
 BAD = ("hangs", "corruptions", "divergences", "unexplained")
@@ -85,27 +96,35 @@ def summarised(rows: list[dict]) -> dict[str, dict]:
     return found
 
 
-def trainings(folder: Path, *, quick: bool) -> list[dict]:
-    """Every kind in turn, on one job for each way to choose plans."""
+def trainings(folder: Path, *, quick: bool, deadline: float) -> list[dict]:
+    """One fault of each kind, then another, on one job for each way to choose plans."""
     draw = random.Random(SEED)
     jobs = {by_cost: Job(folder / f"job-{by_cost}", by_cost=by_cost) for by_cost in (False, True)}
     rows = []
-    for kind, (count, make, by_cost) in KINDS.items():
-        if quick and kind not in QUICK_KINDS:
-            continue
+    for kind, make, by_cost in in_turn(quick):
+        if time.monotonic() > deadline:
+            break
         job = jobs[by_cost]
         if not job.reference:
             job.learn_reference(60 if quick else LAST)
-        for _ in range(1 if quick else count):
-            prepare(job)
-            rows.append({"kind": kind, **one(job, make(draw, job))})
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        prepare(job)
+        rows.append({"kind": kind, **one(job, make(draw, job))})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     for job in jobs.values():
         if job.reference:  # what the last fault left is good too
             last = job.run({"fault": "none"}, until=job.iteration() + 4)
             if last.codes != [0] * RANKS or job.diverges(last) > EQUAL:
                 rows[-1]["corruptions"] = f"nothing goes on from it: {last.stderr[-300:]}"
     return rows
+
+
+def in_turn(quick: bool):
+    """(kind, what makes a fault of it, whether plans are by cost), so that time cuts all alike."""
+    if quick:
+        yield from ((kind, *KINDS[kind][1:]) for kind in QUICK_KINDS)
+        return
+    for turn in range(max(count for count, _, _ in KINDS.values())):
+        yield from ((k, make, by_cost) for k, (n, make, by_cost) in KINDS.items() if turn < n)
 
 
 def prepare(job: Job) -> None:

@@ -102,13 +102,14 @@ def slow(draw: random.Random, job: Job) -> Case:
 def not_a_number(draw: random.Random, job: Job) -> Case:
     """Megatron saves what it has, for a second look on another machine, unless that is off."""
     spec = {"fault": "NaN loss", "rank": draw.randrange(RANKS), "iteration": at(job, draw)}
-    before = job.iteration()
 
     def after(outcome: Outcome) -> None:
-        last = before + SAVE_INTERVAL * ((spec["iteration"] - 1 - before) // SAVE_INTERVAL)
-        for path in job.checkpoints.glob("iter_*"):
-            if int(path.name[5:]) > last:
-                shutil.rmtree(path)
+        good = [
+            p for p in job.checkpoints.glob("iter_*") if int(p.name[5:]) < spec["iteration"] - 1
+        ]
+        for path in set(job.checkpoints.glob("iter_*")) - set(good):
+            shutil.rmtree(path)
+        last = max(int(path.name[5:]) for path in good)
         (job.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(last))
 
     flags = ["--rerun-mode", draw.choice(("disabled", "validate_results"))]
@@ -266,28 +267,28 @@ def other_plans(draw: random.Random, job: Job) -> Case:
 
 # kind -> (how many in a full run, what makes one, whether plans are chosen by cost)
 KINDS: dict[str, tuple[int, Make, bool]] = {
-    "kill -9 of a rank in forward": (20, killed("forward"), False),
-    "kill -9 of a rank in backward": (20, killed("backward"), False),
-    "kill -9 of a rank in save": (20, killed("save"), False),
-    "kill -9 of all ranks": (10, all_killed("step"), False),
-    "kill -9 of all ranks in save": (12, all_killed("save"), False),
-    "rank stopped (SIGSTOP)": (8, stopped, False),
-    "kill -9 of a rank in profile": (8, killed_in_profile, False),
-    "slow rank": (4, slow, False),
+    "kill -9 of a rank in forward": (12, killed("forward"), False),
+    "kill -9 of a rank in backward": (12, killed("backward"), False),
+    "kill -9 of a rank in save": (14, killed("save"), False),
+    "kill -9 of all ranks": (6, all_killed("step"), False),
+    "kill -9 of all ranks in save": (8, all_killed("save"), False),
+    "rank stopped (SIGSTOP)": (5, stopped, False),
+    "kill -9 of a rank in profile": (5, killed_in_profile, False),
+    "slow rank": (3, slow, False),
     "NaN loss": (4, not_a_number, False),
-    "full disk in save": (8, full_disk, False),
-    "full disk under the trace": (3, full_trace, False),
-    "output folder that cannot be written": (5, no_folder, False),
-    "vanished data file": (3, no_data, False),
-    "damaged data file": (6, damaged_data, False),
-    "data file vanished while running": (4, data_vanishes, False),
-    "cost file replaced while running": (5, costs_replaced, True),
-    "damaged cost file": (4, bad_costs, True),
-    "truncated checkpoint": (8, truncated_checkpoint, False),
-    "tracker of checkpoints cut off": (4, cut_tracker, False),
-    "unfinished checkpoint beside good ones": (3, half_a_save, False),
-    "ranks with other flags": (5, other_flags, False),
-    "ranks with another cost file": (3, other_costs, True),
-    "ranks with other code": (3, other_code, False),
-    "ranks with other plans": (3, other_plans, False),
+    "full disk in save": (6, full_disk, False),
+    "full disk under the trace": (2, full_trace, False),
+    "output folder that cannot be written": (4, no_folder, False),
+    "vanished data file": (2, no_data, False),
+    "damaged data file": (4, damaged_data, False),
+    "data file vanished while running": (3, data_vanishes, False),
+    "cost file replaced while running": (4, costs_replaced, True),
+    "damaged cost file": (3, bad_costs, True),
+    "truncated checkpoint": (6, truncated_checkpoint, False),
+    "tracker of checkpoints cut off": (3, cut_tracker, False),
+    "unfinished checkpoint beside good ones": (2, half_a_save, False),
+    "ranks with other flags": (4, other_flags, False),
+    "ranks with another cost file": (2, other_costs, True),
+    "ranks with other code": (2, other_code, False),
+    "ranks with other plans": (2, other_plans, False),
 }

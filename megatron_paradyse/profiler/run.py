@@ -49,6 +49,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     p = args.tensor_model_parallel_size
     lengths = choose_lengths(options, args.seq_length, p=p)
     strategies = strategies_to_profile(options.strategies)
+    args.load = args.save = args.pretrained_checkpoint = None  # a model of a layer or two is built
     plugin.watch_and_agree(args)
     training.initialize_megatron()
     args.check_for_nan_in_loss_and_grad = False  # that check wants to run inside train_step

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.training import get_args, print_rank_0, training
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.checkpoint_files import (
@@ -37,7 +38,7 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
             first = torch.distributed.get_rank() == 0
             if first and checkpoint.is_dir() and not get_args().async_save:
                 list_files(checkpoint)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             if is_lost_peer(error):
                 raise
             whole = [n for n in whole_iterations(folder) if n < iteration]
@@ -66,7 +67,7 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
                 megatron.ckpt_step = iteration
         try:
             return load(*args, **kwargs)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, CheckpointException) as error:
             stopped = isinstance(error, SystemExit) and megatron.exit_on_missing_checkpoint
             if stopped or is_lost_peer(error) or isinstance(error, UserError):
                 raise
@@ -81,6 +82,8 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
 def reason_of(error: BaseException) -> str:
     """The cause in one line: of torch's checkpoints the first rank's."""
     failures = getattr(error, "failures", None)
+    if isinstance(error, CheckpointException) and not failures:
+        return "a process that writes for a rank has failed"
     if isinstance(failures, dict) and failures:
         rank, failure = next(iter(failures.items()))
         cause = failure[0] if isinstance(failure, tuple) else failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -157,8 +158,10 @@ class IterationLog:
 def not_a_number(reason: str) -> str:
     """What Megatron's check of the losses means; it names the rank in its own lines."""
     iteration = (getattr(get_args(), "curr_iteration", 0) or 0) + 1
+    found = re.search(r"message='([^']*)'", reason)  # what is before it names each rank itself
+    reason = found[1] if found else " ".join(reason.split())[:200]
     return (
-        f"the loss is not a number at iteration {iteration} ({' '.join(reason.split())[:300]}): "
+        f"the loss is not a number at iteration {iteration} ({reason}): "
         "start again from an earlier checkpoint with a lower --lr; if one machine does it again, "
         "leave that machine out"
     )

@@ -62,9 +62,9 @@ class Line:
     """Requests to a store whose process may be stopped: torch's own would wait for ever."""
 
     def __init__(self, topic: str, *, seconds: float):
-        """seconds: that an answer may take. Raises UserError where the store cannot be reached."""
+        """seconds: that an answer may take, later on. UserError if the store cannot be reached."""
         self._topic, self._seconds = topic, seconds
-        self._store: torch.distributed.Store | None = meet(topic, seconds=seconds)
+        self._store: torch.distributed.Store | None = meet(topic)  # others may start much later
         self._asking = threading.Lock()
 
     def ask(self, request: Callable[[torch.distributed.Store], Any]) -> Any:

@@ -53,11 +53,11 @@ class Watchdog:
         self._ends = threading.Lock()
         self.doing: Callable[[], tuple[str, tuple[str, ...]]] = lambda: ("", ())
         self._say()
+        global _current
+        _current = self
 
     def start(self) -> None:
         """All ranks must have made theirs."""
-        global _current
-        _current = self
         self._read()
         threading.Thread(target=self._run, name="paradyse-watchdog", daemon=True).start()
         atexit.register(self.stop)

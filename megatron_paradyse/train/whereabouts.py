@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from traceback import walk_tb
 from types import FrameType, TracebackType
 
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
+
 from megatron_paradyse.strategies import BUILT_IN, base_name
 
 DISTRIBUTED = "torch/distributed/distributed_c10d.py"
@@ -112,9 +114,10 @@ def _operation(frame: FrameType) -> str:
     works = getattr(frame.f_locals.get("self"), "_works", None)
     kind = getattr(works[0], "_get_op_type", None) if works else None
     try:
-        return str(kind()).rsplit(".", 1)[-1].lower() if kind else "wait"
-    except (RuntimeError, TypeError):
+        name = OpType(kind()).name if kind else "wait"
+    except (RuntimeError, TypeError, ValueError):
         return "wait"
+    return name.lower().replace("_base", "").strip("_")
 
 
 def _strategy(stack: list[FrameType], plan_names: tuple[str, ...]) -> str | None:
@@ -132,6 +135,8 @@ def _strategy(stack: list[FrameType], plan_names: tuple[str, ...]) -> str | None
             shared = SHARED_FILES.get(file.rsplit("/", 1)[-1].removesuffix(".py"), ())
         if not shared and "megatron/core/tensor_parallel/" in file:
             shared = ("megatron_ts",)
+    if not shared and any(_file(frame).endswith(OWN_COLLECTIVES) for frame in stack):
+        shared = tuple(sorted({base_name(name) for name in plan_names}))
     planned = [name for name in shared if name in {base_name(name) for name in plan_names}]
     return " or ".join(planned or shared) or None
 
