@@ -15,7 +15,7 @@ from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.strategies.walks import WALKS
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import AttentionCase, MlpCase
-from tests.strategies.test_accounting import _measure
+from tests.strategies.test_accounting import measure_rank
 
 P, REPEATS = 4, 3
 
@@ -27,13 +27,13 @@ def _case(strategy: str, operation: str) -> AttentionCase | MlpCase:
 
 
 def _measure_often(group, case) -> list:
-    return [_measure(group, case) for _ in range(REPEATS)]
+    return [measure_rank(group, case) for _ in range(REPEATS)]
 
 
 def _on_fake_rank(rank: int, case):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=P)
     try:
-        return _measure(dist.new_group(list(range(P))), case)
+        return measure_rank(dist.new_group(list(range(P))), case)
     finally:
         dist.destroy_process_group()
 
