@@ -53,7 +53,7 @@ def main() -> None:
     flags = [str(text) for pair in MODEL.items() for text in pair]
     with tempfile.TemporaryDirectory() as folder:
         costs = arguments.costs or profile_and_fit(
-            Path(folder), flags, "128,512" if quick else PROFILED, quick, packed=True
+            Path(folder), flags, "64,256,1K" if quick else PROFILED, quick, packed=True
         )
         output = Path(folder) / "result.json"
         os.environ["PACKED_WORKLOAD"] = json.dumps({**task, "costs": costs, "output": str(output)})

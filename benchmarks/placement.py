@@ -46,7 +46,7 @@ def main() -> None:
         "imbalance_max": max(row["imbalance_max"] for row in rows),
         "bytes_ratio_max": max(row["bytes_ratio_to_ring"] for row in rows),
         "padding_max": max(row["padding"] for row in rows),
-        "solve_seconds_max": max(row["solve_seconds"] for row in rows),
+        "solve_cpu_seconds_max": max(row["solve_cpu_seconds"] for row in rows),
         "rows": rows,
     }
     finish("placement", result, {"documents": DOCUMENTS, "hidden_size": HIDDEN_SIZE}, arguments)
@@ -56,9 +56,9 @@ def measure(distribution: str, p: int, budget: int) -> dict:
     """One global batch on p ranks, in microbatches of at most budget tokens."""
     lengths = draw_lengths(distribution, DOCUMENTS, 1.0, 0).tolist()
     grid = Grid(p=p, hidden_size=HIDDEN_SIZE, alignment=2 * p)
-    start = time.perf_counter()
+    start = time.process_time()
     packing = pack(lengths, budget, grid, flops_costs(grid))
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     placed = [
         made.row or place([lengths[made.documents[0]]], p, causal=True, alignment=2 * p)
         for made in packing.replicas[0]
@@ -78,7 +78,7 @@ def measure(distribution: str, p: int, budget: int) -> dict:
         "exchanged_bytes": exchanged * BYTES_PER_TOKEN,
         "ring_bytes": ring * BYTES_PER_TOKEN,
         "bytes_ratio_to_ring": exchanged / ring,
-        "solve_seconds": seconds,
+        "solve_cpu_seconds": seconds,
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {
     "gpu_ring": {"ratio_to_single_call", "relative_difference", "kernel"},
-    "placement": {"imbalance_max", "bytes_ratio_max", "padding_max", "solve_seconds_max"},
+    "placement": {"imbalance_max", "bytes_ratio_max", "padding_max", "solve_cpu_seconds_max"},
     "parity": {"cases", "failures", "max_rel_error_fp32", "max_bf16_error_over_single_process"},
     "strategies": {"rows"},
 }
