@@ -4,7 +4,7 @@
                    + score  (scores of the row - of one document)
                    + key    (keys received     - of one document)
                    + document  (documents - 1)
-                   - alone     if no document lies on two ranks               all factors >= 0
+                   + peer  (ranks it shares documents with - all others)   all factors >= 0
 
 Norms, projections and weights depend on s alone, as the MLP, the embedding and the head do. The
 factors are fitted to measured rows. Without such measurements ("derived") scores take the share of
@@ -28,7 +28,7 @@ from megatron_paradyse.packing.load import Load, load_of_one
 from megatron_paradyse.strategies import base_name
 from megatron_paradyse.strategies.sizes import LayerSizes
 
-FACTORS = ("score", "key", "document", "alone")
+FACTORS = ("score", "key", "document", "peer")
 NOTHING = (0.0,) * len(FACTORS)
 MIN_ROWS = 4
 # No row takes less than this share of one document's time: fits know no kernel's launch.
@@ -73,8 +73,7 @@ def work_of(strategy: str, load: Load) -> tuple[float, ...]:
     if base in WHOLE_COLUMNS:
         rows = load.seq_length / load.p
         scores = rows * (rows + load.keys_received)
-    alone = 0.0 if load.crosses or load.p == 1 else -1.0
-    return scores, load.keys_received, load.fullest_documents, alone
+    return scores, load.keys_received, load.fullest_documents, load.peers
 
 
 def one_document(strategy: str, load: Load, *, causal: bool) -> tuple[float, ...]:

@@ -100,6 +100,7 @@ def _read_load(value: Any, where: str, p: int) -> Load:
     for name in tokens:
         check_integer(values[name], f"{where}.{name}", low=1, high=s)
     check_integer(values["keys_received"], f"{where}.keys_received", low=0, high=s)
+    check_integer(values["peers"], f"{where}.peers", low=0, high=values["p"] - 1)
     if not isinstance(values["in_order"], bool):
         raise ContentError(f"{where}.in_order must be true or false")
     if values["p"] != p:

@@ -18,7 +18,8 @@ class Load:
     queries that the rank with the most of them holds. keys_received: tokens whose keys and values
     the rank with the most of them needs of others, for its queries see them. documents: how many
     there are; fullest_documents: of how many the rank with the most of them holds tokens. in_order:
-    whether the rows of the ranks, one rank after the other, are in the order of positions.
+    whether the rows of the ranks, one rank after the other, are in the order of positions. peers:
+    the ranks with which the one that has the most of them shares documents.
     """
 
     seq_length: int
@@ -28,6 +29,7 @@ class Load:
     keys_received: int
     documents: int
     fullest_documents: int
+    peers: int
     in_order: bool = True
 
     @property
@@ -42,6 +44,7 @@ def load_of(row: Row, *, causal: bool) -> Load:
     ranges = iter(sorted((stop, r) for r, shard in enumerate(row.shards) for _, stop in shard))
     range_stop, rank = next(ranges)
     position = 0
+    sharing: dict[int, set[int]] = {}  # by rank, itself among them
     for length in row.lengths:
         start, stop = position, position + length
         held: dict[int, tuple[int, int]] = {}  # by rank: tokens, and what its queries see
@@ -58,6 +61,8 @@ def load_of(row: Row, *, causal: bool) -> Load:
         for rank_of, (tokens, seen) in held.items():
             missing[rank_of] += seen - tokens
             documents[rank_of] += 1
+            if len(held) > 1:
+                sharing.setdefault(rank_of, set()).update(held)
     starts = [start for shard in row.shards for start, _ in shard]
     return Load(
         seq_length=row.seq_length,
@@ -67,6 +72,7 @@ def load_of(row: Row, *, causal: bool) -> Load:
         keys_received=max(missing),
         documents=len(row.lengths),
         fullest_documents=max(documents),
+        peers=max(map(len, sharing.values()), default=1) - 1,
         in_order=starts == sorted(starts),
     )
 
@@ -75,7 +81,7 @@ def load_of_one(seq_length: int, p: int, *, causal: bool) -> Load:
     """Of one document of s tokens, its causal scores spread evenly as the strategies do."""
     s = seq_length
     scores = s * (s + 1) // 2 if causal else s * s
-    return Load(s, p, scores, -(-scores // p), s - s // p, 1, 1)
+    return Load(s, p, scores, -(-scores // p), s - s // p, 1, 1, p - 1)
 
 
 def rounded_up(load: Load, *, alignment: int, causal: bool) -> Load:

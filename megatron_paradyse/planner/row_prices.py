@@ -112,6 +112,7 @@ class RowPrices:
             keys_received=one.keys_received if crosses else 0,
             documents=math.ceil(1 / share) + 1,
             fullest_documents=math.ceil(1 / share / p),
+            peers=p - 1 if crosses else 0,
             in_order=False,
         )
         try:

@@ -24,11 +24,11 @@ from tests.costs.synthetic import LENGTHS, make_table, measure
 from tests.packing.rows import random_row
 
 P = 4
-# seconds per score, key, document, and for no exchange at all
+# seconds per score, key, document and peer
 FACTORS = {
     "ulysses_z": (5e-10, 0.0, 2e-5, 0.0),
-    "megatron_cz": (6e-10, 1e-7, 3e-5, 1e-3),
-    "colossal_z": (3e-10, 1e-7, 3e-5, 1e-3),
+    "megatron_cz": (6e-10, 1e-7, 3e-5, 3e-4),
+    "colossal_z": (3e-10, 1e-7, 3e-5, 3e-4),
 }
 LONG = 1 << 17
 
@@ -158,7 +158,7 @@ def test_recomputing_pays_the_forward_s_difference_again(fitted):
 
 
 def test_local_z_costs_no_more_than_what_exchanges_besides(derived):
-    load = dataclasses.replace(a_load(2), keys_received=0)
+    load = dataclasses.replace(a_load(2), keys_received=0, peers=0)
     s, costs = load.seq_length, RowCosts(derived, load)
     for suffix in ("", "+recompute"):
         local = costs("local_z" + suffix, ATTENTION, s).time_seconds
@@ -169,7 +169,10 @@ def test_local_z_costs_no_more_than_what_exchanges_besides(derived):
 
 def test_rows_of_local_z_are_fitted_though_it_runs_no_single_document(table):
     rows = [dataclasses.replace(m, strategy="local_z") for m in measured_rows(range(8))]
-    rows = [dataclasses.replace(m, load=dataclasses.replace(m.load, keys_received=0)) for m in rows]
+    rows = [
+        dataclasses.replace(m, load=dataclasses.replace(m.load, keys_received=0, peers=0))
+        for m in rows
+    ]
     model = fit_table(dataclasses.replace(table, rows=tuple(rows)))
     assert model.packed.fits["local_z"].like == "megatron_cz"
 
@@ -190,7 +193,7 @@ def test_score_rows_have_columns_for_the_keys_that_come(derived):
     saved = found[0].kept_bytes - found[1].kept_bytes
     assert saved == pytest.approx(16 * s * s / 2, rel=1e-3)
     for quantity in ("forward_bytes", "backward_bytes"):
-        assert getattr(found[1], quantity) < 0.7 * getattr(found[0], quantity)
+        assert getattr(found[1], quantity) < 0.9 * getattr(found[0], quantity)
 
 
 def test_a_file_with_rows_is_read_as_it_was_written(tmp_path, table):

@@ -34,6 +34,9 @@ def test_a_load_is_what_is_counted_one_by_one(p, causal):
         needed = [keys_needed(row, rank, causal=causal) for rank in range(p)]
         assert load.keys_received == max(needed)
         assert load.documents == len(row.lengths)
+        holders = [{number for number, _, _ in pieces} for pieces in row.pieces]
+        shared = [sum(bool(mine & other) for other in holders) for mine in holders]
+        assert load.peers == max(max(shared) - 1, 0)
         held = [len({number for number, _, _ in pieces}) for pieces in row.pieces]
         assert load.fullest_documents == max(held)
 

@@ -1,0 +1,67 @@
+"""What corrections, sums and traces make of packed microbatches."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_paradyse.hook import Planned
+from megatron_paradyse.packing.row import contiguous
+from megatron_paradyse.planner.from_file import FilePolicies, read_costs
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.train.correcting import OnlineCorrection
+from megatron_paradyse.train.summary import Summary
+from megatron_paradyse.train.telemetry import Microbatch
+from megatron_paradyse.train.trace import as_record
+from tests.train.synthetic_costs import write_costs
+
+LAYERS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    path = write_costs(tmp_path_factory.mktemp("costs") / "costs.json")
+    settings = Settings(policy="optimal", cost_model=str(path), sequences="packed", head_tile=128)
+    return FilePolicies(settings, read_costs(settings), 1 << 40)
+
+
+@pytest.fixture(scope="module")
+def policy(policies):
+    return policies.policy(policies.stage(), smooth=False)
+
+
+def microbatch(policy, row, seconds):
+    outcome = policy.outcome(1, row.seq_length, LAYERS, row=row)
+    planned = Planned(
+        0, 0, 1, row.seq_length, outcome.plan, 1e-4, outcome.seconds, outcome.peak_bytes, row
+    )
+    return Microbatch(planned, False, [0.0, seconds / 3, seconds, seconds * 5 / 3])
+
+
+def test_a_row_s_prediction_is_divided_among_what_its_plan_runs(policies, policy):
+    online = OnlineCorrection(
+        policies.costs.strategies,
+        policies.model,
+        rows=policies.rows(),
+        aligned=lambda s: -(-s // 64) * 64,
+        static_bytes=lambda: 0,
+        margin=0.03,
+        renew=lambda: None,
+    )
+    ran = microbatch(policy, contiguous((16,) * 16, 4), 0.5)
+    seen = online._observe(ran)
+    assert sum(seen.predicted_seconds.values()) == pytest.approx(ran.planned.seconds)
+    assert seen.measured_seconds == pytest.approx(0.5)
+
+
+def test_fixed_strategies_are_estimated_by_the_costs_of_the_row(policy):
+    summary, row = Summary([policy]), contiguous((16,) * 16, 4)
+    summary.add([microbatch(policy, row, 0.5)])
+    alone = policy.uniforms(1, 256, LAYERS, policy.rows.load(row))
+    for estimate in summary.fixed_estimates():
+        assert estimate.seconds == pytest.approx(alone[estimate.name].seconds)
+
+
+def test_a_record_tells_documents_and_their_tokens(policy):
+    row = contiguous((10, 3, 7), 4, alignment=64)
+    record = as_record(microbatch(policy, row, 0.5))
+    assert (record["documents"], record["tokens"], record["seq_length"]) == (3, 20, 64)
