@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import get_args
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.microbatch_params import RowParams as RowParams
 from megatron_paradyse.microbatch_params import planned_microbatch, row_of
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.packing.traffic import microbatch_of

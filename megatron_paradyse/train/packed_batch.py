@@ -10,7 +10,7 @@ from megatron.training import get_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megatron_paradyse.data.packed import NO_LABEL, PackedMicrobatch, Share
-from megatron_paradyse.hook import RowParams
+from megatron_paradyse.microbatch_params import RowParams
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.train.batch import BATCH_NAMES, count_lengths, device_of_rank
 

@@ -336,10 +336,12 @@ def rank_layer(group, case: AttentionCase | MlpCase, device: str = "cpu") -> Ran
     )
 
 
-def run_case(group, case: AttentionCase | MlpCase, device: str = "cpu") -> dict[str, Deviation]:
+def run_case(
+    group, case: AttentionCase | MlpCase, device: str = "cpu", *, layer: RankLayer | None = None
+) -> dict[str, Deviation]:
     """Deviations of this rank's part on `device` from the float64 oracle on the CPU, by tensor."""
     p, rank = group.size(), group.rank()
-    layer = rank_layer(group, case, device)
+    layer = layer or rank_layer(group, case, device)
     output, grad_x, grads = _run_and_differentiate(layer.run, layer.x, layer.weights, layer.grad)
     for name in grads:
         if "norm" in name:  # partial sums, which Megatron adds up over the group

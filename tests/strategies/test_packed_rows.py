@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-import torch
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.packing.traffic import attention_bytes_sent, microbatch_of
-from megatron_paradyse.strategies import strategy_names, takes
-from megatron_paradyse.strategies.collectives import count_communication
+from megatron_paradyse.packing.work import keys_moved, keys_received
+from megatron_paradyse.strategies import base_name, get_strategy, strategy_names, takes
+from megatron_paradyse.strategies.collectives import Communication, count_communication
+from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import AttentionCase, combine, rank_layer, run_case
@@ -120,18 +123,20 @@ def _sizes(case: AttentionCase) -> LayerSizes:
 
 
 def _run(group, case: AttentionCase):
-    """Deviations from the oracle, through a transport that poisons; then the bytes sent."""
-    with staged() as staging:
-        errors = run_case(group, case)
-    layer = rank_layer(group, case)
-    weights = layer.weights
-    parameters = [t for f in fields(weights) if (t := getattr(weights, f.name)) is not None]
-    with count_communication() as forward:
-        output = layer.run(layer.x, weights)
-    with count_communication() as backward:
-        torch.autograd.grad(output, [layer.x, *parameters], layer.grad)
-    exchanges = forward.calls["send"] + backward.calls["send"]
-    return errors, (forward.total_bytes, backward.total_bytes), exchanges, staging.calls
+    """Deviations from the oracle through a transport that poisons, bytes and messages, calls."""
+    layer, forward = rank_layer(group, case), Communication()
+    attention = layer.run
+
+    def run(x, weights):
+        with count_communication() as count:
+            output = attention(x, weights)
+        forward.sent_bytes.update(count.sent_bytes)
+        return output
+
+    with staged() as staging, count_communication() as both:
+        errors = run_case(group, case, layer=replace(layer, run=run))
+    sent = forward.total_bytes, both.total_bytes - forward.total_bytes
+    return errors, sent, both.calls["send"], staging.calls
 
 
 @functools.cache
@@ -161,3 +166,71 @@ def test_bytes_sent_are_those_of_the_formula(name):
     case = CASES[name]
     sent = [sent for _, sent, *_ in _results(case.p)[name]]
     assert sent == attention_bytes_sent(case.strategy, case.row, _sizes(case))
+
+
+SENDS = {"megatron_cz": 1, "colossal_z": 2, "metp": None}  # of a pair: k and v at once, one by one
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_only_ranks_that_share_a_document_exchange(name):
+    """Keys once per direction, in the backward again, and their gradients back; METP per block."""
+    case = CASES[name]
+    strategy = base_name(case.strategy)
+    per_pair = SENDS.get(strategy, 0) or (case.p if strategy == "metp" else 0)
+    forwards = 2 if case.strategy != strategy else 1  # +recompute
+    moved = keys_moved(case.row, causal=case.mask == "causal")
+    for rank, (*_, exchanges, _) in enumerate(_results(case.p)[name]):
+        to = sum(tokens > 0 for tokens in moved[rank])
+        received = sum(line[rank] > 0 for line in moved)
+        assert exchanges == per_pair * ((1 + forwards) * to + received)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.p > 1])
+def test_every_rank_takes_the_same_steps_in_the_same_order(name):
+    """Those that send and receive nothing too, so that no order of messages can deadlock."""
+    by_rank = [calls for *_, calls in _results(CASES[name].p)[name]]
+    kinds = [[(call[0], call[1]) for call in calls] for calls in by_rank]
+    assert kinds[0] and all(kind == kinds[0] for kind in kinds)
+
+
+@pytest.mark.parametrize("row", [row for p in ROWS for row in ROWS[p].values()])
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_that_move_are_those_that_queries_elsewhere_see(row, causal):
+    """Counted one by one."""
+    rank_of = {i: r for r, shard in enumerate(row.shards) for a, b in shard for i in range(a, b)}
+    pairs = set()
+    for start, stop in row.documents:
+        for query, key in itertools.product(range(start, stop), repeat=2):
+            if (key <= query or not causal) and rank_of[key] != rank_of[query]:
+                pairs.add((key, rank_of[query]))
+    moved = [[0] * row.p for _ in range(row.p)]
+    for key, receiver in pairs:
+        moved[rank_of[key]][receiver] += 1
+    assert keys_moved(row, causal=causal) == moved
+    received = [sum(line[rank] for line in moved) for rank in range(row.p)]
+    assert keys_received(row, causal=causal) == received
+
+
+@pytest.mark.parametrize("p", ROWS)
+def test_local_z_takes_rows_whose_documents_stay_and_nothing_else(p):
+    for label, row in ROWS[p].items():
+        stays = sum(map(sum, keys_moved(row))) == 0
+        assert takes("local_z+recompute", microbatch_of(row), p) is stays, label
+        assert takes("metp", microbatch_of(row), p)
+    assert takes("local_z", Microbatch(24, 2), p) is (p == 1)
+    assert takes("local_z", Microbatch(24, 1, (((0, 6), (6, 12), (12, 14)),)), p) is (
+        p in (1, 2, 4)
+    )
+    assert not takes("local_z", Microbatch(24, 2, (((0, 6),), ((5, 13),))), 2)
+
+
+def test_a_single_document_has_no_choice_of_local_z():
+    assert "local_z" not in strategy_names()
+    assert set(strategy_names(packed=True)) - set(strategy_names()) == {"local_z"}
+
+
+def test_local_z_refuses_what_it_does_not_take():
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    case = AttentionCase("local_z", 2)
+    with pytest.raises(UserError, match="local_z needs every document on one of the p=2 ranks"):
+        get_strategy("local_z").attention(None, None, case.shape, Microbatch(24, 1), group)
