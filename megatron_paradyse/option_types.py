@@ -16,7 +16,7 @@ from megatron_paradyse.units import (
     parse_ratio,
 )
 
-MOST = 100  # values in a list
+MOST, MOST_PACKED = 100, 10_000  # values in a list; documents in a row
 
 
 class Parsed(click.ParamType[Any]):
@@ -35,11 +35,11 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
-def _counts(text: str, high: int, example: str) -> tuple[int, ...]:
+def _counts(text: str, high: int, example: str, most: int = MOST) -> tuple[int, ...]:
     counts = tuple(parse_count(part) for part in text.split(",") if part.strip())
-    if not 1 <= len(counts) <= MOST or not all(1 <= count <= high for count in counts):
+    if not 1 <= len(counts) <= most or not all(1 <= count <= high for count in counts):
         raise UserError(
-            f"expected 1 to {MOST} numbers from 1 to {high:,}, such as {example}, got {text[:60]!r}"
+            f"expected 1 to {most} numbers from 1 to {high:,}, such as {example}, got {text[:60]!r}"
         )
     return counts
 
@@ -55,6 +55,7 @@ COUNT = Parsed("count", parse_count)
 RATIO = Parsed("factor", parse_ratio)
 SIZE = Parsed("size", _size)
 LENGTHS = Parsed("lengths", lambda text: _counts(text, MAX_SEQ_LENGTH, "1K,32K,300K"))
+DOCUMENTS = Parsed("documents", lambda text: _counts(text, MAX_SEQ_LENGTH, "512,1K", MOST_PACKED))
 BATCH_SIZES = Parsed("sizes", lambda text: _counts(text, MAX_BATCH_SIZE, "1,2"))
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")

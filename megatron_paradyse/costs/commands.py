@@ -87,7 +87,7 @@ def accuracy(
     """Fit both models to parts of FILE and compare them with what they did not see.
 
     Without --held-out: each interior length is left out in turn, and the longest lengths are
-    predicted from those that are 2 and 4 times shorter.
+    predicted from those that are 2 and 4 times shorter. Packed rows are left out in turn, too.
     """
     from megatron_paradyse.costs.accuracy import measure_accuracy, to_json_values
     from megatron_paradyse.costs.accuracy_report import (
@@ -97,6 +97,11 @@ def accuracy(
     )
     from megatron_paradyse.costs.cost_file import read_cost_file
     from megatron_paradyse.costs.description import check_compatible
+    from megatron_paradyse.costs.row_accuracy import (
+        measure_row_accuracy,
+        row_lines,
+        summarize_rows,
+    )
     from megatron_paradyse.whole_file import check_figure
 
     if plot is not None:
@@ -107,6 +112,7 @@ def accuracy(
         check_compatible(measured.description, other.description)
     try:
         errors = measure_accuracy(measured, other)
+        of_rows = measure_row_accuracy(measured, other)
     except UserError as error:
         raise UserError(f"{table}: {error}") from error
     if plot is not None:
@@ -114,7 +120,8 @@ def accuracy(
     d = measured.description
     if as_json:
         origin = {"source": d.source, "hardware": d.hardware.name, "date": d.date}
-        click.echo(json.dumps({**origin, **to_json_values(errors)}))
+        rows = {"packed_rows": summarize_rows(of_rows)} if of_rows else {}
+        click.echo(json.dumps({**origin, **to_json_values(errors), **rows}))
         return
     from rich.console import Console
 
@@ -122,4 +129,6 @@ def accuracy(
     if details:
         console.print(detail_table(errors))
     console.print(summary_table(errors))
+    for line in row_lines(of_rows):
+        click.echo(line)
     console.print(f"costs {d.source} on {d.hardware.name}, p={d.p}, {d.dtype}, {d.date}")

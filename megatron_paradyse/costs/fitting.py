@@ -55,8 +55,7 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
     model = CostModel(kind, fits, table.constants, host_link(table))
     sizes = layer_sizes(table.description)
     found = fit_rows(model, table.rows, causal=sizes.causal)
-    model.packed = Packed(sizes.causal, sizes, found)
-    return model
+    return model.with_rows(Packed(sizes.causal, sizes, found))
 
 
 def fit_rows(

@@ -70,6 +70,10 @@ class CostModel:
         fit = self.fits[self._row(strategy, operation)]
         return fit.min_length, fit.max_length
 
+    def with_rows(self, packed: Packed) -> CostModel:
+        """The same of single documents, and this of packed rows."""
+        return CostModel(self.kind, self.fits, self.constants, self.host, packed)
+
     def fits_of(
         self, strategy: str, operation: str
     ) -> tuple[HybridFit, ...] | tuple[PaperFit, ...]:

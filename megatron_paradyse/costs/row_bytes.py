@@ -46,11 +46,16 @@ def with_row_bytes(
     fits: tuple[object, ...],
     sizes: LayerSizes,
     load: Load,
+    *,
+    least: OperationCosts | None,
 ) -> OperationCosts:
-    """The bytes on a row, from those of one document and the fits that gave them."""
+    """The bytes on a row, from those of one document and the fits that gave them.
+
+    least: of a strategy that gathers the same weights and has no score rows; None: not known.
+    """
     kept, forward, backward = one.kept_bytes, one.forward_bytes, one.backward_bytes
     if base_name(strategy) in WHOLE_COLUMNS:
-        kept, forward, backward = _fewer_columns(one, fits, load)
+        kept, forward, backward = _fewer_columns(one, fits, load, least)
     more_kept, more_forward, more_backward = extra_bytes(strategy, sizes, load)
     return replace(
         one,
@@ -84,9 +89,17 @@ def extra_bytes(strategy: str, sizes: LayerSizes, load: Load) -> tuple[int, int,
     return 0, kept + forward, kept + max(forward, backward)
 
 
-def _fewer_columns(one: OperationCosts, fits, load: Load) -> tuple[float, float, float]:
-    """Pairs of tokens count where keys come; the laws of workspace are of its peak."""
-    s, columns = load.seq_length, load.seq_length / load.p + load.keys_received
+def _fewer_columns(
+    one: OperationCosts, fits, load: Load, least: OperationCosts | None
+) -> tuple[float, float, float]:
+    """Pairs of tokens count where keys come; the laws of workspace are of its peak.
+
+    Products of one rank's columns beside the scores do not shrink with them, and what is there
+    without any scores stays.
+    """
+    s, own = load.seq_length, load.seq_length / load.p
+    columns = own + load.keys_received
+    pairs = (s * columns, *2 * (s * min(columns + own, s),))
     if not all(isinstance(fit, HybridFit) for fit in fits):
         return one.kept_bytes, one.forward_bytes, one.backward_bytes
     whole = (
@@ -95,7 +108,11 @@ def _fewer_columns(one: OperationCosts, fits, load: Load) -> tuple[float, float,
         one.kept_bytes + one.backward_bytes,
     )
     kept, forward, backward = (
-        value * fit.law.at(s, pairs=s * columns) / max(fit.law.at(s, pairs=s * s), 1.0)
-        for value, fit in zip(whole, fits[2:], strict=True)
+        value * fit.law.at(s, pairs=held) / max(fit.law.at(s, pairs=s * s), 1.0)
+        for value, fit, held in zip(whole, fits[2:], pairs, strict=True)
     )
-    return kept, max(forward - kept, 0.0), max(backward - kept, 0.0)
+    if least is None:
+        return kept, one.forward_bytes, one.backward_bytes
+    forward = max(forward, least.kept_bytes + least.forward_bytes) - kept
+    backward = max(backward, least.kept_bytes + least.backward_bytes) - kept
+    return kept, max(forward, 0.0), max(backward, 0.0)

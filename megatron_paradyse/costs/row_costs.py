@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_paradyse.costs.hybrid import HybridFit
 from megatron_paradyse.costs.model import CostModel
@@ -74,7 +73,9 @@ def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
     for fitted, seconds in zip(fits, (one.forward_seconds, one.backward_seconds), strict=False):
         share = share_of_scores(fitted, s) if isinstance(fitted, HybridFit) else 0.0
         factors.append((share * seconds / work[0], *NOTHING[1:]))
-    return RowTerms(strategy, name, one, work, *factors)
+    first = model.operation(names[0], ATTENTION, s)  # keeps what it does
+    one = replace(first, forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds)
+    return RowTerms(strategy, names[0], one, work, *factors)
 
 
 class RowCosts:
@@ -107,10 +108,14 @@ class RowCosts:
             return self._model.operation(like(self._model, strategy, operation)[0], operation, s)
         terms = row_terms(self._model, strategy, self._load)
         forward, backward = terms.seconds(self._load)
-        one = dataclasses.replace(terms.one, forward_seconds=forward, backward_seconds=backward)
+        one = replace(terms.one, forward_seconds=forward, backward_seconds=backward)
         packed, fits = self._model.packed, self._model.fits_of(terms.like, ATTENTION)
         assert packed is not None
-        return with_row_bytes(strategy, one, fits, packed.sizes, self._load)
+        known = self._model.strategies(ATTENTION)
+        suffix = strategy.removeprefix(base_name(strategy))
+        names = [name + suffix for name in AS_LOCAL if name + suffix in known]
+        least = self._model.operation(names[0], ATTENTION, s) if names else None
+        return with_row_bytes(strategy, one, fits, packed.sizes, self._load, least=least)
 
 
 def like(model: CostModel, strategy: str, operation: str) -> tuple[str, ...]:

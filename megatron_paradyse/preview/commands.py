@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import click
 
-from megatron_paradyse.option_types import LENGTHS, json_option
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.option_types import DOCUMENTS, LENGTHS, json_option
 
 # Written out here, because help must import little; a test compares.
 GRANULARITIES = ("operation", "layer", "sequence")
@@ -48,7 +49,8 @@ def policy_options(command: Callable) -> Callable:
     short_help="Tell which plan training would choose, and why.",
     epilog="Example: megatron-paradyse plan costs.json --lengths 1K,32K,300K --explain",
 )
-@click.option("--lengths", required=True, type=LENGTHS, help="Such as 1K,32K,300K.")
+@click.option("--lengths", type=LENGTHS, help="Such as 1K,32K,300K.")
+@click.option("--documents", type=DOCUMENTS, help="Packed into one microbatch, such as 512,1K,4K.")
 @click.option("--policy", metavar="POLICY", help="optimal (default), heuristic[:no-mix,...].")
 @click.option("--pipeline-stages", type=click.IntRange(1), default=1, help="Default 1.")
 @click.option("--pipeline-stage", type=click.IntRange(1), default=1, help="Which; default 1.")
@@ -57,7 +59,8 @@ def policy_options(command: Callable) -> Callable:
 @click.option("--explain", is_flag=True, help="Walk through each decision.")
 @policy_options
 def plan(
-    lengths: tuple[int, ...],
+    lengths: tuple[int, ...] | None,
+    documents: tuple[int, ...] | None,
     pipeline_stages: int,
     pipeline_stage: int,
     microbatches: int | None,
@@ -70,19 +73,25 @@ def plan(
     as_json: bool,
     **flags: str | float | bool | None,
 ) -> None:
-    """Tell which plan training with the fitted costs in COSTS would choose for each length.
+    """Tell which plan training with the fitted costs in COSTS would choose for each length, and
+    for one packed microbatch of --documents.
 
     The same planner, budget rules and settings as training with --paradyse-cost-model COSTS, from
     that file alone; nothing runs. Smoothing, which depends on what was planned before, is left out.
     """
     from megatron_paradyse.preview.explain import explanation
-    from megatron_paradyse.preview.forecast import forecast
+    from megatron_paradyse.preview.forecast import forecast, forecast_row
     from megatron_paradyse.preview.plan_text import plan_report, plan_values
     from megatron_paradyse.preview.setup import Grid, make_setup
 
     grid = Grid(pipeline_stages, pipeline_stage, microbatches)
-    setup = make_setup(costs, flags, config, num_layers=num_layers, grid=grid)
-    found = [forecast(setup, s, batch_size, forward_only=forward_only) for s in lengths]
+    if not (lengths or documents):
+        raise UserError("nothing to plan: give --lengths, --documents, or both")
+    packed = documents is not None
+    setup = make_setup(costs, flags, config, num_layers=num_layers, grid=grid, packed=packed)
+    found = [forecast(setup, s, batch_size, forward_only=forward_only) for s in lengths or ()]
+    if documents is not None:
+        found.append(forecast_row(setup, documents, forward_only=forward_only))
     if as_json:
         click.echo(json.dumps(plan_values(setup, found)))
         return

@@ -24,7 +24,7 @@ MORE, LESS = 1.1, 0.9
 
 def explanation(setup: Setup, one: Forecast) -> str:
     """All of one length."""
-    title = f"{one.seq_length:,} tokens, {one.batch_size} per microbatch"
+    title = f"{one.title}, {one.batch_size} per microbatch"
     if one.planned_length != one.seq_length:
         title += f"; planned as {one.planned_length:,}"
     parts = [f"{title}\n{'-' * len(title)}", _costs(setup, one), _alone(setup, one)]
@@ -140,7 +140,7 @@ def _other_budgets(setup: Setup, one: Forecast) -> Iterator[str]:
         policy = setup.with_budget(share)
         budget = bytes_text(int(setup.stage.budget_bytes * share))
         size = (one.batch_size, one.planned_length)
-        problem = policy.problem(setup.layers, *size, one.problem.forward_only)
+        problem = policy.problem(setup.layers, *size, one.problem.forward_only, one.load)
         outcome = policy.planner.plan(problem)
         title = f"With 10% {word} memory, {budget}: "
         if not outcome.fits:

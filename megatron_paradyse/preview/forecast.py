@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_paradyse.costs.description import CAUSAL
 from megatron_paradyse.costs.table import ATTENTION, EMBEDDING, HEAD, MLP, MODEL
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.load import Load
+from megatron_paradyse.packing.placement import place
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.planner.from_file import ALIGNMENT, UNLIMITED
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.peak import evaluate
@@ -33,7 +39,7 @@ class Forecast:
     """What training would run at (b, s): planned_length is s rounded up to the alignment.
 
     edge_seconds: of embedding and head, where the stage has them; profiled: whether the plan's
-    costs were profiled around this length, and not extrapolated.
+    costs were profiled around this length, and not extrapolated. row, load: of packed documents.
     """
 
     batch_size: int
@@ -44,6 +50,15 @@ class Forecast:
     edge_seconds: float
     profiled: bool
     rivals: tuple[Rival, ...] = ()
+    row: Row | None = None
+    load: Load | None = None
+
+    @property
+    def title(self) -> str:
+        """What is planned for."""
+        if self.row is None:
+            return f"{self.seq_length:,} tokens"
+        return f"{self.row.num_tokens:,} tokens in {len(self.row.lengths):,} documents"
 
     @property
     def seconds(self) -> float:
@@ -61,9 +76,35 @@ def forecast(
 ) -> Forecast:
     """Ask the policy's planner, as training does for a microbatch of this shape."""
     planned = -(-seq_length // ALIGNMENT) * ALIGNMENT
-    problem = setup.policy.problem(setup.layers, batch_size, planned, forward_only)
+    return _forecast(setup, seq_length, (batch_size, planned), forward_only, rivals)
+
+
+def forecast_row(setup: Setup, documents: Sequence[int], *, forward_only: bool = False) -> Forecast:
+    """The same for one microbatch of these documents, placed as training places them."""
+    d = setup.description
+    rows = setup.policy.rows
+    if rows is None:
+        raise UserError(f"{setup.policies.costs.file.path} tells nothing of packed documents")
+    row = place(documents, d.p, causal=d.attention_mask == CAUSAL)
+    load = rows.load(row)
+    shape = (1, load.seq_length)
+    found = _forecast(setup, row.seq_length, shape, forward_only, True, load)
+    return dataclasses.replace(found, row=row)
+
+
+def _forecast(
+    setup: Setup,
+    seq_length: int,
+    shape: tuple[int, int],
+    forward_only: bool,
+    rivals: bool,
+    load: Load | None = None,
+) -> Forecast:
+    """shape: b, and s as it is planned for."""
+    batch_size, planned = shape
+    problem = setup.policy.problem(setup.layers, batch_size, planned, forward_only, load)
     outcome = setup.policy.planner.plan(problem)
-    found = tuple(_rivals(setup, problem, outcome, planned, batch_size)) if rivals else ()
+    found = tuple(_rivals(setup, problem, outcome, planned, batch_size, load)) if rivals else ()
     return Forecast(
         batch_size,
         seq_length,
@@ -73,6 +114,7 @@ def forecast(
         edge_seconds(setup, planned, batch_size, forward_only=forward_only),
         _profiled(setup, outcome, seq_length),
         found,
+        load=load,
     )
 
 
@@ -100,7 +142,9 @@ def preference(outcome: Outcome) -> tuple[bool, float, float]:
     return (True, outcome.peak_bytes, outcome.seconds)
 
 
-def _rivals(setup: Setup, problem: Problem, chosen: Outcome, s: int, b: int) -> Iterator[Rival]:
+def _rivals(
+    setup: Setup, problem: Problem, chosen: Outcome, s: int, b: int, load: Load | None
+) -> Iterator[Rival]:
     others = {n: o for n, o in alone(problem).items() if o.plan != chosen.plan}
     fitting = {name: outcome for name, outcome in others.items() if outcome.fits}
     if fitting:
@@ -108,7 +152,7 @@ def _rivals(setup: Setup, problem: Problem, chosen: Outcome, s: int, b: int) -> 
         yield Rival(UNIFORM, name, fitting[name])
     if setup.limited:
         roomy = _unlimited(setup)
-        free = roomy.planner.plan(roomy.problem(setup.layers, b, s, problem.forward_only))
+        free = roomy.planner.plan(roomy.problem(setup.layers, b, s, problem.forward_only, load))
         judged = evaluate(problem, free.plan)
         if judged is not None and judged.plan != chosen.plan and not judged.fits:
             yield Rival(UNLIMITED_MEMORY, "", judged)

@@ -55,7 +55,7 @@ def _table(setup: Setup, found: Sequence[Forecast]) -> str:
 
 
 def _rivals(setup: Setup, one: Forecast) -> str:
-    lines = [f"{one.seq_length:,} tokens:"]
+    lines = [f"{one.title}:"]
     if not one.outcome.fits:
         lines.append(wrapped(_nothing_fits(setup, one), indent="  "))
     elif setup.limited and not any(r.kind == UNIFORM for r in one.rivals):
@@ -139,8 +139,10 @@ def plan_values(setup: Setup, found: Sequence[Forecast]) -> dict[str, Any]:
 
 
 def _values(setup: Setup, one: Forecast) -> dict[str, Any]:
+    packed = {} if one.row is None else {"documents": len(one.row.lengths)}
     return {
         "seq_length": one.seq_length,
+        **packed,
         "batch_size": one.batch_size,
         "planned_length": one.planned_length,
         "extrapolated": not one.profiled,

@@ -69,14 +69,16 @@ def make_setup(
     *,
     num_layers: int | None = None,
     grid: Grid | None = None,
+    packed: bool = False,
 ) -> Setup:
     """flags: values of Settings, None where not given; config: a YAML file of settings.
 
-    UserError for a policy that does not choose by cost, a file without costs, or no room.
+    packed: plans of packed rows too, which other strategies may run. UserError for a policy that
+    does not choose by cost, a file without costs, or no room.
     """
     grid = grid or Grid()
     settings = _settings(costs, flags, config)
-    read = read_costs(settings)
+    read = read_costs(settings, packed=packed)
     shape = read.file.table.description.model
     num_layers = shape.num_layers if num_layers is None else num_layers
     if not 1 <= num_layers <= MAX_LAYERS:

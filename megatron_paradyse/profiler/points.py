@@ -12,7 +12,13 @@ from megatron_paradyse.profiler.lengths import (
     default_lengths,
     lengths_between,
 )
-from megatron_paradyse.strategies import RECOMPUTE, parse_strategy_name, strategy_names
+from megatron_paradyse.strategies import (
+    PACKED_ONLY,
+    RECOMPUTE,
+    base_name,
+    parse_strategy_name,
+    strategy_names,
+)
 
 QUICK_COUNT = 4  # lengths
 
@@ -92,7 +98,7 @@ def points(
         for s, is_timed in lengths.items():
             yield Point(MODEL, EMBEDDING, s, b, is_timed)
             yield Point(MODEL, HEAD, s, b, is_timed)
-            for strategy in strategies:
+            for strategy in (name for name in strategies if base_name(name) not in PACKED_ONLY):
                 for operation in LAYER_OPERATIONS:
                     if operation != LAYER or s in checked:
                         yield Point(strategy, operation, s, b, is_timed)

@@ -47,7 +47,7 @@ class RowPoint:
 def rows_of(seq_length: int, p: int, *, causal: bool) -> tuple[Row, ...]:
     """Rows of s tokens, placed as training places them: of like documents, and of unlike ones."""
     s = seq_length
-    alike = [[s // count] * count for count in (2, 4, 4 * p, 16 * p)]
+    alike = [[s // count] * count for count in (2, 2 * p, 8 * p)]
     skewed = [s // 2, s // 8, s // 8, *[s // 64] * 16]
     found = [
         place(lengths, p, causal=causal, alignment=s)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import ATTENTION, OK, QUANTITIES
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.work import keys_received, scores_per_rank
 from megatron_paradyse.profiler.operations import Operations
 from megatron_paradyse.profiler.row_points import row_points
 from megatron_paradyse.shapes import attention_shape
@@ -34,7 +36,7 @@ def simulated_rows(options: Options, model, device, report: Report) -> Iterator[
             with device:
                 operations = Operations(model, point.seq_length, 1, read=read_anywhere)
         found = []
-        for rank in ranks_of_row(options.p):
+        for rank in ranks_of_row(point.row, causal=shape.causal):
             with attention_as_rank(model, rank):
                 operation = operations.get(ATTENTION, point.strategy, point.row)
                 found.append(simulated_costs(operation, device))
@@ -42,6 +44,7 @@ def simulated_rows(options: Options, model, device, report: Report) -> Iterator[
         yield RowMeasurement(point.strategy, point.load, OK, **most)
 
 
-def ranks_of_row(p: int) -> tuple[int, ...]:
-    """All up to 8, or as many of them evenly: placement gives ranks about the same to do."""
-    return tuple(sorted({i * (p - 1) // max(min(p, 8) - 1, 1) for i in range(min(p, 8))}))
+def ranks_of_row(row: Row, *, causal: bool) -> tuple[int, ...]:
+    """The one with the most scores, and the one that gets the most keys."""
+    scores, keys = scores_per_rank(row, causal=causal), keys_received(row, causal=causal)
+    return tuple(sorted({scores.index(max(scores)), keys.index(max(keys))}))

@@ -27,7 +27,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.network import Network
 from megatron_paradyse.simulator.operation import simulated_costs
-from megatron_paradyse.strategies import base_name
+from megatron_paradyse.strategies import PACKED_ONLY, base_name
 
 # What an Adam step of mixed precision reads and writes per parameter: the float32 gradient, master
 # weight and both moments once, the last three and the weight again; and the gradient for its norm
@@ -119,7 +119,7 @@ def _measurements(options: Options, model, device, report: Report) -> Iterator[M
             for operation in (EMBEDDING, HEAD):
                 costs = simulated_costs(operations.get(operation, MODEL), device)
                 yield Measurement(MODEL, operation, s, b, OK, **asdict(costs))
-            for strategy in options.strategies:
+            for strategy in (n for n in options.strategies if base_name(n) not in PACKED_ONLY):
                 for operation in (ATTENTION, MLP):
                     yield _measurement(options, model, device, operations, strategy, operation)
             del operations

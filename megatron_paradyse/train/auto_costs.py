@@ -26,7 +26,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.ports import free_port
-from megatron_paradyse.settings import Settings
+from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.train.describe import versions
 from megatron_paradyse.train.model_kind import GPT
 
@@ -127,6 +127,7 @@ class Search:
         command = [sys.executable, "-m", "megatron_paradyse", "profile", "--output", str(raw)]
         command += ["--quick", "--budget-seconds", str(BUDGET_SECONDS)]
         command += ["--batch-sizes", str(self._args.micro_batch_size)]
+        command += ["--packed"] if self._settings.sequences == PACKED else []
         if self._settings.strategies:
             command += ["--strategies", ",".join(self._settings.strategies)]
         command += ["--", *sys.argv[1:], "--paradyse-head-tile", str(self._settings.head_tile)]
@@ -275,6 +276,7 @@ def _key(args: argparse.Namespace, settings: Settings) -> str:
     }
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
     values |= {"head_tile": repr(settings.head_tile), "strategies": repr(settings.strategies)}
+    values |= {"rows": "measured"} if settings.sequences == PACKED else {}
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
     values |= {"device": device, "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

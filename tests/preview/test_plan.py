@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.preview import commands
 from megatron_paradyse.preview.explain import explanation
 from megatron_paradyse.preview.forecast import UNIFORM, UNLIMITED_MEMORY, WITHOUT, forecast
@@ -195,3 +196,21 @@ def test_files_without_costs_are_refused(costs, tmp_path):
 
 def test_choices_in_the_help_are_those_of_the_settings():
     assert commands.GRANULARITIES == GRANULARITY_CHOICES
+
+
+def test_documents_are_planned_as_the_row_that_training_would_make(costs):
+    documents = (20, 30, 25, 28, 40, 100)
+    text = ",".join(map(str, documents))
+    values = json.loads(run("plan", costs, "--documents", text, "--lengths", "64", "--json").output)
+    alone, packed = values["lengths"]
+    assert "documents" not in alone and packed["documents"] == len(documents)
+    setup = make_setup(costs, {}, packed=True)
+    row = place(documents, setup.description.p, causal=True)
+    outcome = setup.policy.outcome(1, row.seq_length, setup.layers, row=row)
+    assert (packed["plan"], packed["layer_seconds"]) == (outcome.plan.runs(), outcome.seconds)
+    printed = run("plan", costs, "--documents", text, "--explain").output
+    assert f"{sum(documents)} tokens in 6 documents" in printed
+
+
+def test_nothing_to_plan_is_refused(costs):
+    assert "give --lengths, --documents, or both" in run("plan", costs).output

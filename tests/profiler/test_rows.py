@@ -1,0 +1,59 @@
+"""Packed rows in a profile of a small model on 2 ranks, with real collectives."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.costs.row_costs import RowCosts
+from megatron_paradyse.costs.table import ATTENTION
+from megatron_paradyse.packing.load import load_of
+from megatron_paradyse.profiler.row_points import point_of_key, row_points, rows_of
+from tests.profiler.test_profile import RANKS, run_profile
+
+LENGTHS = (64, 128, 256)
+NAMES = ("megatron_cz", "ulysses_z+recompute", "ulysses_z")
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """A cost file, and the events of the run that wrote it and of one more."""
+    output = tmp_path_factory.mktemp("rows") / "costs.json"
+    runs = [
+        run_profile(output, lengths=LENGTHS, strategies=NAMES, packed=True, quick=True)[1]
+        for _ in range(2)
+    ]
+    return read_cost_file(output).table, runs
+
+
+def test_rows_of_every_base_strategy_and_of_local_z_are_measured_once(profiled):
+    table, (first, second) = profiled
+    wanted = list(row_points(dict.fromkeys(LENGTHS, True), NAMES, RANKS, causal=True))
+    found = {(m.strategy, m.load): m for m in table.rows}
+    assert found.keys() == {(point.strategy, point.load) for point in wanted}
+    assert {m.strategy for m in table.rows} == {"megatron_cz", "ulysses_z", "local_z"}
+    assert all(m.is_ok for m in table.rows)
+    assert not any(event.get("resumed") for event in first)
+    assert all(event["resumed"] for event in second if "resumed" in event)
+
+
+def test_measured_bytes_are_within_the_predicted_ones_and_kept_bytes_are_them(profiled):
+    table, _ = profiled
+    model = fit_table(table)
+    for m in table.rows:
+        costs = RowCosts(model, m.load)(m.strategy, ATTENTION, m.load.seq_length)
+        assert costs.kept_bytes == pytest.approx(m.kept_bytes, rel=0.02), m
+        for name in ("forward_bytes", "backward_bytes"):
+            found = costs.kept_bytes + getattr(costs, name)
+            assert found >= 0.98 * (m.kept_bytes + getattr(m, name)), (name, m)
+
+
+def test_rows_have_a_length_are_unlike_and_found_by_their_number():
+    rows = rows_of(4096, 8, causal=True)
+    assert {row.seq_length for row in rows} == {4096} and len(set(rows)) == len(rows) == 4
+    loads = [load_of(row, causal=True) for row in rows]
+    assert {load.crosses for load in loads} == {True, False}
+    for point in row_points({4096: True}, ("metp",), 8, causal=True):
+        assert point_of_key(point.key, 8, causal=True) == point
+    assert point_of_key(("metp", "attention", 4096, 1), 8, causal=True) is None
