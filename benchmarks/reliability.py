@@ -106,7 +106,7 @@ def trainings(folder: Path, *, quick: bool, deadline: float) -> list[dict]:
             break
         job = jobs[by_cost]
         if not job.reference:
-            job.learn_reference(60 if quick else LAST)
+            job.learn_reference(30 if quick or by_cost else LAST)
         prepare(job)
         rows.append({"kind": kind, **one(job, make(draw, job))})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
@@ -129,7 +129,7 @@ def in_turn(quick: bool):
 
 def prepare(job: Job) -> None:
     """A job has two checkpoints at least, and iterations of the undisturbed run before it."""
-    if job.iteration() > len(job.reference) - 16:
+    if job.iteration() > len(job.reference) - 14:
         job.anew()
     if job.iteration() < 8:
         outcome = job.run({"fault": "none"}, until=8)
@@ -138,7 +138,8 @@ def prepare(job: Job) -> None:
 
 def one(job: Job, case: Case) -> dict:
     """Inject a fault and say what was wrong with its end."""
-    outcome = job.run(case.spec, *case.flags, until=job.iteration() + case.more_iterations)
+    until = job.iteration() + case.more_iterations
+    outcome = job.run(case.spec, *case.flags, until=until, saves=case.saves)
     stopped = [case.spec["rank"]] if case.spec["fault"].startswith("stop") else []
     hung = [r for r, code in enumerate(outcome.codes) if code is None and r not in stopped]
     corruption = case.after(outcome) or job.trace_problem()

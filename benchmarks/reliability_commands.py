@@ -223,8 +223,8 @@ def missing_folder(commands: Commands, draw: random.Random, number: int) -> dict
 
 Inject = Callable[[Commands, random.Random, int], dict]
 COMMAND_KINDS: dict[str, tuple[int, Inject]] = {
-    "command killed while it writes": (36, killed),
-    "full disk under a command": (24, no_room),
-    "output of a command that cannot be written": (12, missing_folder),
-    "damaged input of a command": (54, damaged_input),
+    "command killed while it writes": (48, killed),
+    "full disk under a command": (30, no_room),
+    "output of a command that cannot be written": (18, missing_folder),
+    "damaged input of a command": (66, damaged_input),
 }

@@ -28,7 +28,7 @@ class Case:
     message: str = ""
     flags: list[object] = field(default_factory=list)
     more_iterations: int = 2 * SAVE_INTERVAL
-    limit_extra: float = 0.0
+    saves: bool = False  # starting the helpers of a save takes most of a run's time
     after: Callable[[Outcome], str | None] = lambda outcome: None
 
 
@@ -46,7 +46,8 @@ def killed(where: str) -> Make:
         rank = draw.randrange(RANKS)
         spec = {"fault": f"kill in {where}", "rank": rank, "delay": delay(draw, where)}
         spec["iteration"] = at(job, draw, save=where == "save")
-        return Case(spec, ENDS, rf"rank {rank} of {RANKS} is missing: its process has ended")
+        message = rf"rank {rank} of {RANKS} is missing: its process has ended"
+        return Case(spec, ENDS, message, saves=where == "save")
 
     return make
 
@@ -59,7 +60,8 @@ def all_killed(where: str) -> Make:
     def make(draw: random.Random, job: Job) -> Case:
         name = "kill of all ranks" + (" in save" if where == "save" else "")
         spec = {"fault": name, "rank": "all", "delay": delay(draw, where)}
-        return Case(spec | {"iteration": at(job, draw, save=where == "save")}, NOBODY_LEFT)
+        spec["iteration"] = at(job, draw, save=where == "save")
+        return Case(spec, NOBODY_LEFT, saves=where == "save")
 
     return make
 
@@ -69,7 +71,8 @@ def stopped(draw: random.Random, job: Job) -> Case:
     rank = draw.randrange(RANKS)
     spec = {"fault": f"stop in {where}", "rank": rank, "delay": delay(draw, where)}
     spec["iteration"] = at(job, draw, save=where == "save")
-    return Case(spec, ENDS, rf"rank {rank} of {RANKS} is missing: stopped for \d+ s")
+    message = rf"rank {rank} of {RANKS} is missing: stopped for \d+ s"
+    return Case(spec, ENDS, message, saves=where == "save")
 
 
 def killed_in_profile(draw: random.Random, job: Job) -> Case:
@@ -113,13 +116,15 @@ def not_a_number(draw: random.Random, job: Job) -> Case:
         (job.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(last))
 
     flags = ["--rerun-mode", draw.choice(("disabled", "validate_results"))]
-    return Case(spec, ENDS, "the loss is not a number at iteration", flags, after=after)
+    message = "the loss is not a number at iteration"
+    return Case(spec, ENDS, message, flags, saves=True, after=after)
 
 
 def full_disk(draw: random.Random, job: Job) -> Case:
     spec = {"fault": "full disk in save", "rank": draw.choice((*range(RANKS), "all"))}
     spec |= {"iteration": at(job, draw, save=True), "bytes": draw.randrange(48_000, 90_000)}
-    return Case(spec, ENDS, r"the checkpoint of iteration \d+ cannot be written to .*")
+    message = r"the checkpoint of iteration \d+ cannot be written to .*"
+    return Case(spec, ENDS, message, saves=True)
 
 
 def full_trace(draw: random.Random, job: Job) -> Case:
@@ -137,7 +142,8 @@ def no_folder(draw: random.Random, job: Job) -> Case:
         flags = ["--paradyse-trace", draw.choice((job.costs / "trace", "/proc/trace"))]
         return Case({"fault": "none"}, ENDS, "--paradyse-trace .*: give a file that", flags)
     flags = ["--save", draw.choice((job.costs, job.costs / "x", "/proc/checkpoints"))]
-    return Case({"fault": "none"}, ENDS, "the checkpoint of iteration .* cannot be written", flags)
+    message = "the checkpoint of iteration .* cannot be written"
+    return Case({"fault": "none"}, ENDS, message, flags, saves=True)
 
 
 def no_data(draw: random.Random, job: Job) -> Case:

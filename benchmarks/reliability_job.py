@@ -19,7 +19,7 @@ RANKS = 2
 WATCHDOG_SECONDS = 3
 LIMIT_SECONDS = 100  # of a run; the watchdog's limit, the start and a save are within it
 SAVE_INTERVAL = 4
-LAST = 240  # iterations of the undisturbed run
+LAST = 60  # iterations of the undisturbed run
 PLAN = """\
 layers:
   1: {attention: ulysses_z, mlp: metp+recompute}
@@ -91,7 +91,7 @@ class Job:
 
     def learn_reference(self, iterations: int) -> None:
         """What no fault disturbs: the losses that every later run must have."""
-        outcome = self.run({"fault": "none"}, until=iterations, keep=False, limit=400)
+        outcome = self.run({"fault": "none"}, until=iterations, saves=False, limit=600)
         assert outcome.codes == [0] * RANKS, outcome.stderr[-3000:]
         self.reference = outcome.losses
         assert len(self.reference) == iterations
@@ -106,17 +106,18 @@ class Job:
         spec: dict,
         *flags: object,
         until: int,
-        keep: bool = True,
+        saves: bool = True,
         limit: float = LIMIT_SECONDS,
     ) -> Outcome:
-        """Train to an iteration, with a fault; without keep nothing is saved."""
+        """Train to an iteration, with a fault; without saves from a checkpoint, but to none."""
         losses, path = self.folder / "losses", self.folder / "spec.json"
         losses.unlink(missing_ok=True)
         path.write_text(json.dumps({"rank": -1, **spec, "losses": str(losses)}))
         argv = self.flags(until=until)
-        if not keep or "profile" in spec:
-            cut = argv.index("--save")
-            argv = argv[:cut] + argv[cut + 6 :]
+        if not saves:
+            for flag in ("--save", "--save-interval"):
+                cut = argv.index(flag)
+                argv = argv[:cut] + argv[cut + 2 :]
         start, began = self.iteration(), time.monotonic()
         codes, stdout, stderr = run_each(
             "benchmarks.reliability_rank",

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from megatron_paradyse.ports import free_port
+from megatron_paradyse.train import watchdog
 
 
 def serve() -> None:
@@ -109,6 +110,8 @@ def _become_rank(request: dict, rank: int, port: int) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())  # as the interpreter would
     finally:
+        if code == 0 and (dog := watchdog.current()) is not None:
+            dog.stop()  # as at the end of the interpreter
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
