@@ -8,6 +8,7 @@ say, and as Megatron's own packed sequences with and without padding between doc
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -77,20 +78,16 @@ def _cut(lengths, pieces, p: int) -> Row:
 
 
 def plans(case: Case, p: int, num_layers: int) -> dict[str, Plan]:
-    """Each strategy everywhere, and mixes over layers and operations, all that take the row."""
+    """Mixes over layers and operations in which each strategy that takes the row attends once."""
     microbatch = microbatch_of(case.row)
     bases = [name for name in strategy_names(packed=True) if takes(name, microbatch, p)]
-    numbers = range(1, num_layers + 1)
     names = [name for base in bases for name in (base, base + "+recompute")]
-    made = {name: Plan(dict.fromkeys(numbers, LayerChoice(name, name))) for name in bases}
-    for shift in range(2):
-        choices = [
-            LayerChoice(
-                names[(5 * i + 3 * shift) % len(names)], names[(3 * i + shift) % len(names)]
-            )
-            for i in numbers
-        ]
-        made[f"mixed {shift}"] = Plan(dict(zip(numbers, choices, strict=True)))
+    made = {}
+    for first in range(0, len(names), num_layers):
+        attention, mlp = itertools.cycle(names), itertools.cycle(names[::-1])
+        pairs = list(itertools.islice(zip(attention, mlp, strict=False), first, first + num_layers))
+        plan = Plan({number: LayerChoice(*pair) for number, pair in enumerate(pairs, 1)})
+        made[plan.runs()] = plan
     return made
 
 
