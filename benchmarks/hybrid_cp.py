@@ -2,9 +2,10 @@
 
 Nothing runs: both are priced by the same simulated costs of LLaMA (the paper's, 7B) on A100 80 GB,
 on the same documents. The peer's schedule is Megatron's own (BalancedCPScheduler), priced to its
-advantage: see reproduction/peer.py. ParaDySe has groups of 8 ranks, and as many replicas as there
-are such groups. Neither pays for gradients and the optimizer. The ratio is the peer's seconds over
-ParaDySe's: above 1 ParaDySe is the faster.
+advantage: see reproduction/peer.py. No packed row was simulated: what they save by exchanging less
+is not taken off, and there is no local_z. ParaDySe has groups of 8 ranks, and as many replicas as
+there are such groups. Neither pays for gradients and the optimizer. The ratio is the peer's seconds
+over ParaDySe's: above 1 ParaDySe is the faster.
 
     .venv/bin/python benchmarks/hybrid_cp.py --json
 """
@@ -24,8 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks.common import finish, options
-from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
-from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.data.distributions import draw_lengths
 from megatron_paradyse.packing.pack import Costs, Grid, pack
 from megatron_paradyse.packing.placement import place
@@ -41,14 +40,15 @@ MODEL = "llama"
 P = 8  # ranks of a tensor-parallel group
 RANKS = (8, 16, 32, 64)
 DOCUMENTS_PER_GROUP = 128  # of a global batch, for every 8 ranks
-LENGTHS = "512,2K,8K,32K,128K,512K"  # at which costs are simulated
 PUBLISHED_CAP = 2048  # tokens of a rank in the benchmark with the lognormal lengths
 LOGNORMAL = {"low": 128, "high": 8192, "mean": 1024, "sigma": 1.5}
 
 
 def main() -> None:
-    arguments = options(__doc__.splitlines()[0]).parse_args()
-    result = estimate(RANKS[:1] if arguments.quick else RANKS)
+    parser = options(__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, help="with simulated cost files kept from before")
+    arguments = parser.parse_args()
+    result = estimate(RANKS[:1] if arguments.quick else RANKS, arguments.folder)
     finish("hybrid_cp", result, {"model": MODEL, "p": P, "costs": costs.HARDWARE}, arguments)
 
 
@@ -66,12 +66,12 @@ def workloads(count: int) -> dict[str, list[int]]:
     return {name: [int(tokens) for tokens in lengths] for name, lengths in drawn.items()}
 
 
-def estimate(ranks: tuple[int, ...] = RANKS) -> dict:
+def estimate(ranks: tuple[int, ...] = RANKS, folder: Path | None = None) -> dict:
     """The ratio by workload and ranks, and their geometric mean."""
-    folder = costs.ROOT / "build" / "reproduction" / costs.sources_digest()
+    folder = folder or costs.ROOT / "build" / "reproduction" / costs.sources_digest()
     folder.mkdir(parents=True, exist_ok=True)
     of_model = costs.ModelCosts(MODEL, folder)
-    setup = make_setup(str(_packed_costs(folder)), {"policy": "optimal", "offload": False})
+    setup = make_setup(str(of_model.path()), {"policy": "optimal", "offload": False})
     rows = []
     for num_ranks in ranks:
         peers = [Peer(of_model, name, num_ranks) for name in (RING, RING + RECOMPUTE)]
@@ -88,17 +88,6 @@ def estimate(ranks: tuple[int, ...] = RANKS) -> dict:
         "source": "an estimate: simulated costs, nothing ran",
         "estimates": rows,
     }
-
-
-def _packed_costs(folder: Path) -> Path:
-    """Simulated costs with attention on packed rows; kept as reproduction/costs.py keeps others."""
-    path = folder / f"{MODEL}-packed.json"
-    if not path.is_file():
-        raw = path.with_name(f"{path.stem}-raw.json")
-        costs.run_simulator(raw, MODEL, ["--packed", "--lengths", LENGTHS], ranks=P)
-        table = read_cost_file(raw).table
-        write_cost_file(path, table, fit_table(table))
-    return path
 
 
 def compare(setup: Setup, peers: list[Peer], lengths: list[int], num_ranks: int) -> dict:

@@ -26,7 +26,7 @@ from benchmarks.common import finish, options, spawn
 from benchmarks.dynamic_workload import MODEL, PROFILED, RANKS, SCALE, profile_and_fit
 from megatron_paradyse.data.distributions import draw_lengths
 
-BUDGET = "125MB"  # of a rank: about what benchmarks/dynamic_workload.py measures for its own
+BUDGET = "250MB"  # of a rank
 
 
 def main() -> None:
@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--global-batches", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="times each runs a global batch")
     parser.add_argument("--costs", help="a fitted cost file of this model, instead of a profile")
+    parser.add_argument("--fixed", help="strategies to compare with (default: all with costs)")
+    parser.add_argument("--budget", default=BUDGET, help="memory of a rank")
     parser.add_argument("--no-estimate", action="store_true", help="leave the peer's estimate out")
     arguments = parser.parse_args()
     quick = arguments.quick
@@ -44,7 +46,8 @@ def main() -> None:
             for seed in range(1 if quick else arguments.global_batches)
         ],
         "rounds": 1 if quick else arguments.rounds,
-        "budget": BUDGET,
+        "budget": arguments.budget,
+        "fixed": arguments.fixed.split(",") if arguments.fixed else None,
         "solved": [
             draw_lengths("githubcode", 1024, SCALE, 100 + seed).tolist()
             for seed in range(1 if quick else 3)

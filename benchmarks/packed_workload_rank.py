@@ -77,7 +77,8 @@ class Workload:
     def run(self) -> dict:
         solve = [self._solve_seconds(lengths) for lengths in self.task["solved"]]
         costs = self._costs()
-        self.policies = {name: FixedPolicy(name) for name in _strategies(self.task["costs"])}
+        names = self.task["fixed"] or _strategies(self.task["costs"])
+        self.policies = {name: FixedPolicy(name) for name in names}
         self.policies |= {UNPACKED: self._optimal(), PACKED: self._optimal()}
         batches = self.task["lengths"]
         packings = [self._pack(lengths, None, costs) for lengths in batches]
