@@ -27,6 +27,7 @@ BY_COST = (
     "granularity",
     "cost_model",
     "accept_costs",
+    "mixing_gain",
     "memory_margin",
     "over_budget",
     "smoothing",
@@ -81,6 +82,12 @@ class Settings:
         kinds.choice(*GRANULARITY_CHOICES),
         "operation: attention and MLP apart (default); layer: one strategy per layer; sequence: "
         "one per microbatch",
+    )
+    mixing_gain: float | None = _setting(
+        None,
+        kinds.SHARE,
+        "a plan of optimal names several strategies only if it is predicted to take this much less "
+        "time than the best of one (default: 0.05 by measured costs, 0 by simulated ones)",
     )
     memory_budget: str | None = _setting(
         None,

@@ -69,7 +69,7 @@ SCALES = {
             "gpt": SMALL,
         },
         {"githubcode": 1 / 64, "grch38": 1 / 128},
-        24,
+        16,
         "64,256,1K,2560,5K",
         True,
     ),

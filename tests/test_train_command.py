@@ -91,6 +91,7 @@ def test_every_setting_reaches_the_training(tmp_path):
         "strategies": ["metp", "ulysses_z"],
         "layers": {"1-2": ["metp"]},
         "granularity": "layer",
+        "mixing_gain": 0.1,
         "cost_model": "c.json",
         "accept_costs": True,
         "memory_budget": "119MiB",

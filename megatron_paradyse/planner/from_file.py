@@ -19,6 +19,7 @@ from megatron_paradyse.planner.from_costs import (
     row_source,
     stage_memory,
 )
+from megatron_paradyse.planner.gain import mixing_gain
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.known import default_strategies, known_for_rows, known_strategies
 from megatron_paradyse.planner.pipeline import parameters
@@ -79,6 +80,11 @@ def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
 def check_policy(settings: Settings) -> None:
     """UserError for parts that a policy by cost does not have, and for unknown strategies."""
     ablations(settings)
+    if settings.mixing_gain is not None and cost_policy_kind(settings) == "heuristic":
+        raise UserError(
+            "--paradyse-mixing-gain has no effect with --paradyse-policy heuristic, which mixes by "
+            "Algorithm 1: leave it out, or use optimal"
+        )
     for name in settings.strategies or ():
         parse_strategy_name(name)
 
@@ -214,7 +220,10 @@ class FilePolicies:
             "rows": self.rows(correct),
         }
         if cost_policy_kind(settings) == "optimal":
-            return OptimalPolicy(self.costs.strategies, source, memory, gamma=gamma, **common)
+            gain = mixing_gain(settings.mixing_gain, self.costs.file.table.description.source)
+            return OptimalPolicy(
+                self.costs.strategies, source, memory, gain=gain, gamma=gamma, **common
+            )
         if smooth and gamma is None and "smoothing" not in ablations(settings):
             gamma = DEFAULT_GAMMA
         return self._heuristic(source, memory, common | {"gamma": gamma})

@@ -13,6 +13,7 @@ from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan, uniform_plan
 from megatron_paradyse.planner.cache import CAPACITY, CachedPlanner, SmoothedPlanner
+from megatron_paradyse.planner.gain import GainPlanner
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.optimal import OptimalPlanner
 from megatron_paradyse.planner.peak import evaluate, with_margin
@@ -225,10 +226,14 @@ class CostPolicy:
 
 
 class OptimalPolicy(CostPolicy):
-    """The fastest plan within the budget."""
+    """The fastest plan within the budget; of several strategies only for a gain."""
 
-    def __init__(self, strategies, costs: CostSource, memory: StageMemory, **settings):
-        super().__init__(OptimalPlanner(), tuple(strategies), costs, memory, **settings)
+    def __init__(
+        self, strategies, costs: CostSource, memory: StageMemory, *, gain: float = 0.0, **settings
+    ):
+        planner = OptimalPlanner() if gain == 0.0 else GainPlanner(OptimalPlanner(), gain=gain)
+        super().__init__(planner, tuple(strategies), costs, memory, **settings)
+        self.gain = gain
 
 
 class HeuristicPolicy(CostPolicy):

@@ -17,6 +17,7 @@ DROPPED = {
     "--paradyse-smoothing": 1,
     "--paradyse-accept-costs": 0,
     "--paradyse-granularity": 1,
+    "--paradyse-mixing-gain": 1,
     "--paradyse-memory-margin": 1,
     "--paradyse-over-budget": 1,
     "--paradyse-verify-plans": 0,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +70,22 @@ def test_what_is_always_there_must_fit(settings):
     with pytest.raises(UserError, match=r"parameters, gradients and optimizer take 0\.09 GiB"):
         made.check_room(made.stage())
     made.check_room(made.stage(share=0.4), 0.4)
+
+
+@pytest.mark.parametrize("source, gain", [("measured", 0.05), ("simulated", 0.0)])
+def test_measured_costs_mix_for_a_gain_of_5_percent(source, gain, settings, tmp_path):
+    text = json.loads(Path(settings.cost_model).read_text())
+    text["description"]["source"] = source
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(text))
+    settings = dataclasses.replace(settings, cost_model=str(path))
+    made = policies(settings)
+    assert made.policy(made.stage()).gain == gain
+    given = policies(dataclasses.replace(settings, mixing_gain=0.2))
+    assert given.policy(given.stage()).gain == 0.2
+
+
+def test_the_heuristic_takes_no_gain(settings):
+    settings = dataclasses.replace(settings, policy="heuristic", mixing_gain=0.1)
+    with pytest.raises(UserError, match=r"mixing-gain has no effect with .* heuristic"):
+        read_costs(settings)
