@@ -19,6 +19,7 @@ from megatron_paradyse.planner.from_costs import (
     row_source,
     stage_memory,
 )
+from megatron_paradyse.planner.gain import mixing_gain
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.known import default_strategies, known_for_rows, known_strategies
 from megatron_paradyse.planner.pipeline import parameters
@@ -32,7 +33,6 @@ from megatron_paradyse.units import parse_bytes
 # Lengths are planned for as the next multiple of this, so that like ones share a plan.
 ALIGNMENT = 64
 DEFAULT_GAMMA = 0.05  # smoothing of the heuristic, as in the paper
-MEASURED_GAIN = 0.05  # of mixing strategies, below which measured costs do not tell plans apart
 ABLATIONS = ("prune", "short-circuit", "mix", "early-termination", "cache", "smoothing")
 RESERVE_SHARE = 0.05  # of a GPU: communicators, libraries, fragmentation
 UNLIMITED = 1 << 62  # a CPU without --paradyse-memory-budget
@@ -234,20 +234,13 @@ class FilePolicies:
             "rows": self.rows(correct),
         }
         if cost_policy_kind(settings) == "optimal":
+            gain = mixing_gain(settings.mixing_gain, self.costs.file.table.description.source)
             return OptimalPolicy(
-                self.costs.strategies, source, memory, gain=self._gain, gamma=gamma, **common
+                self.costs.strategies, source, memory, gain=gain, gamma=gamma, **common
             )
         if smooth and gamma is None and "smoothing" not in ablations(settings):
             gamma = DEFAULT_GAMMA
         return self._heuristic(source, memory, common | {"gamma": gamma})
-
-    @property
-    def _gain(self) -> float:
-        """Measured costs are noisy: of many plans, the fastest is one measured too low."""
-        if self.settings.mixing_gain is not None:
-            return self.settings.mixing_gain
-        measured = self.costs.file.table.description.source == "measured"
-        return MEASURED_GAIN if measured else 0.0
 
     def rows(self, correct: Correct | None = None) -> RowSource | None:
         """Costs of packed rows; None where the file does not tell them."""

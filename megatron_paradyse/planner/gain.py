@@ -7,6 +7,18 @@ import dataclasses
 from megatron_paradyse.planner.problem import Choice, Outcome, Planner, Problem, problem_less
 from megatron_paradyse.strategies import base_name
 
+MEASURED_GAIN = 0.05  # below which measured costs do not tell plans apart
+
+
+def mixing_gain(setting: float | None, source: str) -> float:
+    """That of the settings, or what costs of this source can tell.
+
+    Measured costs are noisy: of many plans, the fastest is one measured too low.
+    """
+    if setting is not None:
+        return setting
+    return MEASURED_GAIN if source == "measured" else 0.0
+
 
 class GainPlanner:
     """A planner whose plans name several strategies only for a gain.
