@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import finish, options
+from benchmarks.reliability_collectives import faults
 from benchmarks.reliability_commands import Commands
 from benchmarks.reliability_faults import ENDS, GOES_ON, KINDS, NOBODY_LEFT, Case
 from benchmarks.reliability_job import (
@@ -47,11 +48,12 @@ def main() -> None:
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as name,
-        concurrent.futures.ProcessPoolExecutor(1) as pool,
+        concurrent.futures.ProcessPoolExecutor(2) as pool,
     ):
         commands = pool.submit(of_commands, Path(name) / "commands", arguments.quick)
+        bare = pool.submit(faults, Path(name) / "bare", quick=arguments.quick)
         rows = trainings(Path(name), quick=arguments.quick, deadline=began + BUDGET_SECONDS)
-        rows += commands.result()
+        rows += commands.result() + bare.result()
     summary = summarised(rows)
     for kind, row in summary.items():
         print(json.dumps({"kind": kind, **row}))

@@ -16,7 +16,7 @@ from tests.train.harness import run_each, with_defaults, write_documents
 from tests.train.synthetic_costs import write_costs
 
 RANKS = 2
-WATCHDOG_SECONDS = 3
+WATCHDOG_SECONDS = 6
 LIMIT_SECONDS = 100  # of a run; the watchdog's limit, the start and a save are within it
 SAVE_INTERVAL = 4
 LAST = 60  # iterations of the undisturbed run

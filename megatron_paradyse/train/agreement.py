@@ -14,6 +14,7 @@ import platform
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -51,20 +52,27 @@ def agree(args: argparse.Namespace, *, seconds: float = MEETING_SECONDS) -> None
     mine = values_of(args)
     store.set(f"digest {rank}", digest(json.dumps(mine, sort_keys=True).encode()))
     if rank == 0:
-        store.set("verdict", _compare(store, world, seconds))
-    verdict = _hear(store, ["verdict"], seconds, "the first rank")[0].decode()
-    if verdict.startswith("tell"):
+        store.set("verdict", _said(_compare, store, world, seconds))
+    verdict = _hear(store, ["verdict"], 2 * seconds, "the first rank")[0].decode()
+    if verdict == "tell":
         store.set(f"values {rank}", json.dumps(mine))
         if rank == 0:
-            store.set("difference", _difference(store, world, seconds))
-        verdict = _hear(store, ["difference"], seconds, "the first rank")[0].decode()
-    if verdict == "alike":
-        return
+            store.set("difference", _said(_difference, store, world, seconds))
+        verdict = _hear(store, ["difference"], 2 * seconds, "the first rank")[0].decode()
     store.add("heard", 1)
     deadline = time.monotonic() + SECONDS_TO_HEAR  # the store may end with the first rank
     while rank == 0 and store.add("heard", 0) < world and time.monotonic() < deadline:
         time.sleep(0.02)
-    raise UserError(verdict)
+    if verdict != "alike":
+        raise UserError(verdict)
+
+
+def _said(find: Callable[..., str], *arguments: object) -> str:
+    """What it finds, or why it cannot: the other ranks wait for a word either way."""
+    try:
+        return find(*arguments)
+    except UserError as error:
+        return str(error)
 
 
 def values_of(args: argparse.Namespace) -> Values:

@@ -20,6 +20,7 @@ from megatron_paradyse.train.checkpoint_files import (
     whole_iterations,
 )
 from megatron_paradyse.train.ending import is_lost_peer
+from megatron_paradyse.whole_file import write_whole
 
 
 def install() -> None:
@@ -58,13 +59,7 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
         megatron = get_args()
         folder = megatron.load
         if folder is not None:
-            iteration = iteration_to_load(folder, megatron.ckpt_step)
-            if iteration is not None:
-                print_rank_0(
-                    f"> paradyse: {folder}/{TRACKER} was cut off: loading iteration {iteration}, "
-                    "the newest that is whole"
-                )
-                megatron.ckpt_step = iteration
+            _mend_tracker(folder, iteration_to_load(folder, megatron.ckpt_step))
         try:
             return load(*args, **kwargs)
         except (Exception, SystemExit, CheckpointException) as error:
@@ -77,6 +72,20 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return load_whole
+
+
+def _mend_tracker(folder: str, iteration: int | None) -> None:
+    """Megatron reads the tracker even where --ckpt-step says more; all ranks must call this."""
+    if iteration is None:
+        return
+    torch.distributed.barrier()  # all have seen it as it was
+    print_rank_0(
+        f"> paradyse: {folder}/{TRACKER} was cut off: loading iteration {iteration}, the newest "
+        "that is whole"
+    )
+    if torch.distributed.get_rank() == 0:
+        write_whole(f"{folder}/{TRACKER}", str(iteration))
+    torch.distributed.barrier()
 
 
 def reason_of(error: BaseException) -> str:

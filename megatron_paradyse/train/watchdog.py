@@ -22,6 +22,7 @@ from megatron_paradyse.train.whereabouts import whereabouts
 
 EXIT_CODE = 3
 ALL_WATCHED = 32  # with more ranks each watches its neighbour only; what it finds ends the others
+TRIES = 5  # to tell how this rank ends, while the store is busy
 SECONDS_TO_END = 20  # for others to end by themselves after one ended with an error
 REMEDY = "see what ended it (its log, the kernel's), then start again from the last checkpoint"
 
@@ -76,7 +77,9 @@ class Watchdog:
             return
         self._over.set()
         self._own.end = how[:300]
-        self._say()
+        for _ in range(TRIES):
+            if self._say():
+                break
         if serves():
             seconds = SECONDS_TO_END if how == "done" else 3 * self._interval
             deadline = time.monotonic() + seconds
@@ -94,6 +97,9 @@ class Watchdog:
         while time.monotonic() < deadline and not self._over.is_set():
             self._look()
             time.sleep(min(self._interval, 0.05))
+        for rank, beat in self._seen.items():
+            if beat.end not in (None, "done"):
+                self._end_after(f"rank {rank} has ended: {beat.end}")
         self._failed_at = None
 
     def _run(self) -> None:
@@ -115,9 +121,10 @@ class Watchdog:
         self._own.waits = here.waits
         self._own.still_seconds = time.monotonic() - self._moved
 
-    def _say(self) -> None:
+    def _say(self) -> bool:
+        """Whether the store took it."""
         content = self._own.encode()
-        self._line.ask(lambda store: store.set(str(self._rank), content))
+        return bool(self._line.ask(lambda store: store.set(str(self._rank), content) or True))
 
     def _read(self) -> None:
         """The others' signs, where the store answers."""

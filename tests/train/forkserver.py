@@ -65,9 +65,16 @@ def _wait_for_each(children: dict[int, int], deadline: float) -> list[int | None
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
+        elif all(_is_stopped(child) for child in children):
+            break
         else:
             time.sleep(0.02)
     return codes
+
+
+def _is_stopped(process: int) -> bool:
+    """By SIGSTOP: it would never end."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _wait(children: dict[int, int], deadline: float) -> int:
