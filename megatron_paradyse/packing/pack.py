@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_paradyse.packing.groups import filled_up, like_lengths
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.packing.work import scores_between, scores_per_rank
@@ -131,48 +132,6 @@ def _sampled_seconds(lengths: Sequence[int], tokens: int, grid: Grid, costs: Cos
             return None
         seconds += made.seconds * sum(work[start:stop]) / work[middle]
     return seconds
-
-
-def like_lengths(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Neighbours in the order of their lengths, up to the budget: few kinds of rows, all even."""
-    groups: list[list[int]] = []
-    held = tokens
-    for number in sorted(range(len(lengths)), key=lambda number: (lengths[number], number)):
-        held += lengths[number]
-        if held > tokens:
-            groups.append([])
-            held = lengths[number]
-        groups[-1].append(number)
-    return groups
-
-
-def filled_up(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """The longest first, each where the least room is left that holds it (best fit decreasing)."""
-    groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # sorted: (room, group)
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        length = lengths[number]
-        index = _first_at_least(rooms, length)
-        if index == len(rooms):
-            groups.append([])
-            room, group = tokens, len(groups) - 1
-        else:
-            room, group = rooms.pop(index)
-        groups[group].append(number)
-        if room > length:
-            rooms.insert(_first_at_least(rooms, room - length), (room - length, group))
-    return groups
-
-
-def _first_at_least(rooms: list[tuple[int, int]], length: int) -> int:
-    low, high = 0, len(rooms)
-    while low < high:
-        middle = (low + high) // 2
-        if rooms[middle][0] < length:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def _packing(

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_paradyse.data.distributions import draw_lengths
-from megatron_paradyse.packing.pack import Costs, Grid, Packing, filled_up, flops_costs, pack
+from megatron_paradyse.packing.groups import filled_up
+from megatron_paradyse.packing.pack import Costs, Grid, Packing, flops_costs, pack
 from megatron_paradyse.packing.work import scores_per_rank
 
 GRID = Grid(p=4, hidden_size=64, num_replicas=2, alignment=8)
