@@ -47,6 +47,10 @@ CASES = {
         "document 10 has 200 tokens, --seq-length 64 takes 65: raise --seq-length",
     ),
     "policy": ([*TP2, "--paradyse-policy", "fixed:megatron"], "no strategy named 'megatron': use"),
+    "packed only": (
+        [*TP2, "--paradyse-policy", "fixed:local_z"],
+        "local_z runs packed documents only: give --paradyse-sequences packed",
+    ),
     "no effect": (
         [*TP2, "--paradyse-smoothing", "0.1"],
         "--paradyse-smoothing has no effect with --paradyse-policy fixed:megatron_ts",
