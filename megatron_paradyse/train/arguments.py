@@ -19,7 +19,6 @@ from megatron_paradyse.settings import (
     DOCUMENTS,
     FIELDS,
     FIXED,
-    PACKED,
     WITHOUT_FLAG,
     Settings,
     make_settings,
@@ -33,6 +32,7 @@ from megatron_paradyse.strategies import (
 )
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.train.model_kind import BERT, GPT, SPECS
+from megatron_paradyse.train.packed_flags import check_packed
 from megatron_paradyse.units import parse_bytes
 
 
@@ -118,7 +118,7 @@ def before_validation(args: argparse.Namespace) -> None:
             f"--spec {' '.join(spec)}"
         )
     args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
-    _check_packed(args)
+    check_packed(args)
     if args.paradyse_settings.sequences != FIXED:
         _prepare_documents(args)
 
@@ -180,41 +180,6 @@ def _check_bert(args: argparse.Namespace) -> None:
         )
     if args.num_experts:
         raise UserError(f"--num-experts {args.num_experts} with a BERT: leave --num-experts out")
-
-
-def _check_packed(args: argparse.Namespace) -> None:
-    settings = args.paradyse_settings
-    if settings.sequences != PACKED:
-        if settings.pack_tokens is not None:
-            raise UserError(
-                f"--paradyse-pack-tokens {settings.pack_tokens} with --paradyse-sequences "
-                f"{settings.sequences}: leave it out, or give --paradyse-sequences packed"
-            )
-        return
-    if settings.pack_tokens is None and cost_policy_kind(settings) is None:
-        raise UserError(
-            f"--paradyse-sequences packed with --paradyse-policy {settings.policy}, which predicts "
-            "no seconds: give --paradyse-pack-tokens, such as 64K"
-        )
-    refused: dict[str, tuple[object, str]] = {
-        "micro_batch_size": (1, "a packed microbatch is one row"),
-        "eval_micro_batch_size": (1, "a packed microbatch is one row"),
-        "rampup_batch_size": (None, "global batches have one size"),
-        "step_batch_size_schedule": (None, "global batches have one size"),
-        "decrease_batch_size_if_needed": (False, "global batches have one size"),
-        "num_experts": (None, "the losses of experts are counted per microbatch"),
-    }
-    for name, (allowed, why) in refused.items():
-        value = getattr(args, name, None)
-        if value not in (allowed, None):
-            flag = "--" + name.replace("_", "-")
-            remedy = f"give {flag} 1" if allowed == 1 else f"leave {flag} out"
-            raise UserError(f"{flag} {value} with --paradyse-sequences packed: {why}: {remedy}")
-    if settings.balance:
-        raise UserError(
-            "--paradyse-balance with --paradyse-sequences packed, which always balances: leave it "
-            "out"
-        )
 
 
 def _check_edges(args: argparse.Namespace) -> None:

@@ -1,0 +1,45 @@
+"""Which flags go with packed microbatches."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.policy import cost_policy_kind
+from megatron_paradyse.settings import PACKED
+
+
+def check_packed(args: argparse.Namespace) -> None:
+    """Before Megatron validates them; UserError for what cannot run."""
+    settings = args.paradyse_settings
+    if settings.sequences != PACKED:
+        if settings.pack_tokens is not None:
+            raise UserError(
+                f"--paradyse-pack-tokens {settings.pack_tokens} with --paradyse-sequences "
+                f"{settings.sequences}: leave it out, or give --paradyse-sequences packed"
+            )
+        return
+    if settings.pack_tokens is None and cost_policy_kind(settings) is None:
+        raise UserError(
+            f"--paradyse-sequences packed with --paradyse-policy {settings.policy}, which predicts "
+            "no seconds: give --paradyse-pack-tokens, such as 64K"
+        )
+    refused: dict[str, tuple[object, str]] = {
+        "micro_batch_size": (1, "a packed microbatch is one row"),
+        "eval_micro_batch_size": (1, "a packed microbatch is one row"),
+        "rampup_batch_size": (None, "global batches have one size"),
+        "step_batch_size_schedule": (None, "global batches have one size"),
+        "decrease_batch_size_if_needed": (False, "global batches have one size"),
+        "num_experts": (None, "the losses of experts are counted per microbatch"),
+    }
+    for name, (allowed, why) in refused.items():
+        value = getattr(args, name, None)
+        if value not in (allowed, None):
+            flag = "--" + name.replace("_", "-")
+            remedy = f"give {flag} 1" if allowed == 1 else f"leave {flag} out"
+            raise UserError(f"{flag} {value} with --paradyse-sequences packed: {why}: {remedy}")
+    if settings.balance:
+        raise UserError(
+            "--paradyse-balance with --paradyse-sequences packed, which always balances: leave it "
+            "out"
+        )
