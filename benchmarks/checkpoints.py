@@ -93,7 +93,8 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """By bytes: NaN and signed zeros count."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    one, other = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(one, other)
 
 
 def read(checkpoint: Path, form: str) -> dict[str, torch.Tensor]:

@@ -33,6 +33,8 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_whole(iteration: int, *args: Any, **kwargs: Any) -> Any:
         folder = get_args().save
+        # Megatron keeps its arguments; without this package nobody could unpickle our settings.
+        settings = vars(get_args()).pop("paradyse_settings", None)
         try:
             result = save(iteration, *args, **kwargs)
             checkpoint = folder_of(folder, iteration)
@@ -48,6 +50,8 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
                 f"the checkpoint of iteration {iteration} cannot be written to {folder}: "
                 f"{reason_of(error)}: {remedy}, and start again with --load {folder}"
             ) from error
+        finally:
+            get_args().paradyse_settings = settings
         return result
 
     return save_whole

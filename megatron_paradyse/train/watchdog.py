@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from torch.distributed import Store
+
 from megatron_paradyse.train.ending import leave
 from megatron_paradyse.train.meeting import Line, ranks, serves
 from megatron_paradyse.train.peers import Beat, own_beat, state_here
@@ -124,7 +126,12 @@ class Watchdog:
     def _say(self) -> bool:
         """Whether the store took it."""
         content = self._own.encode()
-        return bool(self._line.ask(lambda store: store.set(str(self._rank), content) or True))
+
+        def tell(store: Store) -> bool:
+            store.set(str(self._rank), content)
+            return True
+
+        return bool(self._line.ask(tell))
 
     def _read(self) -> None:
         """The others' signs, where the store answers."""
