@@ -19,6 +19,7 @@ from megatron_paradyse.settings import (
     DOCUMENTS,
     FIELDS,
     FIXED,
+    PACKED,
     WITHOUT_FLAG,
     Settings,
     make_settings,
