@@ -208,10 +208,14 @@ def _read_run(values: dict[str, Any]) -> Run:
 
 
 def _read_stage(value: Any) -> Stage:
+    if isinstance(value, dict):  # earlier traces say nothing of host memory
+        value = {"input_bytes_per_token": 0.0, "host_bytes": None, **value}
     fields = dict(check_fields(Stage, value, "a stage"))
-    fields["margin"] = check_number(fields["margin"], "margin", low=0, high=9)
-    if fields["buffer_free_above"] is not None:
-        check_integer(fields["buffer_free_above"], "buffer_free_above", low=0, high=MAX_INTEGER)
+    for name, high in (("margin", 9), ("input_bytes_per_token", MAX_INTEGER)):
+        fields[name] = check_number(fields[name], name, low=0, high=high)
+    for name in ("buffer_free_above", "host_bytes"):
+        if fields[name] is not None:
+            check_integer(fields[name], name, low=0, high=MAX_INTEGER)
     if not 1 <= fields["num_in_flight"] <= 1 << 20:
         raise ContentError(f"num_in_flight must be at least 1, got {fields['num_in_flight']}")
     return Stage(**fields)

@@ -17,6 +17,8 @@ STAGE = {
     "has_head": True,
     "buffer_bytes_per_token": 1024,
     "buffer_free_above": None,
+    "input_bytes_per_token": 256.0,
+    "host_bytes": 1 << 34,
     "num_in_flight": 1,
     "margin": 0.03,
 }

@@ -45,6 +45,8 @@ BROKEN = {
     "stage lacking": json.dumps({**RUN, "stages": [{}]}),
     "stage margin": json.dumps({**RUN, "stages": [{**STAGE, "margin": "x"}]}),
     "no flight": json.dumps({**RUN, "stages": [{**STAGE, "num_in_flight": 0}]}),
+    "stage input": json.dumps({**RUN, "stages": [{**STAGE, "input_bytes_per_token": -1}]}),
+    "stage host": json.dumps({**RUN, "stages": [{**STAGE, "host_bytes": "x"}]}),
     "stage buffer": json.dumps({**RUN, "stages": [{**STAGE, "buffer_free_above": "x"}]}),
     "factors of no strategy": json.dumps({**CORRECTION, "seconds_factors": [1.0]}),
     "factor of no number": json.dumps({**CORRECTION, "seconds_factors": {"metp": "2"}}),
@@ -156,3 +158,10 @@ def test_budgets_follow_the_starts(tmp_path):
     trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))
     assert trace.budgets == [(0, RUN["memory_budget_bytes"]), (3, 400)]
     assert len(trace.runs) == 2
+
+
+def test_a_trace_from_before_the_hosts_memory_was_planned_is_read(tmp_path):
+    earlier = {k: v for k, v in STAGE.items() if k not in ("host_bytes", "input_bytes_per_token")}
+    path = write_trace(tmp_path / "t.jsonl", [{**RUN, "stages": [earlier]}, *records(2)[1:]])
+    (run,) = read_trace(path).runs
+    assert (run.stages[0].host_bytes, run.stages[0].input_bytes_per_token) == (None, 0.0)

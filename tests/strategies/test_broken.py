@@ -37,7 +37,7 @@ class _StaysHere(TravellingGradient):
 
 
 BREAKAGES = {
-    "gradient_not_sent_on": {f"{PACKAGE}.ring_attention.TravellingGradient": _StaysHere},
+    "gradient_not_sent_on": {f"{PACKAGE}.routes.TravellingGradient": _StaysHere},
     "ring_direction": {f"{PACKAGE}.ring.ring_exchange_async": _wrong_way_round},
     "row_ring_direction": {f"{PACKAGE}.ring.ring_exchange_async": _wrong_way_round},
     "weight_gradient_not_reduced": {

@@ -60,10 +60,6 @@ CASES = {
         "--config-logger-dir writes all logits, which the loss head in tiles never has: leave it "
         "out, or give --paradyse-head-tile off",
     ),
-    "whole documents over two ranks": (
-        [*TP2, "--paradyse-policy", "fixed:local_z"],
-        "over p=2 ranks, as not every document lies on one rank: use megatron_cz",
-    ),
     "budget of nothing packed": (
         [*TP2, "--paradyse-pack-tokens", "4K"],
         "--paradyse-pack-tokens 4096 with --paradyse-sequences documents: leave it out, or give "
