@@ -20,7 +20,7 @@ from torch.distributed import Store
 from megatron_paradyse.train.ending import leave
 from megatron_paradyse.train.meeting import Line, ranks, serves
 from megatron_paradyse.train.peers import Beat, own_beat, state_here
-from megatron_paradyse.train.whereabouts import whereabouts
+from megatron_paradyse.train.whereabouts import Lookout
 
 EXIT_CODE = 3
 ALL_WATCHED = 32  # with more ranks each watches its neighbour only; what it finds ends the others
@@ -52,6 +52,7 @@ class Watchdog:
         self._over = threading.Event()
         self._moved, self._signature = time.monotonic(), 0
         self._failed_at: TracebackType | None = None
+        self._lookout = Lookout()
         self._told = False
         self._ends = threading.Lock()
         self.doing: Callable[[], tuple[str, tuple[str, ...]]] = lambda: ("", ())
@@ -114,7 +115,7 @@ class Watchdog:
     def _note(self) -> None:
         """What this rank does now, and since when."""
         doing, plan_names = self.doing()
-        here = whereabouts(plan_names, self._failed_at)
+        here = self._lookout.look(plan_names, self._failed_at)
         signature = hash((doing, here.signature))
         if signature != self._signature:
             self._signature, self._moved = signature, time.monotonic()

@@ -1,13 +1,22 @@
-"""What a rank is doing, read from the stacks of its threads: nothing is noted while it trains."""
+"""What a rank is doing, read from the stacks of its threads: nothing is noted while it trains.
+
+Whoever holds a frame of another thread keeps alive what that one lets go of. So a training that
+moves is read from printed stacks (faulthandler prints them and holds nothing), which do not tell
+layers; frames are looked at only where nothing has moved since.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import re
 import sys
+import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
-from types import FrameType, TracebackType
+from types import FrameType, SimpleNamespace, TracebackType
+from typing import Any
 
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 
@@ -43,15 +52,69 @@ class Whereabouts:
     waits: bool
 
 
-def whereabouts(
-    plan_names: tuple[str, ...] = (), traceback: TracebackType | None = None
-) -> Whereabouts:
-    """Of this process, or where an error of it was raised.
+PRINTED = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
-    plan_names: strategies of the current plan, where a stack leaves open which one runs.
-    """
-    stack = _training_stack() if traceback is None else _frames_of(traceback)
-    signature = hash(tuple((id(f.f_code), f.f_lasti) for f in stack))
+
+class Lookout:
+    """Looks at this process, again and again."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as the process looks
+        self._last = ""
+
+    def look(
+        self, plan_names: tuple[str, ...] = (), traceback: TracebackType | None = None
+    ) -> Whereabouts:
+        """Where the training is, or where an error of it was raised.
+
+        plan_names: strategies of the current plan, where a stack leaves open which one runs.
+        """
+        if traceback is not None:
+            return _described(_frames_of(traceback), plan_names)
+        printed = self._printed()
+        moved, self._last = printed != self._last, printed
+        if moved:
+            return _described(_printed_stack(printed), plan_names, hash(printed))
+        return _described(_training_stack(), plan_names, hash(printed))
+
+    def _printed(self) -> str:
+        """The stacks of all threads but this one."""
+        self._file.seek(0)
+        self._file.truncate()
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        self._file.seek(0)
+        threads = self._file.read().decode(errors="replace").split("\n\n")
+        return "\n\n".join(thread for thread in threads if not thread.startswith("Current"))
+
+
+def _printed_stack(printed: str) -> list[Any]:
+    """Innermost first, as _training_stack, of frames without locals."""
+    threads = [part.splitlines() for part in printed.split("\n\n") if part.startswith("Thread")]
+    main_thread = f"{threading.main_thread().ident or 0:016x}"
+    main = [line for lines in threads if main_thread in lines[0] for line in lines[1:]]
+    others = [line for lines in threads if main_thread not in lines[0] for line in lines[1:]]
+    found = _as_frames(main)
+    if found and found[0].f_code.co_filename.endswith(BACKWARD):
+        autograd = _as_frames(others)
+        if any("/strategies/" in _file(f) or _file(f).endswith(DISTRIBUTED) for f in autograd):
+            return autograd + found
+    return found
+
+
+def _as_frames(lines: Sequence[str]) -> list[Any]:
+    frames = []
+    for file, line, name in (m.groups() for m in map(PRINTED.match, lines) if m):
+        code = SimpleNamespace(co_filename=file, co_name=name, co_qualname=name)
+        frames.append(SimpleNamespace(f_code=code, f_lineno=int(line), f_locals={}, f_lasti=0))
+    return frames[:MOST_FRAMES]
+
+
+def _described(
+    stack: list[Any], plan_names: tuple[str, ...], signature: int | None = None
+) -> Whereabouts:
+    """signature: of the stack, if not what its code says."""
+    if signature is None:
+        signature = hash(tuple((id(f.f_code), f.f_lasti) for f in stack))
     collective = _collective(stack)
     place = _strategy(stack, plan_names) or _place(stack)
     if any(f.f_code.co_filename.endswith(BACKWARD) for f in stack):

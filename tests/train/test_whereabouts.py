@@ -1,0 +1,50 @@
+"""What a lookout sees of a training, and what it leaves alone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_paradyse.train.whereabouts import Lookout
+
+
+def beside(look: Callable[[], Any]) -> list[Any]:
+    """Two looks from another thread at this one, which waits."""
+    found: list[Any] = []
+
+    def run() -> None:
+        for _ in range(2):
+            try:
+                found.append(look())
+            except LookupError as error:
+                found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.fixture
+def without_frames(monkeypatch):
+    def refuse():
+        raise LookupError
+
+    monkeypatch.setattr(sys, "_current_frames", refuse)
+
+
+def test_frames_are_taken_only_of_what_has_not_moved(without_frames):
+    """A frame that is held keeps alive what its function lets go of."""
+    moving, still = beside(Lookout().look)
+    assert "beside" in moving.text
+    assert isinstance(still, LookupError)
+
+
+def test_what_has_not_moved_has_the_same_signature():
+    moving, still = beside(Lookout().look)
+    assert moving.signature == still.signature
+    assert "beside" in still.text and not still.waits
