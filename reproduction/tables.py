@@ -89,10 +89,12 @@ def update_table(
     made: str,
     replaces: Callable[[Row], bool],
 ) -> None:
-    """Write rows; those that are in the file already stay where replaces(row) is false."""
+    """Write rows in the place of those for which replaces(row) is true, or at the end."""
     known = read_table(path)
-    kept = [row for row in known.rows if not replaces(row)] if known else []
-    write_table(path, columns, [*kept, *rows], made=made)
+    present = known.rows if known else []
+    place = next((i for i, row in enumerate(present) if replaces(row)), len(present))
+    after = [row for row in present[place:] if not replaces(row)]
+    write_table(path, columns, [*present[:place], *rows, *after], made=made)
 
 
 def read_table(path: Path) -> Table | None:

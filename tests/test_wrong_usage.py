@@ -29,7 +29,7 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     # commands, options and their values
     (("plna", "costs.json"), "'plna'", "did you mean plan?"),
     (("doctor", "--jsn"), "'--jsn'", "--help"),
-    (("plan", "costs.json"), "'--lengths'", "--help"),
+    (("plan", "costs.json"), "nothing to plan", "give --lengths, --documents, or both"),
     (("plan", "costs.json", "--lengths", "1Q"), "'1Q'", "written like 4096, 128K or 1.5M"),
     (("plan", "costs.json", "--lengths", "64,-5"), "'-5'", "written like 4096, 128K or 1.5M"),
     (("plan", "costs.json", "--lengths", "0"), "got '0'", "such as 1K,32K,300K"),
