@@ -60,7 +60,7 @@ class Lookout:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as the process looks
-        self._last = ""
+        self._last = 0
 
     def look(
         self, plan_names: tuple[str, ...] = (), traceback: TracebackType | None = None
@@ -71,11 +71,12 @@ class Lookout:
         """
         if traceback is not None:
             return _described(_frames_of(traceback), plan_names)
-        printed = self._printed()
-        moved, self._last = printed != self._last, printed
-        if moved:
-            return _described(_printed_stack(printed), plan_names, hash(printed))
-        return _described(_training_stack(), plan_names, hash(printed))
+        stack = _printed_stack(self._printed())
+        signature = hash(
+            tuple((_file(f), f.f_lineno, f.f_code.co_name) for f in stack)
+        )  # of the training alone: threads of loaders move for themselves
+        moved, self._last = signature != self._last, signature
+        return _described(stack if moved else _training_stack(), plan_names, signature)
 
     def _printed(self) -> str:
         """The stacks of all threads but this one."""
