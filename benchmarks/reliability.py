@@ -54,6 +54,7 @@ def main() -> None:
         bare = pool.submit(faults, Path(name) / "bare", quick=arguments.quick)
         rows = trainings(Path(name), quick=arguments.quick, deadline=began + BUDGET_SECONDS)
         rows += commands.result() + bare.result()
+        rows = without_places(rows, name)
     summary = summarised(rows)
     for kind, row in summary.items():
         print(json.dumps({"kind": kind, **row}))
@@ -72,6 +73,12 @@ def main() -> None:
         "seed": SEED,
     }
     finish("reliability", result, configuration, arguments)
+
+
+def without_places(rows: list[dict], folder: str) -> list[dict]:
+    """The rows without where this machine keeps the benchmark's files and its Python."""
+    text = json.dumps(rows).replace(folder, "FOLDER").replace(f"{sys.prefix}/", "")
+    return json.loads(text)
 
 
 def of_commands(folder: Path, quick: bool) -> list[dict]:

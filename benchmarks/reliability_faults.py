@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.reliability_job import RANKS, SAVE_INTERVAL, WATCHDOG_SECONDS, Job, Outcome
 from tests.train.synthetic_costs import write_costs
@@ -157,6 +158,15 @@ def no_data(draw: random.Random, job: Job) -> Case:
     return Case({"fault": "none"}, ENDS, rf"data file .*corpus{suffix} not found", after=after)
 
 
+def put_back(path: Path, content: bytes) -> Callable[[Outcome], None]:
+    """What comes after a fault: the file as it was."""
+
+    def after(outcome: Outcome) -> None:
+        path.write_bytes(content)
+
+    return after
+
+
 def damaged_data(draw: random.Random, job: Job) -> Case:
     """A file of data is cut off, or its head is overwritten."""
     path = job.folder / f"corpus{draw.choice(('.idx', '.bin'))}"
@@ -166,10 +176,7 @@ def damaged_data(draw: random.Random, job: Job) -> Case:
         cut if draw.random() < 0.6 or path.suffix == ".bin" else os.urandom(40) + content[40:]
     )
 
-    def after(outcome: Outcome) -> None:
-        path.write_bytes(content)
-
-    return Case({"fault": "none"}, ENDS, r"corpus\.(idx|bin)", after=after)
+    return Case({"fault": "none"}, ENDS, r"corpus\.(idx|bin)", after=put_back(path, content))
 
 
 def data_vanishes(draw: random.Random, job: Job) -> Case:
@@ -177,11 +184,7 @@ def data_vanishes(draw: random.Random, job: Job) -> Case:
     content = path.read_bytes()
     spec = {"fault": "data file vanished while running", "rank": 0, "path": str(path)}
     spec |= {"content": None, "iteration": at(job, draw)}
-
-    def after(outcome: Outcome) -> None:
-        path.write_bytes(content)
-
-    return Case(spec, GOES_ON, after=after)
+    return Case(spec, GOES_ON, after=put_back(path, content))
 
 
 def costs_replaced(draw: random.Random, job: Job) -> Case:
@@ -189,11 +192,7 @@ def costs_replaced(draw: random.Random, job: Job) -> Case:
     new = draw.choice(("{}", "no costs", content.decode()[: draw.randrange(len(content))]))
     spec = {"fault": "cost file replaced while running", "rank": 0, "path": str(job.costs)}
     spec |= {"content": new, "iteration": at(job, draw)}
-
-    def after(outcome: Outcome) -> None:
-        job.costs.write_bytes(content)
-
-    return Case(spec, GOES_ON, after=after)
+    return Case(spec, GOES_ON, after=put_back(job.costs, content))
 
 
 def bad_costs(draw: random.Random, job: Job) -> Case:
@@ -202,10 +201,7 @@ def bad_costs(draw: random.Random, job: Job) -> Case:
     broken = content[:place] if draw.random() < 0.5 else content[:place] + b"\x00" + content[place:]
     job.costs.write_bytes(broken)
 
-    def after(outcome: Outcome) -> None:
-        job.costs.write_bytes(content)
-
-    return Case({"fault": "none"}, ENDS, r"costs\.json", after=after)
+    return Case({"fault": "none"}, ENDS, r"costs\.json", after=put_back(job.costs, content))
 
 
 def truncated_checkpoint(draw: random.Random, job: Job) -> Case:
@@ -216,11 +212,10 @@ def truncated_checkpoint(draw: random.Random, job: Job) -> Case:
     content = path.read_bytes()
     path.write_bytes(content[: draw.randrange(len(content) - 1)])
 
-    def after(outcome: Outcome) -> None:
-        path.write_bytes(content)
-
     name = re.escape(path.name)
-    return Case({"fault": "none"}, ENDS, rf"is not whole: .*{name}.*", after=after)
+    return Case(
+        {"fault": "none"}, ENDS, rf"is not whole: .*{name}.*", after=put_back(path, content)
+    )
 
 
 def cut_tracker(draw: random.Random, job: Job) -> Case:

@@ -38,7 +38,8 @@ class GainPlanner:
         best = self._planner.plan(problem)
         if not best.fits:
             return best
-        single = [self._single(problem, base, best) for base in _bases(problem)]
+        fixed = _fixed_halves(problem)
+        single = [self._single(problem, base, best, fixed) for base in _bases(problem, fixed)]
         fastest = min(
             (outcome for outcome in single if outcome is not None),
             key=lambda outcome: outcome.seconds,
@@ -46,9 +47,10 @@ class GainPlanner:
         )
         return dataclasses.replace(fastest, bound_seconds=best.bound_seconds)
 
-    def _single(self, problem: Problem, base: str, best: Outcome) -> Outcome | None:
+    def _single(
+        self, problem: Problem, base: str, best: Outcome, fixed: set[str]
+    ) -> Outcome | None:
         """The plan of one strategy, where it fits and mixing gains too little over it."""
-        fixed = _fixed_halves(problem)
         less = problem_less(
             problem, lambda half, choice: half not in fixed and base_name(choice.name) != base
         )
@@ -62,9 +64,8 @@ class GainPlanner:
         return best.seconds < seconds * (1 - self._gain)
 
 
-def _bases(problem: Problem) -> list[str]:
+def _bases(problem: Problem, fixed: set[str]) -> list[str]:
     """The strategies, without suffix, of every half that has a choice; sorted."""
-    fixed = _fixed_halves(problem)
     return sorted(
         {
             base_name(choice.name)

@@ -78,12 +78,11 @@ class RowPrices:
         halves = {part for made in plans for _, part, _ in made.pairs}
         mlp = {}
         for name in halves:
-            measured = base_name(name) + RECOMPUTE if offloads(name) else name
-            mlp[name] = self._model.operation(like(self._model, measured, MLP)[0], MLP, s)
+            made_from = like(self._model, _on_device(name), MLP)[0]
+            mlp[name] = self._model.operation(made_from, MLP, s)
         terms = {}
         for name in names:
-            measured = base_name(name) + RECOMPUTE if offloads(name) else name
-            terms[name] = row_terms(self._model, measured, load)
+            terms[name] = row_terms(self._model, _on_device(name), load)
         return _Length(plans, terms, mlp, self._model.offloaded, self._edge_seconds(s))
 
     def _plans_for(self, s: int, p: int) -> tuple[_Made, ...]:
@@ -160,6 +159,11 @@ class _Length:
             return (self.offloaded(both) if offloads(a) else both).time_seconds
         halves = ((first, a), (mlp, m))
         return sum((self.offloaded(h) if offloads(n) else h).time_seconds for h, n in halves)
+
+
+def _on_device(name: str) -> str:
+    """The strategy; of +offload the +recompute whose costs its own are made from."""
+    return base_name(name) + RECOMPUTE if offloads(name) else name
 
 
 def _pairs(plan: Plan) -> Pairs:

@@ -70,11 +70,10 @@ class Lookout:
         plan_names: strategies of the current plan, where a stack leaves open which one runs.
         """
         if traceback is not None:
-            return _described(_frames_of(traceback), plan_names)
+            stack = _frames_of(traceback)
+            return _described(stack, plan_names, _signature(stack))
         stack = _printed_stack(self._printed())
-        signature = hash(
-            tuple((_file(f), f.f_lineno, f.f_code.co_name) for f in stack)
-        )  # of the training alone: threads of loaders move for themselves
+        signature = _signature(stack)
         moved, self._last = signature != self._last, signature
         return _described(stack if moved else _training_stack(), plan_names, signature)
 
@@ -106,16 +105,16 @@ def _as_frames(lines: Sequence[str]) -> list[Any]:
     frames = []
     for file, line, name in (m.groups() for m in map(PRINTED.match, lines) if m):
         code = SimpleNamespace(co_filename=file, co_name=name, co_qualname=name)
-        frames.append(SimpleNamespace(f_code=code, f_lineno=int(line), f_locals={}, f_lasti=0))
+        frames.append(SimpleNamespace(f_code=code, f_lineno=int(line), f_locals={}))
     return frames[:MOST_FRAMES]
 
 
-def _described(
-    stack: list[Any], plan_names: tuple[str, ...], signature: int | None = None
-) -> Whereabouts:
-    """signature: of the stack, if not what its code says."""
-    if signature is None:
-        signature = hash(tuple((id(f.f_code), f.f_lasti) for f in stack))
+def _signature(stack: Sequence[Any]) -> int:
+    """Of the training's own stack alone: the threads of loaders move for themselves."""
+    return hash(tuple((_file(f), f.f_lineno, f.f_code.co_name) for f in stack))
+
+
+def _described(stack: list[Any], plan_names: tuple[str, ...], signature: int) -> Whereabouts:
     collective = _collective(stack)
     place = _strategy(stack, plan_names) or _place(stack)
     if any(f.f_code.co_filename.endswith(BACKWARD) for f in stack):
