@@ -14,16 +14,21 @@ from megatron_paradyse.costs.strict import (
     check_number,
     check_text,
 )
+from megatron_paradyse.costs.table import (
+    MAX_NAME,
+    MAX_QUANTITY,
+    MAX_STATUS,
+    OK,
+    OOM,
+    QUANTITIES,
+    UNSUPPORTED,
+)
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.units import MAX_SEQ_LENGTH
 
-TIMES = ("forward_seconds", "backward_seconds")
-BYTES = ("kept_bytes", "forward_bytes", "backward_bytes")
-OK, OOM, UNSUPPORTED = "ok", "oom", "unsupported: "
 KEYS = ("strategy", "load", "status")
 LOAD_KEYS = tuple(field.name for field in dataclasses.fields(Load))
-MAX_STATUS, MAX_VALUE = 500, 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +58,10 @@ class RowMeasurement:
     def _fault(self) -> str | None:
         if self.status not in (OK, OOM) and not self.status.startswith(UNSUPPORTED):
             return f"status is none of {OK}, {OOM}, {UNSUPPORTED}REASON: {self.status!r:.60}"
-        for name in (*TIMES, *BYTES):
+        for name in QUANTITIES:
             value = getattr(self, name)
-            if not (math.isfinite(value) and 0 <= value <= MAX_VALUE):
-                return f"{name} must lie in [0, {MAX_VALUE:g}], got {value!r:.40}"
+            if not (math.isfinite(value) and 0 <= value <= MAX_QUANTITY):
+                return f"{name} must lie in [0, {MAX_QUANTITY:g}], got {value!r:.40}"
         if self.is_ok and not self.forward_seconds > 0:
             return "forward_seconds must be above 0"
         return None
@@ -74,18 +79,18 @@ def row_values(m: RowMeasurement) -> dict[str, Any]:
     """As values for JSON."""
     values: dict[str, Any] = {"strategy": m.strategy, "load": dataclasses.asdict(m.load)}
     values["status"] = m.status
-    return values | {name: getattr(m, name) for name in (TIMES + BYTES if m.is_ok else ())}
+    return values | {name: getattr(m, name) for name in (QUANTITIES if m.is_ok else ())}
 
 
 def read_row(value: Any, where: str, *, p: int) -> RowMeasurement:
     """The measurement of these values, on p ranks; ContentError for anything wrong."""
     ok = isinstance(value, dict) and value.get("status") == OK
-    quantities = TIMES + BYTES if ok else ()
+    quantities = QUANTITIES if ok else ()
     values = dict(check_keys(value, where, KEYS + quantities))
-    check_text(values["strategy"], f"{where}.strategy", max_length=100)
+    check_text(values["strategy"], f"{where}.strategy", max_length=MAX_NAME)
     check_text(values["status"], f"{where}.status", max_length=MAX_STATUS)
     for name in quantities:
-        check_number(values[name], f"{where}.{name}", low=0, high=MAX_VALUE)
+        check_number(values[name], f"{where}.{name}", low=0, high=MAX_QUANTITY)
     values["load"] = _read_load(values["load"], f"{where}.load", p)
     return RowMeasurement(**values)
 

@@ -22,11 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from megatron_paradyse.costs.description import Description
-from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
+
+if TYPE_CHECKING:
+    from megatron_paradyse.costs.rows import RowMeasurement
 
 ATTENTION, MLP, LAYER = "attention", "mlp", "layer"
 LAYER_OPERATIONS = (ATTENTION, MLP, LAYER)
