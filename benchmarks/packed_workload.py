@@ -4,8 +4,9 @@ Trains one model on 4 CPU ranks, an iteration per global batch, all of them in t
 a microbatch per document, ParaDySe with packed microbatches, and every fixed strategy on the same
 packed microbatches. Lengths are drawn from GitHubCode's published distribution, times 1/32. Costs
 come from a profile of the same model made just before; what is over the memory budget by measured
-bytes does not run. Beside that, the time to pack and price 1,024 documents, and an estimate against
-Megatron's hybrid context parallelism (benchmarks/hybrid_cp.py).
+bytes does not run. Beside that: how wrong the costs of packed rows are (each left out in turn), the
+time to pack and price 1,024 documents, and an estimate against Megatron's hybrid context
+parallelism (benchmarks/hybrid_cp.py).
 
     .venv/bin/python benchmarks/packed_workload.py --json
 """
@@ -24,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import hybrid_cp
 from benchmarks.common import finish, options, spawn
 from benchmarks.dynamic_workload import MODEL, PROFILED, RANKS, SCALE, profile_and_fit
+from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.row_accuracy import measure_row_accuracy, row_lines, summarize_rows
 from megatron_paradyse.data.distributions import draw_lengths
 
 BUDGET = "250MB"  # of a rank
@@ -58,10 +61,12 @@ def main() -> None:
         costs = arguments.costs or profile_and_fit(
             Path(folder), flags, "64,256,1K" if quick else PROFILED, quick, packed=True
         )
+        errors = measure_row_accuracy(read_cost_file(costs).table)
+        print("\n".join(row_lines(errors)), file=sys.stderr)
         output = Path(folder) / "result.json"
         os.environ["PACKED_WORKLOAD"] = json.dumps({**task, "costs": costs, "output": str(output)})
         spawn("benchmarks.packed_workload_rank", flags, ranks=RANKS, timeout_seconds=3600)
-        result = json.loads(output.read_text())
+        result = {**json.loads(output.read_text()), "row_accuracy": summarize_rows(errors)}
     if not arguments.no_estimate:
         result |= hybrid_cp.estimate(hybrid_cp.RANKS[:1] if quick else hybrid_cp.RANKS)
     configuration = {

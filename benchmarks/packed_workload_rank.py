@@ -14,12 +14,20 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.iterations import start_rank, train_share
+from benchmarks.packed_workload_ratios import PACKED, UNPACKED, ratios
+from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.row_costs import RowCosts
+from megatron_paradyse.costs.table import ATTENTION
+from megatron_paradyse.packing.load import load_of
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import FixedPolicy
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
 from megatron_paradyse.units import parse_bytes
 
-UNPACKED, PACKED = "unpacked", "packed"
+# A strategy of which one operation alone is predicted to need more than this many budgets is not
+# tried: the machine's memory, not the emulated one, would end it.
+FAR_BEYOND = 2.0
 LOCAL = "local_z"  # runs rows of which no document is on two ranks
 
 
@@ -61,6 +69,7 @@ class Workload:
         from megatron_paradyse.train.datasets import alignment
 
         self.task, args = task, get_args()
+        self._costs_file = read_cost_file(task["costs"])
         self.budget = parse_bytes(task["budget"])
         self._meter = make_meter()
         with self._meter:
@@ -77,7 +86,7 @@ class Workload:
     def run(self) -> dict:
         solve = [self._solve_seconds(lengths) for lengths in self.task["solved"]]
         costs = self._costs()
-        names = self.task["fixed"] or _strategies(self.task["costs"])
+        names = self.task["fixed"] or self._strategies()
         self.policies = {name: FixedPolicy(name) for name in names}
         self.policies |= {UNPACKED: self._optimal(), PACKED: self._optimal()}
         batches = self.task["lengths"]
@@ -92,7 +101,7 @@ class Workload:
         _say(f"running {running}; peaks {peaks}")
         seconds = self._train(running, shares)
         return {
-            **self._compare(seconds, peaks),
+            **ratios(seconds, peaks),
             "solve_seconds_per_global_batch": statistics.median(wall for wall, _ in solve),
             "solve_seconds": [wall for wall, _ in solve],
             "solve_cpu_seconds": [cpu for _, cpu in solve],
@@ -181,6 +190,12 @@ class Workload:
     def _optimal(self):
         return self._cost_policies().policy_of(self._chunks[0].decoder, self._chunks)
 
+    def _strategies(self) -> list[str]:
+        """The strategies of the cost file, in the registry's order."""
+        known = self._costs_file.require_model().strategies(ATTENTION)
+        ordered = [name for base in strategy_names() for name in (base, base + RECOMPUTE)]
+        return [name for name in ordered if name in known]
+
     # -- iterations
 
     def _step(self, name: str, share) -> None:
@@ -209,6 +224,10 @@ class Workload:
         stays = all(row is not None and not any(keys_received(row)) for row in rows)
         if name.startswith(LOCAL) and not stays:
             return None
+        fixed = isinstance(self.policies[name], FixedPolicy)
+        predicted = max(map(functools.partial(self._attention_bytes, name), rows)) if fixed else 0.0
+        if predicted > FAR_BEYOND * self.budget:
+            return predicted
         peaks = []
         for share in shares.get(name, shares[PACKED]):
             with self._meter:
@@ -218,6 +237,14 @@ class Workload:
                 self._step(name, share)
                 peaks.append(largest_over_ranks([self._meter.peak_bytes - self._before])[0])
         return max(peaks)
+
+    def _attention_bytes(self, name: str, row: Row | None) -> float:
+        """Predicted for one layer's attention alone."""
+        if row is None:
+            return 0.0
+        load = load_of(row, causal=True)
+        found = RowCosts(self._costs_file.require_model(), load)(name, ATTENTION, load.seq_length)
+        return found.kept_bytes + max(found.forward_bytes, found.backward_bytes)
 
     def _train(self, names: list[str], shares: dict) -> dict[str, list[list[float]]]:
         """name -> global batch -> seconds of each round."""
@@ -229,57 +256,6 @@ class Workload:
                     seconds[name][number].append(self._seconds(name, share))
             _say(f"round {turn + 1} of {self.task['rounds']}")
         return seconds
-
-    def _compare(self, seconds: dict, peaks: dict) -> dict:
-        medians = {
-            name: [statistics.median(times) for times in batches]
-            for name, batches in seconds.items()
-        }
-        totals = {name: sum(values) for name, values in medians.items()}
-        fixed = {name: totals.get(name, "oom") for name in self.policies}
-        for name in (PACKED, UNPACKED):
-            fixed.pop(name)
-        for name, peak in peaks.items():
-            if peak is None:
-                fixed[name] = "cannot run"
-        running = {name: total for name, total in fixed.items() if not isinstance(total, str)}
-        best = min(running, key=lambda name: running[name]) if running else None
-        ratio = functools.partial(_ratio, totals)
-        return {
-            "tokens_per_second_ratio_to_unpacked": ratio(UNPACKED),
-            "ratio_to_best_fixed_packed": ratio(best),
-            "best_fixed": best,
-            "packed_seconds": totals.get(PACKED),
-            "unpacked_seconds": totals.get(UNPACKED),
-            "fixed": fixed,
-            "seconds": seconds,
-            "peak_bytes": peaks,
-            "noise": _noise(seconds),
-        }
-
-
-def _ratio(totals: dict, name: str | None) -> float | None:
-    """Of a total to the packed ParaDySe's."""
-    return totals[name] / totals[PACKED] if name in totals and PACKED in totals else None
-
-
-def _noise(seconds: dict) -> float:
-    """Median over policies and global batches of the spread of the rounds."""
-    spreads = [
-        (max(times) - min(times)) / statistics.median(times)
-        for batches in seconds.values()
-        for times in batches
-    ]
-    return statistics.median(spreads)
-
-
-def _strategies(costs: str) -> list[str]:
-    """The strategies of the cost file, in the registry's order."""
-    from megatron_paradyse.costs.cost_file import read_cost_file
-
-    known = read_cost_file(costs).require_model().strategies("attention")
-    ordered = [name for base in strategy_names() for name in (base, base + RECOMPUTE)]
-    return [name for name in ordered if name in known]
 
 
 def _say(text: str) -> None:

@@ -10,15 +10,15 @@ that fits, over the strategy that ends first, as the paper's figures are, and ov
 ends last; "in the data": the longest document that trained, over the strategy's. As published
 is compared with strategies with Megatron's own head, ours with the head in tiles.
 
-Measured: 24 documents a panel, of lengths times 1/64 and 1/128, memory at which the fastest
-strategy would end at 0.425 of the longest. None is drawn between 416 (568) tokens and the longest,
-so a measured extension only says that the longest document trained; METP alone trains it too. Up to
-416 (568) tokens ParaDySe is level with MegatronTS on BERT and GPT within 6%, 12 to 14% slower on
-LLaMA: its costs, each measured once, took METP's MLP for the faster one, which it is not. Since
-that run short operations are profiled in three rounds, and `optimal` mixes measured strategies for
-a gain of 5% only: with that rule and the same costs LLaMA took 0.97 to 1.04 of MegatronTS's time in
-a run beside other work, whose numbers are not among these. As published runs out of memory on the
-GPT's longest document. At this scale its head is in tiles too."""
+Measured: 16 documents a panel, of lengths times 1/64 and 1/128, memory at which the fastest
+strategy would end at 0.425 of the longest. None is drawn between 392 (784) tokens and the longest,
+so a measured extension only says that the longest document trained; METP alone trains it too, and
+takes 1.7 to 2.0 times ParaDySe's time for all documents. Up to 392 (784) tokens MegatronTS is the
+fastest single strategy of every panel, and ParaDySe equals it within the noise: 0.94 to 1.04 of its
+time over panels and orders. On LLaMA it ran the very plan of MegatronTS (0.94 to 1.03), and
+MegatronTS alone differs by up to 6% between the two orders of the same documents. The others take
+1.14 to 2 times ParaDySe's time. As published runs out of memory on the longest document of LLaMA
+and GPT. At this scale its head is in tiles too."""
 
 CHECK = """At the lengths of all documents and at others 2% apart up to the longest that any single
 strategy fits. Ours holds by construction where costs are known exactly, as here: a single
@@ -43,7 +43,8 @@ the simulator's bytes and seconds exactly enough; measured costs are another mat
 free. For BERT all but the profile at few lengths is within 3%, because its documents fit every
 strategy but ColossalZ."""
 
-CASE_STUDY = """The paper sums its parts to about 31 s (imports 2 to 3)."""
+CASE_STUDY = """The paper sums its parts to about 31 s (imports 2 to 3). A turn of two strategies
+is compared with pairs of each; a median below 0 is noise, and counts as 0 in the switch."""
 
 RESTARTS = """Simulated: if each document ran under the fastest of the five single strategies that
 fits, how often would the strategy change in shuffled order, and what would restarts of the

@@ -105,6 +105,8 @@ def _panel(axes, model: str, distribution: str, found: dict[str, Curve], order: 
             axes.plot(x, y, "x", color=_line(policy)["color"], ms=8, mew=2, zorder=5, clip_on=False)
     if order == SORTED:
         token_axis(axes.xaxis)
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True)
     plain_log_axis(axes.yaxis)
     grid(axes)
     lines = [_end_words(found[policy], order) for _, _, policy in ended]

@@ -214,7 +214,7 @@ class Trained(Workload):
     def switch(self) -> dict[str, float]:
         """Seconds that a change of strategy adds to an iteration, and of choosing a plan.
 
-        Two strategies in turn, against each for itself in pairs.
+        alternating: two strategies in turn, over each for itself in pairs; below 0 by noise alone.
         """
         length, iterations = self._task["length"], self._task["iterations"]
         names = ("megatron_ts", "ulysses_z")
@@ -230,6 +230,7 @@ class Trained(Workload):
         added = statistics.median(alternating) - statistics.median(paired)
         return {
             "choosing": statistics.median(self.choosing),
+            "alternating": added,
             "switch": max(added, 0.0) + statistics.median(self.choosing),
             "iteration": statistics.median(paired),
         }

@@ -111,7 +111,8 @@ def case_study(files: Files) -> str:
         for part, value in reported.items()
     ]
     others = {name: name for name in parts if name not in reported}
-    others["switch"] = "switch while training"
+    others["alternating"] = "two strategies in turn, over one for itself"
+    others["switch"] = "switch while training: choosing, and what the turn adds"
     rows += [
         [named, "not given", seconds(parts[name]) if name in parts else NOT_RUN]
         for name, named in others.items()
