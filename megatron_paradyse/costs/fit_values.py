@@ -10,7 +10,8 @@ and fits, by quantity:
              polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
 
 packed, missing where no rows were fitted, has per strategy: strategy, like, num_rows, forward and
-backward: factors in the order of packed.FACTORS, each at least 0.
+backward: factors in the order of row_law.FACTORS, and forward_floor and backward_floor in that of
+row_law.FLOOR, each at least 0; floors that are missing are nothing.
 
 A step table is {edges, batch_sizes, rows}: rows[i][k] holds at batch_sizes[i] for
 edges[k-1] <= s < edges[k].
@@ -27,9 +28,10 @@ from megatron_paradyse.costs.hybrid import MAX_RESIDUAL, HybridFit
 from megatron_paradyse.costs.laws import MAX_PIECES, NUM_TERMS, Law
 from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
 from megatron_paradyse.costs.offloaded import host_link
-from megatron_paradyse.costs.packed import FACTORS, Packed, PackedFit
+from megatron_paradyse.costs.packed import Packed, PackedFit
 from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
 from megatron_paradyse.costs.row_bytes import layer_sizes
+from megatron_paradyse.costs.row_law import FACTORS, NOTHING, RowLaw
 from megatron_paradyse.costs.strict import (
     ContentError,
     check_array,
@@ -52,6 +54,7 @@ MAX_EDGES = 500
 MAX_BATCH_SIZES = 32
 MAX_COEFFICIENT = 1e30
 PACKED_KEYS = ("strategy", "like", "num_rows", "forward", "backward")
+FLOOR_KEYS = ("forward_floor", "backward_floor")
 OPERATION_KEYS = ("strategy", "operation", "min_length", "max_length", "fits")
 HYBRID_KEYS = (*QUANTITIES[:3], "forward_peak_bytes", "backward_peak_bytes")
 
@@ -70,8 +73,14 @@ def write_model(model: CostModel) -> dict[str, Any]:
         for fit in model.fits
     ]
     fits = model.packed.fits.values() if model.packed is not None else ()
-    packed = [{key: getattr(fit, key) for key in PACKED_KEYS} for fit in fits]
+    packed = [_row_values(fit) for fit in fits]
     return {"kind": model.kind, "operations": operations} | ({"packed": packed} if packed else {})
+
+
+def _row_values(fit: PackedFit) -> dict[str, Any]:
+    laws = (fit.forward, fit.backward)
+    values = (fit.strategy, fit.like, fit.num_rows, *(law.factors for law in laws))
+    return dict(zip(PACKED_KEYS + FLOOR_KEYS, (*values, *(law.floor for law in laws)), strict=True))
 
 
 def _fit_values(fit: HybridFit | PaperFit) -> dict[str, Any]:
@@ -117,24 +126,26 @@ def _read_packed(value: Any, table: CostTable, fits: Collection[tuple[str, str]]
     read: dict[str, PackedFit] = {}
     for i, item in enumerate(check_array(value, "model.packed", max_items=MAX_OPERATIONS)):
         where = f"model.packed[{i}]"
-        fields = check_keys(item, where, PACKED_KEYS)
+        has_floors = isinstance(item, dict) and FLOOR_KEYS[0] in item
+        fields = check_keys(item, where, PACKED_KEYS + (FLOOR_KEYS if has_floors else ()))
         strategy = check_text(fields["strategy"], f"{where}.strategy")
         like = check_text(fields["like"], f"{where}.like")
         count = sum(m.strategy == strategy and m.is_ok for m in table.rows)
         if strategy in read or fields["num_rows"] != count or (like, ATTENTION) not in fits:
             raise ContentError(f"{where} was not fitted to the rows and the model of this file")
-        factors = [
-            check_numbers(
-                fields[name],
+        numbers = {
+            name: check_numbers(
+                fields.get(name, list(NOTHING)),
                 f"{where}.{name}",
                 low=0,
                 high=MAX_COEFFICIENT,
                 max_items=len(FACTORS),
                 length=len(FACTORS),
             )
-            for name in ("forward", "backward")
-        ]
-        read[strategy] = PackedFit(strategy, like, count, *factors)
+            for name in ("forward", "backward", *FLOOR_KEYS)
+        }
+        laws = (RowLaw(numbers[name], numbers[f"{name}_floor"]) for name in ("forward", "backward"))
+        read[strategy] = PackedFit(strategy, like, count, *laws)
     sizes = layer_sizes(table.description)
     return Packed(sizes.causal, sizes, read)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
-from megatron_paradyse.costs.laws import Array, scale_of
+from megatron_paradyse.costs.laws import Array
 from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
 from megatron_paradyse.costs.offloaded import host_link
 from megatron_paradyse.costs.packed import (
@@ -16,12 +16,12 @@ from megatron_paradyse.costs.packed import (
     MIN_ROWS,
     Packed,
     PackedFit,
-    fit_factors,
     one_document,
     work_of,
 )
 from megatron_paradyse.costs.paper import PaperFit, fit_paper
 from megatron_paradyse.costs.row_bytes import layer_sizes
+from megatron_paradyse.costs.row_law import RowPoints, fit_row_law
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
     ATTENTION,
@@ -61,7 +61,7 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
 def fit_rows(
     model: CostModel, rows: Sequence[RowMeasurement], *, causal: bool
 ) -> dict[str, PackedFit]:
-    """The factors of each strategy of which four rows or more were measured, by its name."""
+    """The laws of each strategy of which four rows or more were measured, by its name."""
     found: dict[str, PackedFit] = {}
     for strategy in dict.fromkeys(m.strategy for m in rows):
         own = [m for m in rows if m.strategy == strategy and m.is_ok]
@@ -69,13 +69,14 @@ def fit_rows(
         if len(own) < MIN_ROWS or (strategy not in names and strategy != LOCAL) or not names:
             continue
         work = np.array([work_of(strategy, m.load) for m in own])
-        work = work - [one_document(strategy, m.load, causal=causal) for m in own]
-        factors = []
+        of_one = np.array([one_document(strategy, m.load, causal=causal) for m in own])
+        s = np.array([float(m.load.seq_length) for m in own])
+        laws = []
         for name in TIME_QUANTITIES:
             measured = np.array([getattr(m, name) for m in own])
-            alone = [model.predict(names[0], ATTENTION, name, m.load.seq_length) for m in own]
-            factors.append(fit_factors(measured - np.array(alone), work, scale_of(measured)))
-        found[strategy] = PackedFit(strategy, names[0], len(own), *factors)
+            one = [model.predict(names[0], ATTENTION, name, m.load.seq_length) for m in own]
+            laws.append(fit_row_law(RowPoints(measured, np.array(one), s, work, of_one)))
+        found[strategy] = PackedFit(strategy, names[0], len(own), *laws)
     return found
 
 

@@ -1,35 +1,26 @@
 """Attention on a packed microbatch, from what it costs on one document of as many tokens.
 
-    seconds(row) = seconds(one document of s tokens)
-                   + score  (scores of the row - of one document)
-                   + key    (keys received     - of one document)
-                   + document  (documents - 1)
-                   + peer  (ranks it shares documents with - all others)   all factors >= 0
-
-Norms, projections and weights depend on s alone, as the MLP, the embedding and the head do. The
-factors are fitted to measured rows. Without such measurements ("derived") scores take the share of
-the time that the law of one document gives to pairs of tokens, and nothing else is known: what is
-not exchanged is not taken off, so that times are too long rather than too short.
+Norms, projections and weights depend on s alone, as the MLP, the embedding and the head do; what
+else a row's seconds follow from is in row_law.py, fitted to measured rows. Without such
+measurements ("derived") scores take the share of the time that the law of one document gives to
+pairs of tokens, and nothing else is known: what is not exchanged is not taken off, so that times
+are too long rather than too short.
 
 A row of one document that is spread evenly costs exactly what that document costs.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from megatron_paradyse.costs.hybrid import TIME_FLOOR, HybridFit
-from megatron_paradyse.costs.laws import PAIRS, Array
+from megatron_paradyse.costs.hybrid import HybridFit
+from megatron_paradyse.costs.laws import PAIRS
+from megatron_paradyse.costs.row_law import RowLaw
 from megatron_paradyse.packing.load import Load, load_of_one
 from megatron_paradyse.strategies import base_name
 from megatron_paradyse.strategies.sizes import LayerSizes
 
-FACTORS = ("score", "key", "document", "peer")
-NOTHING = (0.0,) * len(FACTORS)
 MIN_ROWS = 4
 # No row takes less than this share of one document's time: fits know no kernel's launch.
 LEAST_SHARE = 0.05
@@ -43,13 +34,13 @@ AS_LOCAL = ("megatron_cz", "ulysses_z")  # what else gathers weights and compute
 
 @dataclass(frozen=True)
 class PackedFit:
-    """Factors of a strategy's attention, in the order of FACTORS: seconds per unit."""
+    """Laws of a strategy's attention."""
 
     strategy: str  # without suffix
-    like: str  # the strategy whose single documents the factors are counted from
+    like: str  # the strategy whose single documents the laws are counted from
     num_rows: int  # that were fitted
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    forward: RowLaw
+    backward: RowLaw
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Packed:
 
 
 def work_of(strategy: str, load: Load) -> tuple[float, ...]:
-    """What the factors multiply, of the rank that has the most."""
+    """What the factors of a law multiply, of the rank that has the most."""
     base = base_name(strategy)
     if base in SPLIT_HEADS:
         return load.scores / load.p, 0.0, load.documents, 0.0
@@ -88,30 +79,3 @@ def share_of_scores(fit: HybridFit, seq_length: int) -> float:
     parts = [[c * x for c, x in zip(p, powers, strict=True)] for p in fit.law.pieces]
     piece = max(parts, key=sum, default=None)
     return piece[PAIRS] / sum(piece) if piece and sum(piece) > 0 else 0.0
-
-
-def fit_factors(excess: Array, work: Array, measured: Array) -> tuple[float, ...]:
-    """Factors >= 0 such that work [rows, 4] @ factors comes near excess, errors over `measured`.
-
-    Every set of factors is tried; Akaike's criterion chooses.
-    """
-    target, design = excess / measured, work / measured[:, None]
-    best, best_score = np.zeros(len(FACTORS)), _score(target, 0)
-    for size in range(1, len(FACTORS) + 1):
-        for chosen in itertools.combinations(range(len(FACTORS)), size):
-            columns = design[:, chosen]
-            norms = np.linalg.norm(columns, axis=0)
-            if not norms.all():
-                continue
-            solution, *_ = np.linalg.lstsq(columns / norms, target, rcond=None)
-            score = _score(columns @ (solution / norms) - target, size)
-            if solution.min() >= 0 and score < best_score - 1e-9:
-                best, best_score = np.zeros(len(FACTORS)), score
-                best[list(chosen)] = solution / norms
-    return tuple(best.tolist())
-
-
-def _score(residual: Array, size: int) -> float:
-    n = len(residual)
-    variance = max(float(residual @ residual) / n, TIME_FLOOR**2)
-    return n * float(np.log(variance)) + 2 * size + 2 * size * (size + 1) / max(n - size - 1, 0.5)

@@ -10,12 +10,12 @@ from megatron_paradyse.costs.packed import (
     AS_LOCAL,
     LEAST_SHARE,
     LOCAL,
-    NOTHING,
     one_document,
     share_of_scores,
     work_of,
 )
 from megatron_paradyse.costs.row_bytes import with_row_bytes
+from megatron_paradyse.costs.row_law import NOTHING, RowLaw
 from megatron_paradyse.costs.table import ATTENTION, MODEL, OperationCosts
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
@@ -24,28 +24,30 @@ from megatron_paradyse.strategies import RECOMPUTE, base_name, offloads, recompu
 
 @dataclass(frozen=True)
 class RowTerms:
-    """Seconds of a strategy's attention on the rows of s tokens, linear in what they hold.
+    """Seconds of a strategy's attention on the rows of s tokens.
 
-    one: costs of one document; work: what that holds; forward, backward: seconds per unit of it.
-    like: whose document it is.
+    one: costs of one document; work: what that holds; like: whose document it is. forward,
+    backward: laws, and the seconds of one document that each is counted from.
     """
 
     strategy: str
     like: str
     one: OperationCosts
     work: tuple[float, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    forward: tuple[tuple[RowLaw, float], ...]
+    backward: tuple[tuple[RowLaw, float], ...]
 
     def seconds(self, load: Load) -> tuple[float, float]:
         """Forward and backward on a row."""
-        more = [a - b for a, b in zip(work_of(self.strategy, load), self.work, strict=True)]
-        forward = self.one.forward_seconds + _product(self.forward, more)
-        backward = self.one.backward_seconds + _product(self.backward, more)
         return (
-            max(forward, LEAST_SHARE * self.one.forward_seconds),
-            max(backward, LEAST_SHARE * self.one.backward_seconds),
+            self._seconds(self.one.forward_seconds, self.forward, load),
+            self._seconds(self.one.backward_seconds, self.backward, load),
         )
+
+    def _seconds(self, one: float, laws: tuple[tuple[RowLaw, float], ...], load: Load) -> float:
+        work = work_of(self.strategy, load)
+        more = sum(law.excess(of, load.seq_length, work, self.work) for law, of in laws)
+        return max(one + more, LEAST_SHARE * one)
 
 
 def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
@@ -58,24 +60,26 @@ def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
     work = one_document(strategy, load, causal=packed.causal)
     fit = packed.fits.get(base_name(strategy))
     if fit is not None:
-        name = fit.like + (RECOMPUTE if recomputes(strategy) else "")
-        backward = fit.backward
-        if recomputes(strategy):
-            backward = tuple(f + b for f, b in zip(fit.forward, fit.backward, strict=True))
+        alone = model.operation(fit.like, ATTENTION, s)
+        forward = (fit.forward, alone.forward_seconds)
+        backward: tuple[tuple[RowLaw, float], ...] = ((fit.backward, alone.backward_seconds),)
+        if not recomputes(strategy):
+            return RowTerms(strategy, fit.like, alone, work, (forward,), backward)
+        name = fit.like + RECOMPUTE
         one = model.operation(name, ATTENTION, s)
-        return RowTerms(strategy, name, one, work, fit.forward, backward)
+        return RowTerms(strategy, name, one, work, (forward,), (forward, *backward))
     # What exchanges less than others takes no longer than the fastest of them.
     names = like(model, strategy, ATTENTION)
     name = min(names, key=lambda name: model.operation(name, ATTENTION, s).time_seconds)
     one = model.operation(name, ATTENTION, s)
-    factors = []
+    laws = []
     fits = model.fits_of(name, ATTENTION)
     for fitted, seconds in zip(fits, (one.forward_seconds, one.backward_seconds), strict=False):
         share = share_of_scores(fitted, s) if isinstance(fitted, HybridFit) else 0.0
-        factors.append((share * seconds / work[0], *NOTHING[1:]))
+        laws.append(((RowLaw((share * seconds / work[0], *NOTHING[1:])), seconds),))
     first = model.operation(names[0], ATTENTION, s)  # keeps what it does
     one = replace(first, forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds)
-    return RowTerms(strategy, names[0], one, work, *factors)
+    return RowTerms(strategy, names[0], one, work, *laws)
 
 
 class RowCosts:
@@ -135,7 +139,3 @@ def like(model: CostModel, strategy: str, operation: str) -> tuple[str, ...]:
             "profile one of them"
         )
     return found
-
-
-def _product(factors: tuple[float, ...], work: list[float]) -> float:
-    return sum(factor * amount for factor, amount in zip(factors, work, strict=True))
