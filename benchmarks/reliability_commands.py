@@ -209,7 +209,7 @@ def damaged_input(commands: Commands, draw: random.Random, number: int) -> dict:
 def missing_folder(commands: Commands, draw: random.Random, number: int) -> dict:
     """A folder that takes no files: /proc, or a file where the folder should be."""
     name = WRITING[number % len(WRITING)]
-    place = draw.choice(("/proc/x", "costs.json/x", "/nowhere/x"))
+    place = draw.choice(("/proc/x", "costs.json/x", "/dev/null/x"))
 
     def act() -> None:
         command = COMMANDS[name]

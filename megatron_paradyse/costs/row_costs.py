@@ -27,27 +27,38 @@ class RowTerms:
     """Seconds of a strategy's attention on the rows of s tokens.
 
     one: costs of one document; work: what that holds; like: whose document it is. forward,
-    backward: laws, and the seconds of one document that each is counted from.
+    backward: laws of the strategy without suffix, and alone: what its one document takes.
     """
 
     strategy: str
     like: str
     one: OperationCosts
     work: tuple[float, ...]
-    forward: tuple[tuple[RowLaw, float], ...]
-    backward: tuple[tuple[RowLaw, float], ...]
+    forward: RowLaw
+    backward: RowLaw
+    alone: OperationCosts
 
     def seconds(self, load: Load) -> tuple[float, float]:
-        """Forward and backward on a row."""
+        """Forward and backward on a row.
+
+        Of +recompute in proportion to those without: it does the same, the forward twice.
+        """
+        work = work_of(self.strategy, load)
+        alone = (self.alone.forward_seconds, self.alone.backward_seconds)
+        forward, backward = (
+            max(one + law.excess(one, load.seq_length, work, self.work), LEAST_SHARE * one)
+            for law, one in zip((self.forward, self.backward), alone, strict=True)
+        )
+        if self.one is self.alone:
+            return forward, backward
         return (
-            self._seconds(self.one.forward_seconds, self.forward, load),
-            self._seconds(self.one.backward_seconds, self.backward, load),
+            self.one.forward_seconds * _ratio(forward, alone[0]),
+            self.one.backward_seconds * _ratio(forward + backward, sum(alone)),
         )
 
-    def _seconds(self, one: float, laws: tuple[tuple[RowLaw, float], ...], load: Load) -> float:
-        work = work_of(self.strategy, load)
-        more = sum(law.excess(of, load.seq_length, work, self.work) for law, of in laws)
-        return max(one + more, LEAST_SHARE * one)
+
+def _ratio(seconds: float, of: float) -> float:
+    return seconds / of if of > 0 else 1.0
 
 
 def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
@@ -60,14 +71,12 @@ def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
     work = one_document(strategy, load, causal=packed.causal)
     fit = packed.fits.get(base_name(strategy))
     if fit is not None:
-        alone = model.operation(fit.like, ATTENTION, s)
-        forward = (fit.forward, alone.forward_seconds)
-        backward: tuple[tuple[RowLaw, float], ...] = ((fit.backward, alone.backward_seconds),)
-        if not recomputes(strategy):
-            return RowTerms(strategy, fit.like, alone, work, (forward,), backward)
-        name = fit.like + RECOMPUTE
-        one = model.operation(name, ATTENTION, s)
-        return RowTerms(strategy, name, one, work, (forward,), (forward, *backward))
+        one = alone = model.operation(fit.like, ATTENTION, s)
+        name = fit.like
+        if recomputes(strategy):
+            name += RECOMPUTE
+            one = model.operation(name, ATTENTION, s)
+        return RowTerms(strategy, name, one, work, fit.forward, fit.backward, alone)
     # What exchanges less than others takes no longer than the fastest of them.
     names = like(model, strategy, ATTENTION)
     name = min(names, key=lambda name: model.operation(name, ATTENTION, s).time_seconds)
@@ -76,10 +85,10 @@ def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
     fits = model.fits_of(name, ATTENTION)
     for fitted, seconds in zip(fits, (one.forward_seconds, one.backward_seconds), strict=False):
         share = share_of_scores(fitted, s) if isinstance(fitted, HybridFit) else 0.0
-        laws.append(((RowLaw((share * seconds / work[0], *NOTHING[1:])), seconds),))
+        laws.append(RowLaw((share * seconds / work[0], *NOTHING[1:])))
     first = model.operation(names[0], ATTENTION, s)  # keeps what it does
     one = replace(first, forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds)
-    return RowTerms(strategy, names[0], one, work, *laws)
+    return RowTerms(strategy, names[0], one, work, laws[0], laws[1], one)
 
 
 class RowCosts:

@@ -8,6 +8,7 @@ inputs. Documents of fewer than two tokens have nothing to predict and are left 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,7 @@ class DocumentDataset:
             raise UserError(
                 f"{prefix}.idx is not a Megatron index ({error}): prepare it again"
             ) from error
+        _check_index(prefix, self._indexed)
         documents = _document_token_counts(self._indexed)
         first, last = (round(share * len(documents)) for share in fraction)
         self._first_sequence = self._indexed.document_indices
@@ -117,6 +119,22 @@ class DocumentDataset:
             return self._indexed.get(first, offset=start, length=stop - start).astype(np.int64)
         whole = np.concatenate([self._indexed.get(i) for i in range(first, last)])
         return whole[start:stop].astype(np.int64)
+
+
+def _check_index(prefix: str, indexed) -> None:
+    """UserError unless the index is in itself right and its .bin holds all that it lists."""
+    lengths, pointers = indexed.sequence_lengths, indexed.index.sequence_pointers
+    edges, remedy = indexed.document_indices, "prepare it again"
+    ascending = len(edges) > 0 and edges[0] == 0 and (np.diff(edges) >= 0).all()
+    if not ascending or edges[-1] != len(lengths) or lengths.min(initial=0) < 0:
+        raise UserError(f"{prefix}.idx is not a Megatron index (its counts differ): {remedy}")
+    stops = pointers + lengths.astype(np.int64) * indexed.index.dtype_size
+    size, listed = os.path.getsize(f"{prefix}.bin"), int(stops.max(initial=0))
+    if (pointers < 0).any() or (stops < pointers).any() or listed > size:
+        raise UserError(
+            f"{prefix}.bin has {size:,} bytes, and {prefix}.idx lists {listed:,}: one of them was "
+            f"cut off or replaced: {remedy}"
+        )
 
 
 def _document_token_counts(indexed) -> np.ndarray:

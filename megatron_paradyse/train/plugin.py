@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import FIXED, PACKED, Settings
-from megatron_paradyse.train.ending import is_lost_peer, leave
+from megatron_paradyse.train.ending import is_lost_peer, leave, take_helpers_along
 from megatron_paradyse.train.megatron_version import check_megatron
 
 SECONDS_TO_BE_ENDED = 20
@@ -152,6 +152,7 @@ def watch_and_agree(args: argparse.Namespace) -> None:
 
     settings = getattr(args, "paradyse_settings", None) or Settings()
     watches = settings.watchdog_seconds > 0 and ranks()[1] > 1
+    take_helpers_along()
     dog = watchdog.Watchdog(settings.watchdog_seconds) if watches else None
     agree(args, seconds=60.0 * args.distributed_timeout_minutes)
     if dog is not None:
@@ -230,13 +231,16 @@ def show_user_errors_in_one_line() -> None:
         watchdog = sys.modules.get("megatron_paradyse.train.watchdog")
         dog = watchdog.current() if watchdog is not None else None
         known = isinstance(error, UserError) or _is_out_of_memory(error)
+        said_by, words = int(os.environ.get("RANK", 0)), " ".join(str(error).split())[:2000]
+        if known and dog is not None:
+            said_by, words = dog.first_words(words)
         if dog is not None and not is_lost_peer(error):
             dog.ended(str(error) if known else f"{kind.__name__}: {error}")
         if "--paradyse-debug" in sys.argv:
             show_traceback(kind, error, traceback)
         elif known:
             sys.stdout.flush()
-            _report(" ".join(str(error).split())[:2000])
+            _report(said_by, words)
             leave(2)  # other ranks may wait in a collective: do not wait for them
         else:
             if is_lost_peer(error):
@@ -254,17 +258,16 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
-def _report(message: str) -> None:
-    """One line on stderr, once: before ranks differ, rank 0 speaks for all.
+def _report(said_by: int, message: str) -> None:
+    """One line on stderr, once: rank 0 speaks for all, with the words of the first that failed.
 
     The others wait to be ended by torchrun, and speak for themselves if that does not happen: what
     is wrong may be wrong on their machine alone, or in their share of a microbatch.
     """
     import torch
 
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
+    if os.environ.get("RANK", "0") != "0":
         together = not torch.distributed.is_initialized()
         time.sleep(SECONDS_TO_BE_ENDED if together else SECONDS_FOR_RANK_0)
-    name = "" if rank == "0" else f" (rank {rank})"
+    name = f" (rank {said_by})" if said_by else ""
     os.write(2, f"error{name}: {message}\n".encode())  # torch.distributed redirects sys.stderr

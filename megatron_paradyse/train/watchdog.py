@@ -26,6 +26,7 @@ EXIT_CODE = 3
 ALL_WATCHED = 32  # with more ranks each watches its neighbour only; what it finds ends the others
 TRIES = 5  # to tell how this rank ends, while the store is busy
 SECONDS_TO_END = 20  # for others to end by themselves after one ended with an error
+HAS_ENDED = " has ended: "
 REMEDY = "see what ended it (its log, the kernel's), then start again from the last checkpoint"
 
 _current: Watchdog | None = None
@@ -89,6 +90,13 @@ class Watchdog:
             while time.monotonic() < deadline and not self._all_ended():
                 time.sleep(0.02)
 
+    def first_words(self, words: str) -> tuple[int, str]:
+        """The first rank that ended with an error, and its words; this one's without an answer."""
+        own = f"{self._rank} {words}"
+        found = self._line.ask(lambda store: store.compare_set("words", "", own))
+        rank, _, said = (found.decode() if found else own).partition(" ")
+        return int(rank), said
+
     def lost_a_peer(self, traceback: TracebackType | None, seconds: float | None = None) -> None:
         """A collective failed: returns only if nobody is found missing in time.
 
@@ -102,7 +110,7 @@ class Watchdog:
             time.sleep(min(self._interval, 0.05))
         for rank, beat in self._seen.items():
             if beat.end not in (None, "done"):
-                self._end_after(f"rank {rank} has ended: {beat.end}")
+                self._end_after(_cause(rank, beat.end))
         self._failed_at = None
 
     def _run(self) -> None:
@@ -126,10 +134,9 @@ class Watchdog:
 
     def _say(self) -> bool:
         """Whether the store took it."""
-        content = self._own.encode()
 
         def tell(store: Store) -> bool:
-            store.set(str(self._rank), content)
+            store.set(str(self._rank), self._own.encode())  # as it is now: two threads say it
             return True
 
         return bool(self._line.ask(tell))
@@ -167,7 +174,7 @@ class Watchdog:
                 continue
             if beat.end is not None:
                 if time.monotonic() - self._since[rank] > SECONDS_TO_END:
-                    self._end_after(f"rank {rank} has ended: {beat.end}")
+                    self._end_after(_cause(rank, beat.end))
                 continue
             how = "its process has ended" if rank in gone else self._silence(rank, beat)
             if how is not None:
@@ -210,6 +217,7 @@ class Watchdog:
     def _end_after(self, how: str) -> None:
         with self._ends:
             os.write(2, f"> paradyse: rank {self._rank} ends, for {how}\n".encode())
+            self.ended(how)  # or those who still wait would take this rank for missing
             leave(EXIT_CODE)
 
     def _first_to_say(self, what: str) -> bool:
@@ -237,6 +245,11 @@ class Watchdog:
             seconds, where = self._own.still_seconds, self._own.where
             line = f"rank {self._rank} has waited {seconds:.0f} s in {where} for {'; '.join(slow)}"
             os.write(2, f"> paradyse: {line}\n".encode())
+
+
+def _cause(rank: int, end: str) -> str:
+    """What a rank said at its end; of one that only followed another, what that one said."""
+    return end if HAS_ENDED in end else f"rank {rank}{HAS_ENDED}{end}"
 
 
 def _write_error(rank: int, line: str) -> None:

@@ -168,3 +168,31 @@ def test_a_missing_file_is_named_with_the_remedy(tmp_path):
         DocumentDataset(
             str(tmp_path / "nothing"), fraction=(0.0, 1.0), seq_length=8, long_documents="split"
         )
+
+
+def damaged(tmp_path, suffix, change):
+    write_documents(tmp_path / "corpus", LENGTHS)
+    path = tmp_path / f"corpus{suffix}"
+    path.write_bytes(change(path.read_bytes()))
+    return DocumentDataset(
+        str(tmp_path / "corpus"), fraction=(0, 1), seq_length=64, long_documents="split"
+    )
+
+
+def test_a_bin_that_was_cut_off_is_told_before_anything_is_read(tmp_path):
+    total = sum(LENGTHS)
+    with pytest.raises(UserError, match=rf"corpus.bin has 100 bytes, and .*lists {total}: "):
+        damaged(tmp_path, ".bin", lambda content: content[:100])
+
+
+@pytest.mark.parametrize("place", ["lengths", "pointers", "documents"])
+def test_an_index_whose_numbers_make_no_sense_is_refused(place, tmp_path):
+    """After a head of 34 bytes: int32 lengths, int64 pointers, int64 documents."""
+    count = len(LENGTHS)
+    start = 34 + {"lengths": 0, "pointers": 4 * count, "documents": 12 * count}[place] + 8
+    with pytest.raises(UserError, match=r"corpus\.idx"):
+        damaged(tmp_path, ".idx", lambda content: _overwritten(content, start, b"\xff" * 8))
+
+
+def _overwritten(content: bytes, start: int, new: bytes) -> bytes:
+    return content[:start] + new + content[start + len(new) :]

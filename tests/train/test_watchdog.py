@@ -42,12 +42,19 @@ def test_who_is_slow_is_told_once_and_waited_for(tmp_path):
     assert not errors(stderr)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_ends_with_an_error_is_not_missing(rank, tmp_path, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_ends_with_an_error_is_not_missing_nor_who_follows(rank, tmp_path):
     start = time.monotonic()
-    codes, _, stderr = run(tmp_path, "error", rank, ranks=2)
-    assert codes[rank] == 2 and codes[1 - rank] not in (0, None)
+    codes, _, stderr = run(tmp_path, "error", rank)
+    assert codes[rank] == 2 and not {0, None} & set(codes)
     assert time.monotonic() - start < 30
     (line,) = errors(stderr)
     assert "this file is wrong: give another" in line
+    assert "Traceback" not in stderr
+
+
+def test_ranks_that_fail_each_in_its_own_words_say_those_of_the_first(tmp_path):
+    codes, _, stderr = run(tmp_path, "errors", 0)
+    assert set(codes) <= {2, EXIT_CODE} and 2 in codes, stderr
+    assert len({line.partition("file")[2] for line in errors(stderr)}) == 1, stderr
     assert "Traceback" not in stderr

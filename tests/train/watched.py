@@ -1,6 +1,7 @@
 """A rank of the watchdog's tests, without Megatron: watched LIMIT FAULT RANK; it does FAULT there.
 
-Ranks agree on nothing else; all wait in an all_reduce that RANK never joins, or end well.
+Ranks agree on nothing else; all wait in an all_reduce that RANK never joins, or end well; with
+"errors" each ends with another one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def main() -> None:
         FAULTS[fault]()
     if own == rank and fault == "error":
         raise UserError("this file is wrong: give another")
+    if fault == "errors":
+        raise UserError(f"file {own} is wrong: give another")
     if own == rank and fault == "slow":
         release(own, limit)
     torch.distributed.all_reduce(torch.ones(1))
