@@ -61,7 +61,7 @@ def _stock_spec(config, vp_stage=None):
     """Megatron's own layer spec; only the attention kernel is ours, as in the model beside it."""
     from megatron.training.models.gpt import default_layer_spec
 
-    from megatron_paradyse.submodules import CoreAttention
+    from megatron_paradyse.core_attention import CoreAttention
 
     spec = default_layer_spec(config, vp_stage)
     spec.submodules.self_attention.submodules.core_attention = CoreAttention

@@ -24,9 +24,9 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
+from megatron_paradyse.core_attention import TorchNorm
 from megatron_paradyse.layer_specs import bert_layer_spec
 from megatron_paradyse.model_edges import losses_in_tiles
-from megatron_paradyse.submodules import TorchNorm
 
 
 @dataclass(kw_only=True)

@@ -26,14 +26,9 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models.gpt import default_layer_spec
 
+from megatron_paradyse.core_attention import CoreAttention, TorchNorm
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.submodules import (
-    CoreAttention,
-    SwitchableLayer,
-    SwitchableMLP,
-    SwitchableSelfAttention,
-    TorchNorm,
-)
+from megatron_paradyse.submodules import SwitchableLayer, SwitchableMLP, SwitchableSelfAttention
 
 
 def gpt_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmodules:

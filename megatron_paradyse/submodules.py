@@ -13,50 +13,25 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch.nn import functional as F
 
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.core_attention import CoreAttention
 from megatron_paradyse.microbatch_params import (
     PlannedMicrobatch,
     RowParams,
     packed_for_kernels,
 )
 from megatron_paradyse.packing.traffic import microbatch_of
+from megatron_paradyse.parameters import announce_use, bias_of, normalised, of_strategy
 from megatron_paradyse.plan import MEGATRON_TS
-from megatron_paradyse.rms_norm import RmsNorm
 from megatron_paradyse.shapes import attention_shape, mlp_shape
 from megatron_paradyse.strategies import base_name, get_strategy, offloads, recomputes
-from megatron_paradyse.strategies.blocks import whole
 from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
 from megatron_paradyse.strategies.host import kept_on_host
-from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
-from megatron_paradyse.strategies.order import in_order, to_positions, to_rows
+from megatron_paradyse.strategies.order import in_order
 
 HALVES = ("attention", "mlp")
-
-
-class TorchNorm:
-    """PyTorch's LayerNorm or our RMSNorm where Megatron has neither apex nor TransformerEngine.
-
-    Megatron's own wrapper refuses sequence parallelism; here the parameters are tagged, so that
-    Megatron sums their gradients over the tensor-parallel group.
-    """
-
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused):
-        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": RmsNorm}
-        if config.normalization not in kinds or config.layernorm_zero_centered_gamma:
-            raise UserError(
-                f"normalization {config.normalization} with zero-centred gamma "
-                f"{config.layernorm_zero_centered_gamma} needs TransformerEngine: install it"
-            )
-        norm = kinds[config.normalization](hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
 
 
 class SwitchableLayer(TransformerLayer):
@@ -170,13 +145,13 @@ class SwitchableSelfAttention(SelfAttention):
             )
         skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         out = get_strategy(strategy).attention(
-            _normalised(hidden_states, self.linear_qkv, self.config),
+            normalised(hidden_states, self.linear_qkv, self.config),
             self._weights(),
             attention_shape(self, training=self.training),
             self._microbatch(planned, hidden_states, None if skips_rope else rotary_pos_emb),
             self.pg_collection.tp,
         )
-        return out, _bias(self.linear_proj)
+        return out, bias_of(self.linear_proj)
 
     def _megatron_can(self, planned: PlannedMicrobatch | None) -> bool:
         """Whether Megatron's own forward can run it; else megatron_ts of this package does.
@@ -188,12 +163,12 @@ class SwitchableSelfAttention(SelfAttention):
         return in_order(microbatch_of(planned.row))
 
     def _weights(self) -> AttentionWeights:
-        _announce_use(self.linear_qkv, self.linear_proj, self.q_layernorm, self.k_layernorm)
+        announce_use(self.linear_qkv, self.linear_proj, self.q_layernorm, self.k_layernorm)
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
         return AttentionWeights(
-            qkv=_of_strategy(self.linear_qkv.weight, self.config),
-            proj=_of_strategy(self.linear_proj.weight, self.config),
-            qkv_bias=_bias(self.linear_qkv),
+            qkv=of_strategy(self.linear_qkv.weight, self.config),
+            proj=of_strategy(self.linear_proj.weight, self.config),
+            qkv_bias=bias_of(self.linear_qkv),
             q_norm=getattr(q_norm, "weight", None),
             q_norm_bias=getattr(q_norm, "bias", None),
             k_norm=getattr(k_norm, "weight", None),
@@ -225,75 +200,19 @@ class SwitchableMLP(MLP):
     def forward(self, hidden_states, per_token_scale=None, **kwargs):
         if self.strategy == MEGATRON_TS:
             return super().forward(hidden_states, per_token_scale, **kwargs)
-        _announce_use(self.linear_fc1, self.linear_fc2)
+        announce_use(self.linear_fc1, self.linear_fc2)
         weights = MlpWeights(
-            fc1=_of_strategy(self.linear_fc1.weight, self.config),
-            fc2=_of_strategy(self.linear_fc2.weight, self.config),
-            fc1_bias=_bias(self.linear_fc1),
+            fc1=of_strategy(self.linear_fc1.weight, self.config),
+            fc2=of_strategy(self.linear_fc2.weight, self.config),
+            fc1_bias=bias_of(self.linear_fc1),
         )
         out = get_strategy(self.strategy).mlp(
-            _normalised(hidden_states, self.linear_fc1, self.config),
+            normalised(hidden_states, self.linear_fc1, self.config),
             weights,
             mlp_shape(self.config),
             self.tp_group,
         )
-        return out, _bias(self.linear_fc2)
-
-
-class CoreAttention(MegatronModule):
-    """Local attention of a rank's heads in memory linear in the sequence length.
-
-    Takes and gives what Megatron's DotProductAttention does: query [s, b, n/p, d], key and value
-    [s, b, g/p, d] -> [s, b, n/p * d].
-    """
-
-    def __init__(
-        self,
-        config,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection=None,
-    ):
-        super().__init__(config=config)
-        if config.softmax_type != "vanilla":
-            raise UserError(
-                f"--softmax-type {config.softmax_type} has no linear-memory kernel: use vanilla"
-            )
-        self.layer_number = layer_number
-        self.attn_mask_type = attn_mask_type
-        self.tp_group = pg_collection.tp
-
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
-    ):
-        planned = packed_seq_params
-        seed = planned.dropout_seed(self.layer_number) if planned is not None else 0
-        microbatch = Microbatch(
-            query.shape[0],
-            query.shape[1],
-            documents=planned.documents if planned is not None else None,
-            shards=planned.shards if planned is not None else None,
-            dropout_seed=seed,
-        )
-        query, key, value = (to_positions(x, microbatch) for x in (query, key, value))
-        task = AttentionTask(
-            attention_shape(self, training=self.training),
-            microbatch,
-            first_head=self.tp_group.rank() * query.shape[2],
-        )
-        out = local_attention(query, key, value, spans=whole(microbatch), task=task)
-        return to_rows(out, microbatch).flatten(2)
+        return out, bias_of(self.linear_fc2)
 
 
 def _per_row(planned: PlannedMicrobatch, table):
@@ -308,58 +227,3 @@ def _for_its_kernels(planned: PlannedMicrobatch, device) -> PackedSeqParams | No
     if planned.row is not None and isinstance(planned.original, RowParams):
         return packed_for_kernels(planned.row, device)
     return planned.original
-
-
-def _announce_use(*modules) -> None:
-    """Run the forward pre-hooks of modules whose parameters a strategy reads without calling them.
-
-    Megatron's distributed optimizer gathers parameters while the forward runs
-    (--overlap-param-gather): such a hook waits for those of its module.
-    """
-    for module in modules:
-        if module is not None and module._forward_pre_hooks:
-            for number, hook in tuple(module._forward_pre_hooks.items()):
-                if number not in module._forward_pre_hooks_with_kwargs:
-                    hook(module, ())
-
-
-def _bias(linear):
-    """The bias or None. TransformerEngine's linears without a bias hold an empty tensor."""
-    bias = linear.bias
-    return None if bias is None or bias.numel() == 0 else bias
-
-
-def _normalised(hidden_states, linear, config):
-    """The layer norm that TransformerEngine keeps inside its linear, when it does."""
-    weight = getattr(linear, "layer_norm_weight", None)
-    if weight is None:
-        return hidden_states
-    if config.layernorm_zero_centered_gamma:
-        weight = weight + 1
-    size, eps = hidden_states.shape[-1:], config.layernorm_epsilon
-    if config.normalization == "RMSNorm":
-        return F.rms_norm(hidden_states, size, weight, eps)
-    return F.layer_norm(hidden_states, size, weight, linear.layer_norm_bias, eps)
-
-
-def _of_strategy(weight, config):
-    """The parameter, for a strategy whose gradient arrives through autograd.
-
-    With gradient accumulation fusion, Megatron's own linears add to main_grad themselves and mark
-    that in grad_added_to_main_grad, which DDP then trusts for the rest of the iteration.
-    """
-    if not config.gradient_accumulation_fusion:
-        return weight
-    return _ThroughAutograd.apply(weight)
-
-
-class _ThroughAutograd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight):
-        ctx.parameter = weight
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.parameter.grad_added_to_main_grad = False
-        return grad

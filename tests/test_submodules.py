@@ -9,16 +9,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.nn import functional as F
 
+from megatron_paradyse.core_attention import CoreAttention
 from megatron_paradyse.microbatch_params import planned_microbatch
 from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.parameters import bias_of, normalised, of_strategy
 from megatron_paradyse.plan import Plan
-from megatron_paradyse.submodules import (
-    CoreAttention,
-    SwitchableSelfAttention,
-    _bias,
-    _normalised,
-    _of_strategy,
-)
+from megatron_paradyse.submodules import SwitchableSelfAttention
 
 FUSED = SimpleNamespace(gradient_accumulation_fusion=True)
 
@@ -66,7 +62,7 @@ def test_gradients_of_fused_linears_and_of_strategies_add_up(order):
         if step == "f":
             y = _FusedLinear.apply(x, weight)
         else:
-            y = x @ _of_strategy(weight, FUSED).t()
+            y = x @ of_strategy(weight, FUSED).t()
         y.backward(grad)
         assert weight.grad is None  # the hook took it
     torch.testing.assert_close(weight.main_grad, expected)
@@ -77,13 +73,13 @@ def test_without_the_strategys_mark_its_gradient_would_be_lost():
     weight.grad_added_to_main_grad = True  # left by a fused linear in an earlier microbatch
     (torch.ones(1, 4, dtype=torch.float64) @ weight.t()).sum().backward()
     assert weight.main_grad.abs().max() == 0
-    (torch.ones(1, 4, dtype=torch.float64) @ _of_strategy(weight, FUSED).t()).sum().backward()
+    (torch.ones(1, 4, dtype=torch.float64) @ of_strategy(weight, FUSED).t()).sum().backward()
     assert (weight.main_grad == 1).all()
 
 
 def test_without_fusion_the_parameter_itself_is_used():
     weight = torch.nn.Parameter(torch.zeros(2))
-    assert _of_strategy(weight, SimpleNamespace(gradient_accumulation_fusion=False)) is weight
+    assert of_strategy(weight, SimpleNamespace(gradient_accumulation_fusion=False)) is weight
 
 
 @pytest.mark.parametrize("zero_centred", [False, True])
@@ -101,7 +97,7 @@ def test_norm_inside_a_linear_is_applied_with_gradients(normalization, zero_cent
     linear = SimpleNamespace(layer_norm_weight=weight, layer_norm_bias=bias)
     if normalization == "RMSNorm":
         linear.layer_norm_bias = None
-    got = _normalised(x, linear, config)
+    got = normalised(x, linear, config)
     scale = weight + 1 if zero_centred else weight
     if normalization == "LayerNorm":
         centred = x - x.mean(-1, keepdim=True)
@@ -121,15 +117,15 @@ def test_norm_inside_a_linear_is_applied_with_gradients(normalization, zero_cent
 
 def test_a_linear_without_a_norm_inside_leaves_its_input_alone():
     x = torch.ones(2)
-    assert _normalised(x, SimpleNamespace(), None) is x
+    assert normalised(x, SimpleNamespace(), None) is x
 
 
 def test_an_empty_bias_is_none():
     """As TransformerEngine's linears have it."""
-    assert _bias(SimpleNamespace(bias=torch.empty(0))) is None
-    assert _bias(SimpleNamespace(bias=None)) is None
+    assert bias_of(SimpleNamespace(bias=torch.empty(0))) is None
+    assert bias_of(SimpleNamespace(bias=None)) is None
     bias = torch.nn.Parameter(torch.zeros(3))
-    assert _bias(SimpleNamespace(bias=bias)) is bias
+    assert bias_of(SimpleNamespace(bias=bias)) is bias
     with pytest.raises(RuntimeError):  # what a strategy would do with it
         F.linear(torch.ones(1, 4), torch.ones(3, 4), torch.empty(0))
 

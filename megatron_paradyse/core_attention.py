@@ -1,0 +1,91 @@
+"""What takes the place of modules that Megatron has with apex or TransformerEngine only."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.rms_norm import RmsNorm
+from megatron_paradyse.shapes import attention_shape
+from megatron_paradyse.strategies.blocks import whole
+from megatron_paradyse.strategies.contract import Microbatch
+from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
+from megatron_paradyse.strategies.order import to_positions, to_rows
+
+
+class TorchNorm:
+    """PyTorch's LayerNorm or our RMSNorm where Megatron has neither apex nor TransformerEngine.
+
+    Megatron's own wrapper refuses sequence parallelism; here the parameters are tagged, so that
+    Megatron sums their gradients over the tensor-parallel group.
+    """
+
+    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused):
+        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": RmsNorm}
+        if config.normalization not in kinds or config.layernorm_zero_centered_gamma:
+            raise UserError(
+                f"normalization {config.normalization} with zero-centred gamma "
+                f"{config.layernorm_zero_centered_gamma} needs TransformerEngine: install it"
+            )
+        norm = kinds[config.normalization](hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class CoreAttention(MegatronModule):
+    """Local attention of a rank's heads in memory linear in the sequence length.
+
+    Takes and gives what Megatron's DotProductAttention does: query [s, b, n/p, d], key and value
+    [s, b, g/p, d] -> [s, b, n/p * d].
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection=None,
+    ):
+        super().__init__(config=config)
+        if config.softmax_type != "vanilla":
+            raise UserError(
+                f"--softmax-type {config.softmax_type} has no linear-memory kernel: use vanilla"
+            )
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
+        self.tp_group = pg_collection.tp
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ):
+        planned = packed_seq_params
+        seed = planned.dropout_seed(self.layer_number) if planned is not None else 0
+        microbatch = Microbatch(
+            query.shape[0],
+            query.shape[1],
+            documents=planned.documents if planned is not None else None,
+            shards=planned.shards if planned is not None else None,
+            dropout_seed=seed,
+        )
+        query, key, value = (to_positions(x, microbatch) for x in (query, key, value))
+        task = AttentionTask(
+            attention_shape(self, training=self.training),
+            microbatch,
+            first_head=self.tp_group.rank() * query.shape[2],
+        )
+        out = local_attention(query, key, value, spans=whole(microbatch), task=task)
+        return to_rows(out, microbatch).flatten(2)
