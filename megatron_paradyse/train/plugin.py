@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import FIXED, PACKED, Settings
-from megatron_paradyse.train.ending import is_lost_peer, leave, take_helpers_along
+from megatron_paradyse.train.ending import is_lost_peer, leave
 from megatron_paradyse.train.megatron_version import check_megatron
 
 SECONDS_TO_BE_ENDED = 20
@@ -152,7 +152,6 @@ def watch_and_agree(args: argparse.Namespace) -> None:
 
     settings = getattr(args, "paradyse_settings", None) or Settings()
     watches = settings.watchdog_seconds > 0 and ranks()[1] > 1
-    take_helpers_along()
     dog = watchdog.Watchdog(settings.watchdog_seconds) if watches else None
     agree(args, seconds=60.0 * args.distributed_timeout_minutes)
     if dog is not None:
