@@ -29,6 +29,12 @@ class OneRankFailedError(Exception):
     """The other ranks did not come to agree."""
 
 
+def status_alone(error: OneRankFailedError) -> str:
+    """What a rank that came to agree alone says of the point: its own status, which is not "ok"."""
+    mine = str(error)
+    return f"{UNSUPPORTED}another rank did not come to the end of it" if mine == OK else mine
+
+
 class Agreement:
     """A group of all ranks for words only, so that it never meets an operation's collectives."""
 

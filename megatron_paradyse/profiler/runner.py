@@ -20,6 +20,7 @@ from megatron_paradyse.profiler.agree import (
     Agreement,
     OneRankFailedError,
     leave_note,
+    status_alone,
     status_of,
 )
 from megatron_paradyse.profiler.journal import Journal
@@ -83,7 +84,10 @@ class Runner:
                     self._forget()
                 status = self._agreement.status(status)
         except OneRankFailedError as error:
-            leave_note(Path(self._options.output), point.key, str(error))
+            cause = error.__cause__
+            if cause is not None and is_lost_peer(cause):  # between a point's end and its agreement
+                _end_if_one_is_missing(cause)
+            leave_note(Path(self._options.output), point.key, status_alone(error))
             dog = watchdog.current()
             if dog is not None:
                 dog.ended("it failed alone at a point of the profile")
@@ -158,7 +162,7 @@ class Runner:
         torch.cuda.empty_cache()
 
 
-def _end_if_one_is_missing(error: Exception) -> None:
+def _end_if_one_is_missing(error: BaseException) -> None:
     dog = watchdog.current()
     if dog is not None:
         dog.lost_a_peer(error.__traceback__, seconds=SECONDS_TO_LOOK)

@@ -10,7 +10,12 @@ from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.table import LAYER, MLP, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
-from megatron_paradyse.profiler.agree import leave_note, take_note
+from megatron_paradyse.profiler.agree import (
+    OneRankFailedError,
+    leave_note,
+    status_alone,
+    take_note,
+)
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.profiler.lengths import (
     check_lengths,
@@ -139,3 +144,9 @@ def test_what_a_profile_wrote_is_told_in_numbers(tmp_path):
     write_network(str(tmp_path / "network.json"), network)
     told = outcome(str(tmp_path / "network.json"), network=True)
     assert told["p"] == 4 and set(told["collectives"]) == set(network.collectives)
+
+
+def test_a_rank_that_waits_alone_does_not_say_that_all_is_well():
+    """Its note becomes the status of a point that was not measured."""
+    assert status_alone(OneRankFailedError("oom")) == "oom"
+    assert status_alone(OneRankFailedError("ok")).startswith("unsupported: another rank")
