@@ -62,13 +62,14 @@ def compare(folder: Path, grid: str, iterations: int, *, packed: bool) -> dict:
     flags = ["--data-path", folder / "corpus", "--split", "100,0,0", "--paradyse", *GRIDS[grid]]
     flags += ["--micro-batch-size", 1, "--global-batch-size", 16 if packed else 4, "--lr", "1e-3"]
     flags += ["--seq-length", 256, "--max-position-embeddings", 256, "--train-iters", iterations]
-    fixed = train(folder / "fixed", *flags, ranks=4, timeout_seconds=900)
+    fixed = train(folder / "fixed", *flags, ranks=4, timeout_seconds=1800)
     flags += ["--paradyse-policy", "optimal", "--paradyse-cost-model"]
     flags += [write_costs(folder / "costs.json"), "--paradyse-accept-costs"]
-    flags += ["--paradyse-memory-budget", "150MB", "--paradyse-no-correction"]
+    budget = "1GB" if packed else "150MB"  # rows of many documents; plans that change
+    flags += ["--paradyse-memory-budget", budget, "--paradyse-no-correction"]
     flags += ["--paradyse-sequences", "packed"] if packed else []
     trace = folder / "trace.jsonl"
-    chosen = train(folder / "run", *flags, "--paradyse-trace", trace, ranks=4, timeout_seconds=900)
+    chosen = train(folder / "run", *flags, "--paradyse-trace", trace, ranks=4, timeout_seconds=1800)
     records = [json.loads(line) for path in folder.glob("trace*.jsonl") for line in path.open("rb")]
     microbatches = [record for record in records if record["kind"] == "microbatch"]
     ours, theirs = chosen.values("loss"), fixed.values("loss")
