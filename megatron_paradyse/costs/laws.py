@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,21 +136,38 @@ def _piecewise(
 def _fit_piece(
     design: Array, target: Array, candidates: Sequence[int], error_floor: float
 ) -> _Piece:
-    """Non-negative least squares by trying every set of terms: at most 15, of at most 4."""
-    best, best_score = _Piece(np.zeros(NUM_TERMS), 0), math.inf
+    """Of at most four terms."""
+
+    def score(residual: Array, size: int) -> float:
+        return _aic(residual, size, error_floor)
+
+    coefficients, _ = fit_nonnegative(design, target, candidates, score)
+    return _Piece(coefficients, int(np.count_nonzero(coefficients)))
+
+
+def fit_nonnegative(
+    design: Array, target: Array, candidates: Sequence[int], score: Callable[[Array, int], float]
+) -> tuple[Array, float]:
+    """Coefficients >= 0 with design @ coefficients near target, and their score: least squares.
+
+    Every set of the candidate columns is tried (four make 15): the least score(residual, columns)
+    wins, the smaller set at a tie. Infinite where no set has a solution.
+    """
+    best, best_score = np.zeros(design.shape[1]), math.inf
     for size in range(1, min(len(candidates), len(target)) + 1):
         for chosen in itertools.combinations(candidates, size):
             columns = design[:, chosen]
             norms = np.linalg.norm(columns, axis=0)
+            if not norms.all():
+                continue
             solution, *_ = np.linalg.lstsq(columns / norms, target, rcond=None)
             if solution.min() < 0:
                 continue
-            score = _aic(columns @ (solution / norms) - target, size, error_floor)
-            if score < best_score - 1e-9:
-                coefficients = np.zeros(NUM_TERMS)
-                coefficients[list(chosen)] = solution / norms
-                best, best_score = _Piece(coefficients, size), score
-    return best
+            found = score(columns @ (solution / norms) - target, size)
+            if found < best_score - 1e-9:
+                best, best_score = np.zeros(design.shape[1]), found
+                best[list(chosen)] = solution / norms
+    return best, best_score
 
 
 def _aic(residual: Array, size: int, error_floor: float) -> float:

@@ -11,14 +11,13 @@ All are at least 0, and a row of one document costs exactly what the document co
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_paradyse.costs.hybrid import TIME_FLOOR
-from megatron_paradyse.costs.laws import Array, scale_of
+from megatron_paradyse.costs.laws import Array, fit_nonnegative, scale_of
 
 FACTORS = ("score", "key", "document", "peer")
 FLOOR = ("constant", "token", "document", "peer")
@@ -109,21 +108,9 @@ def _score_of(law: RowLaw, points: RowPoints, scale: Array) -> float:
 
 
 def _least_squares(design: Array, target: Array) -> tuple[float, ...]:
-    """Factors >= 0, design @ factors near target: every set of columns is tried, AIC chooses."""
-    columns = design.shape[1]
-    best, best_score = np.zeros(columns), _score(target, 0)
-    for size in range(1, columns + 1):
-        for chosen in itertools.combinations(range(columns), size):
-            part = design[:, chosen]
-            norms = np.linalg.norm(part, axis=0)
-            if not norms.all():
-                continue
-            solution, *_ = np.linalg.lstsq(part / norms, target, rcond=None)
-            score = _score(part @ (solution / norms) - target, size)
-            if solution.min() >= 0 and score < best_score - 1e-9:
-                best, best_score = np.zeros(columns), score
-                best[list(chosen)] = solution / norms
-    return tuple(best.tolist())
+    """Factors >= 0, design @ factors near target; none where they are worth nothing."""
+    found, score = fit_nonnegative(design, target, range(design.shape[1]), _score)
+    return tuple(found.tolist()) if score < _score(target, 0) - 1e-9 else NOTHING
 
 
 def _score(residual: Array, size: int) -> float:
