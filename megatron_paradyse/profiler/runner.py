@@ -90,7 +90,7 @@ class Runner:
             leave_note(Path(self._options.output), point.key, status_alone(error))
             dog = watchdog.current()
             if dog is not None:
-                dog.ended("it failed alone at a point of the profile")
+                dog.failed("it failed alone at a point of the profile")
             sys.stderr.write(f"one rank failed alone at {point.key}: {error}\n")
             sys.stderr.flush()
             os._exit(RESTART_CODE)

@@ -234,7 +234,7 @@ def show_user_errors_in_one_line() -> None:
         if known and dog is not None:
             said_by, words = dog.first_words(words)
         if dog is not None and not is_lost_peer(error):
-            dog.ended(str(error) if known else f"{kind.__name__}: {error}")
+            dog.failed(str(error) if known else f"{kind.__name__}: {error}")
         if "--paradyse-debug" in sys.argv:
             show_traceback(kind, error, traceback)
         elif known:

@@ -26,7 +26,6 @@ EXIT_CODE = 3
 ALL_WATCHED = 32  # with more ranks each watches its neighbour only; what it finds ends the others
 TRIES = 5  # to tell how this rank ends, while the store is busy
 SECONDS_TO_END = 20  # for others to end by themselves after one ended with an error
-HAS_ENDED = " has ended: "
 REMEDY = "see what ended it (its log, the kernel's), then start again from the last checkpoint"
 
 _current: Watchdog | None = None
@@ -69,10 +68,16 @@ class Watchdog:
 
     def stop(self) -> None:
         """This rank is done."""
-        self.ended("done")
+        self._tell_end("done")
 
-    def ended(self, how: str) -> None:
+    def failed(self, words: str) -> None:
+        """This rank ends with an error."""
+        self._tell_end(f"rank {self._rank} has ended: {words}")
+
+    def _tell_end(self, how: str) -> None:
         """Tell the others how this rank ends, and watch no longer.
+
+        One that only follows another says of itself what that one said.
 
         The rank whose process holds the store waits for a moment until they have heard it, or, if
         all went well, until they have ended too.
@@ -108,9 +113,9 @@ class Watchdog:
         while time.monotonic() < deadline and not self._over.is_set():
             self._look()
             time.sleep(min(self._interval, 0.05))
-        for rank, beat in self._seen.items():
-            if beat.end not in (None, "done"):
-                self._end_after(_cause(rank, beat.end))
+        for beat in self._seen.values():
+            if beat.end is not None and beat.end != "done":
+                self._end_after(beat.end)
         self._failed_at = None
 
     def _run(self) -> None:
@@ -174,7 +179,7 @@ class Watchdog:
                 continue
             if beat.end is not None:
                 if time.monotonic() - self._since[rank] > SECONDS_TO_END:
-                    self._end_after(_cause(rank, beat.end))
+                    self._end_after(beat.end)
                 continue
             how = "its process has ended" if rank in gone else self._silence(rank, beat)
             if how is not None:
@@ -217,7 +222,7 @@ class Watchdog:
     def _end_after(self, how: str) -> None:
         with self._ends:
             os.write(2, f"> paradyse: rank {self._rank} ends, for {how}\n".encode())
-            self.ended(how)  # or those who still wait would take this rank for missing
+            self._tell_end(how)  # or those who still wait would take this rank for missing
             leave(EXIT_CODE)
 
     def _first_to_say(self, what: str) -> bool:
@@ -245,11 +250,6 @@ class Watchdog:
             seconds, where = self._own.still_seconds, self._own.where
             line = f"rank {self._rank} has waited {seconds:.0f} s in {where} for {'; '.join(slow)}"
             os.write(2, f"> paradyse: {line}\n".encode())
-
-
-def _cause(rank: int, end: str) -> str:
-    """What a rank said at its end; of one that only followed another, what that one said."""
-    return end if HAS_ENDED in end else f"rank {rank}{HAS_ENDED}{end}"
 
 
 def _write_error(rank: int, line: str) -> None:
