@@ -69,7 +69,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
 
     from megatron_paradyse.profiler.model import grow_gather_buffer, tied_gradient_bytes
     from megatron_paradyse.simulator.rows import simulated_rows
-    from megatron_paradyse.simulator.short_rings import short_rings
+    from megatron_paradyse.simulator.short_loops import short_loops
     from megatron_paradyse.simulator.simulated_device import SimulatedDevice, fused_functions
     from megatron_paradyse.simulator.simulated_rank import (
         build_layer,
@@ -86,7 +86,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_values())
         stack.enter_context(replaced(options.network, device.clock))
-        stack.enter_context(short_rings(device.clock))
+        stack.enter_context(short_loops(device.clock))
         if options.fused:
             stack.enter_context(fused_functions(device))
         with device:

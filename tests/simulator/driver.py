@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from megatron_paradyse.costs.cost_file import write_cost_file
-from megatron_paradyse.simulator import short_rings
+from megatron_paradyse.simulator import short_loops
 from megatron_paradyse.simulator.hardware import find_device
 from megatron_paradyse.simulator.models import model_flags
 from megatron_paradyse.simulator.network import find_network
@@ -19,8 +19,8 @@ from megatron_paradyse.simulator.run import Options, simulate
 
 def main() -> None:
     given: dict[str, Any] = json.loads(sys.argv[1])
-    if given.pop("whole_rings", False):
-        short_rings.WHOLE = 1 << 20
+    if given.pop("whole_loops", False):
+        short_loops.WHOLE = 1 << 20
     output, p = given.pop("output"), given.pop("p")
     flags = model_flags(None, given.pop("flags"), ranks=p, dtype=given.pop("dtype"))
     device = find_device("a100-80g")

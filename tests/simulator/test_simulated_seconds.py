@@ -7,7 +7,7 @@ import pytest
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.table import BYTE_QUANTITIES, TIME_QUANTITIES
 from megatron_paradyse.planner.policies import CostSource, OptimalPolicy, StageMemory
-from megatron_paradyse.simulator import short_rings
+from megatron_paradyse.simulator import short_loops
 from megatron_paradyse.simulator.clock import Clock
 from megatron_paradyse.simulator.network import find_network
 from tests.simulator.test_simulated_bytes import GPT, simulated
@@ -43,13 +43,13 @@ def test_a_ring_takes_its_hops_and_its_bytes():
     assert find_network("nvlink3", 1).seconds("all_gather", 1e9) == 0.0
 
 
-def test_long_rings_give_what_walking_them_whole_gives(tmp_path):
-    """Bytes exactly; seconds but for what the ends of a ring overlap with."""
-    flags = [*GPT, *WIDE]
+def test_long_loops_give_what_walking_them_whole_gives(tmp_path):
+    """Bytes exactly; seconds but for what the ends of a loop overlap with."""
+    flags = [*GPT, *WIDE, "--paradyse-head-tile", 18]  # the 20 rows of a rank in 10 tiles
     common = {"p": 9, "lengths": (180,), "strategies": RINGS}
     short = simulated(tmp_path / "short", flags, **common)
-    whole = simulated(tmp_path / "whole", flags, whole_rings=True, **common)
-    assert short_rings.WHOLE < 9
+    whole = simulated(tmp_path / "whole", flags, whole_loops=True, **common)
+    assert short_loops.WHOLE < 9
     for a, b in zip(short.measurements, whole.measurements, strict=True):
         for name in BYTE_QUANTITIES:
             assert getattr(a, name) == getattr(b, name), (a, b)

@@ -1,8 +1,9 @@
-"""Long rings, walked only at their ends: the steps between are alike, and counted instead.
+"""Long loops, walked only at their ends: the steps between are alike, and counted instead.
 
 A ring of p chunks repeats one step p-1 times, and holds no more in the tenth step than in the
 fourth. So beyond WHOLE ranks a loop runs its first and last steps, and one step between stands for
-all those left out: its seconds are repeated on the clock, its bytes come and go as they would.
+all those left out: its seconds are repeated on the clock, its bytes come and go as they would. The
+same holds for the tiles of embedding and head beyond WHOLE tiles.
 
 METP has a ring for every rank's block of heads, all alike: those between its first and its last
 blocks take the seconds of the one before, and give tensors of the right size.
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_paradyse.edges import cross_entropy, embedding
 from megatron_paradyse.simulator.clock import Clock
 from megatron_paradyse.strategies import metp_attention, ring, routes
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 
-WHOLE = 8
+WHOLE = 7
 AT_START, AT_END = 3, 2
 
 
@@ -63,9 +65,30 @@ def _empty_gradients(grad_out: Tensor, q: Tensor, kv: Tensor, *rest: Tensor):
     return torch.empty_like(q), torch.empty_like(kv)
 
 
+def _few_tiles(tiles: Callable, clock: Clock) -> Callable:
+    """The first and last of many tiles; the gap between them takes the seconds of its first end.
+
+    What asks for the next tile does so once per tile, so that from one request to the next is one
+    step of its loop, wherever in the loop it asks.
+    """
+
+    def run(*arguments, **options) -> Iterator[slice]:
+        every = list(tiles(*arguments, **options))
+        left_out = len(every) - AT_START - AT_END if len(every) > WHOLE else 0
+        for i, rows in enumerate(every):
+            if left_out and AT_START <= i < AT_START + left_out:
+                continue
+            since = clock.lines
+            yield rows
+            if left_out and i == AT_START - 1:
+                clock.repeat(clock.since(since), left_out)
+
+    return run
+
+
 @contextlib.contextmanager
-def short_rings(clock: Clock) -> Iterator[None]:
-    """Rings of attention over more than WHOLE ranks take AT_START + AT_END hops and a count."""
+def short_loops(clock: Clock) -> Iterator[None]:
+    """Loops of more than WHOLE steps take AT_START + AT_END of them and a count."""
 
     def ring_chunks(
         own: Tensor, group: ProcessGroup, *, own_last: bool = False
@@ -101,6 +124,9 @@ def short_rings(clock: Clock) -> Iterator[None]:
     forward, backward = metp_attention.ring_forward, metp_attention.ring_backward
     doors.append((metp_attention, "ring_forward", _few_blocks(forward, _empty_outputs, clock)))
     doors.append((metp_attention, "ring_backward", _few_blocks(backward, _empty_gradients, clock)))
+    doors += [
+        (module, "tiles", _few_tiles(module.tiles, clock)) for module in (cross_entropy, embedding)
+    ]
     before = [(module, name, getattr(module, name)) for module, name, _ in doors]
     try:
         for module, name, door in doors:
