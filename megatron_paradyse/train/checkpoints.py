@@ -20,6 +20,7 @@ from megatron_paradyse.train.checkpoint_files import (
     whole_iterations,
 )
 from megatron_paradyse.train.ending import is_lost_peer
+from megatron_paradyse.train.helper_processes import managers_end_with_this_process
 from megatron_paradyse.whole_file import write_whole
 
 
@@ -36,7 +37,8 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
         # Megatron keeps its arguments; without this package nobody could unpickle our settings.
         settings = vars(get_args()).pop("paradyse_settings", None)
         try:
-            result = save(iteration, *args, **kwargs)
+            with managers_end_with_this_process():
+                result = save(iteration, *args, **kwargs)
             checkpoint = folder_of(folder, iteration)
             first = torch.distributed.get_rank() == 0
             if first and checkpoint.is_dir() and not get_args().async_save:

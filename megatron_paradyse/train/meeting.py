@@ -52,10 +52,14 @@ def meet(topic: str, *, seconds: float = MEETING_SECONDS) -> torch.distributed.S
     return torch.distributed.PrefixStore(f"paradyse/{topic}/{attempt}", store)
 
 
+def served_by_a_rank() -> bool:
+    """Whether the store lives in the process of the first rank, and goes with it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def serves() -> bool:
     """Whether the store lives in this process."""
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return not agents and ranks()[0] == 0
+    return served_by_a_rank() and ranks()[0] == 0
 
 
 class Line:

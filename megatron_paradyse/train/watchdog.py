@@ -18,7 +18,7 @@ from types import TracebackType
 from torch.distributed import Store
 
 from megatron_paradyse.train.ending import leave
-from megatron_paradyse.train.meeting import Line, ranks, serves
+from megatron_paradyse.train.meeting import Line, ranks, served_by_a_rank, serves
 from megatron_paradyse.train.peers import Beat, own_beat, state_here
 from megatron_paradyse.train.whereabouts import Lookout
 
@@ -172,7 +172,8 @@ class Watchdog:
     def _look(self) -> None:
         """Ends this process if another rank is missing."""
         gone = {rank for rank, beat in self._seen.items() if state_here(beat) == "ended"}
-        self._read()  # what they said at their end
+        if not self._store_has_gone():
+            self._read()  # what they said at their end
         missing = []
         for rank, beat in self._seen.items():
             if beat.end == "done":
@@ -198,6 +199,11 @@ class Watchdog:
         silent = (now if rank == 0 else self._answered) - self._since[rank]
         return f"silent for {silent:.0f} s" if silent > self._limit else None
 
+    def _store_has_gone(self) -> bool:
+        """With the process that it was in, as far as can be seen from here."""
+        first = self._seen.get(0)
+        return served_by_a_rank() and first is not None and state_here(first) == "ended"
+
     def _sentence(self, beat: Beat, how: str) -> str:
         host = beat.machine.split()[0]
         return (
@@ -208,16 +214,27 @@ class Watchdog:
     def _end(self, missing: list[str]) -> None:
         """One of those who are left speaks; all end."""
         with self._ends:
+            speaks = self._first_to_say("missing")
             self._note()
             line = (
                 f"{'; '.join(missing)}, while rank {self._rank} was in {self._own.where}: {REMEDY}"
             )
-            if self._first_to_say("missing"):
+            if speaks:
                 _write_error(self._rank, line)
-            # torchrun ends all when the first has gone, so that the line must be out; and others
-            # that cannot reach the store must see who of them speaks.
-            time.sleep(0.2 if self._answered > time.monotonic() - 1 else 2 * self._interval)
+            time.sleep(self._seconds_for_others())
             leave(EXIT_CODE)
+
+    def _seconds_for_others(self) -> float:
+        """How long to stay after the line.
+
+        torchrun ends all when the first has gone, so that the line must be out; and others that
+        cannot reach the store must see, when they come to it, who of them speaks.
+        """
+        if self._store_has_gone():
+            return max(1.0, 2 * self._interval)
+        if self._answered > time.monotonic() - 1:
+            return 0.2
+        return self._answer_seconds + 2 * self._interval
 
     def _end_after(self, how: str) -> None:
         with self._ends:
@@ -226,10 +243,11 @@ class Watchdog:
             leave(EXIT_CODE)
 
     def _first_to_say(self, what: str) -> bool:
-        said = self._line.ask(lambda store: store.add(what, 1))
+        said = None
+        if not self._store_has_gone():
+            said = self._line.ask(lambda store: store.add(what, 1))
         if said is not None:
             return said == 1
-        # The store was in a process that is missing.
         alive = (r for r, beat in self._seen.items() if state_here(beat) in (None, "runs"))
         return all(self._rank < rank for rank in alive)
 

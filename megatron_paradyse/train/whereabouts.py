@@ -24,7 +24,7 @@ from megatron_paradyse.strategies import BUILT_IN, base_name
 
 DISTRIBUTED = "torch/distributed/distributed_c10d.py"
 BACKWARD = "torch/autograd/graph.py"
-PASSED_OVER = ("cpu_platform.py", "/signal.py", "/threading.py")
+PASSED_OVER = ("cpu_platform.py", "helper_processes.py", "/signal.py", "/threading.py")
 OWN_COLLECTIVES = ("strategies/collectives.py", "strategies/transport.py")
 COLLECTIVES = re.compile(
     r"all_(reduce|gather|to_all)\w*|(reduce|broadcast|gather|scatter)\w*|\w*barrier|i?send|i?recv|"
