@@ -15,7 +15,10 @@ ENDED = ("Z", "X", "x")
 
 @dataclass
 class Beat:
-    """One sign of life. still_seconds: since anything moved; end: how it ended, if it did."""
+    """One sign of life.
+
+    still_seconds: since anything moved; end: how it ended, if it did; heard: it has read of an end.
+    """
 
     rank: int
     number: int
@@ -26,6 +29,7 @@ class Beat:
     waits: bool = False
     still_seconds: float = 0.0
     end: str | None = None
+    heard: bool = False
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

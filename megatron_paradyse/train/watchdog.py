@@ -25,6 +25,7 @@ from megatron_paradyse.train.whereabouts import Lookout
 EXIT_CODE = 3
 ALL_WATCHED = 32  # with more ranks each watches its neighbour only; what it finds ends the others
 TRIES = 5  # to tell how this rank ends, while the store is busy
+SECONDS_TO_HEAR = 5  # for others to read how the rank with the store ends
 SECONDS_TO_END = 20  # for others to end by themselves after one ended with an error
 REMEDY = "see what ended it (its log, the kernel's), then start again from the last checkpoint"
 
@@ -90,9 +91,9 @@ class Watchdog:
             if self._say():
                 break
         if serves():
-            seconds = SECONDS_TO_END if how == "done" else 3 * self._interval
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and not self._all_ended():
+            well = how == "done"
+            deadline = time.monotonic() + (SECONDS_TO_END if well else SECONDS_TO_HEAR)
+            while time.monotonic() < deadline and not self._all_ended(or_heard=not well):
                 time.sleep(0.02)
 
     def first_words(self, words: str) -> tuple[int, str]:
@@ -159,15 +160,19 @@ class Watchdog:
             if known is None or known.number != beat.number:
                 self._since[rank] = now
             self._seen[rank] = beat
+            self._own.heard |= beat.end is not None
 
     def _watched(self) -> list[int]:
         if self._world <= ALL_WATCHED:
             return [rank for rank in range(self._world) if rank != self._rank]
         return [(self._rank + 1) % self._world]
 
-    def _all_ended(self) -> bool:
+    def _all_ended(self, *, or_heard: bool) -> bool:
         self._read()
-        return all(beat.end or state_here(beat) == "ended" for beat in self._seen.values())
+        return all(
+            beat.end or (or_heard and beat.heard) or state_here(beat) == "ended"
+            for beat in self._seen.values()
+        )
 
     def _look(self) -> None:
         """Ends this process if another rank is missing."""
