@@ -15,6 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.autograd import Function
 
 from megatron_paradyse.core_attention import CoreAttention
 from megatron_paradyse.microbatch_params import (
@@ -109,8 +111,38 @@ def _recomputed(run, hidden, *, offload: bool):
 
     offload: hidden waits in host memory, and nothing is kept on the device.
     """
+    run = _RunAgain(run)
     with kept_on_host(hidden) if offload else contextlib.nullcontext():
-        return tensor_parallel.checkpoint(run, False, hidden)
+        output = tensor_parallel.checkpoint(run, False, hidden)
+    run.again = True
+    return output
+
+
+class _RunAgain:
+    """A function of one tensor to one that no longer holds its output when it runs again.
+
+    The checkpoint holds what its second run returns until the backward through it has ended, and
+    asks it for nothing but its graph, shape and dtype.
+    """
+
+    def __init__(self, function):
+        self.function, self.again = function, False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        output = self.function(x)
+        return _WithoutValues.apply(output) if self.again else output
+
+
+class _WithoutValues(Function):
+    """Of the shape and dtype of x, in no memory; its gradient is that of x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 class SwitchableSelfAttention(SelfAttention):

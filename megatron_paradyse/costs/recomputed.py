@@ -17,8 +17,9 @@ def recomputed_layer(attention: str, mlp: str, costs_of: CostsOf) -> OperationCo
     with +offload counts as one with +recompute: where the input waits is not told here.
 
         forward   max(a'.forward, x + m'.forward): attention's output waits for the MLP
-        backward  runs both halves again, keeping a.kept + m.kept, then back through the MLP;
-                  then, still holding the layer's output, through the attention
+        backward  runs both halves again, keeping a.kept + m.kept, the layer's output until it is
+                  there; then back through the MLP, and through the attention while the gradient
+                  of the output is held
     """
     a, m = costs_of(base_name(attention), ATTENTION), costs_of(base_name(mlp), MLP)
     first = costs_of(base_name(attention) + RECOMPUTE, ATTENTION)
@@ -33,7 +34,7 @@ def recomputed_layer(attention: str, mlp: str, costs_of: CostsOf) -> OperationCo
         backward_bytes=max(
             a.kept_bytes + a.forward_bytes,
             both + m.forward_bytes,
-            both + m.backward_bytes,
-            x + a.kept_bytes + a.backward_bytes,
+            both - x + m.backward_bytes,
+            a.kept_bytes + a.backward_bytes,
         ),
     )

@@ -55,7 +55,7 @@ def _replaces_x(base: str, operation: str, z: LayerSizes) -> bool:
 
 
 def _recomputed(costs: Costs, z: LayerSizes, *, made_anew: int, forward_bytes: int) -> Costs:
-    """Keeps x; the backward first makes anew what the forward would have kept, and an output."""
+    """Keeps x; the backward first makes anew what the forward would have kept."""
     return Costs(
         forward_flops=costs.forward_flops,
         backward_flops=costs.forward_flops + costs.backward_flops,
@@ -63,7 +63,7 @@ def _recomputed(costs: Costs, z: LayerSizes, *, made_anew: int, forward_bytes: i
         backward_sent_bytes=costs.forward_sent_bytes + costs.backward_sent_bytes,
         kept_bytes=z.x,
         forward_bytes=forward_bytes,
-        backward_bytes=made_anew + max(costs.forward_bytes, costs.backward_bytes + z.x),
+        backward_bytes=made_anew + max(costs.forward_bytes, costs.backward_bytes),
     )
 
 

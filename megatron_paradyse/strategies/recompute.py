@@ -16,6 +16,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE
 from megatron_paradyse.strategies.contract import Strategy
@@ -71,6 +72,6 @@ class _Recompute(Function):
             for t, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         with torch.enable_grad():
-            output = ctx.rerun(*inputs)
+            output = get_gradient_edge(ctx.rerun(*inputs))  # the graph, and not its result
         grads = iter(torch.autograd.grad(output, [t for t in inputs if t.requires_grad], grad))
         return None, *(next(grads) if need else None for need in needed)
