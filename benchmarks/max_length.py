@@ -2,7 +2,7 @@
 
 The paper's three models at full width, of one node (GPT and LLaMA 8 layers, BERT 24), with 16 and 8
 bytes of state per parameter: simulated costs, fitted, and `megatron-paradyse max-length`. One limit
-is checked by simulating exactly that length. No GPU runs. Simulating takes about five minutes a
+is checked by simulating exactly that length. No GPU runs. Simulating takes about a minute a
 model on a free core; --folder keeps the cost files and reuses those that are there.
 
 --real instead: on 4 CPU ranks, whether what is predicted to fit does. For each strategy and for
@@ -42,7 +42,7 @@ from megatron_paradyse.strategies import RECOMPUTE, base_name, names_of_costs, o
 LENGTHS = {
     "gpt": "16K,64K,192K,384K,640K,1M,1536K,2M",
     "llama": "16K,64K,256K,512K,1M,1536K,2560K,4M",
-    "bert": "64K,256K,1M,2M,4M,9M,18M,28M",
+    "bert": "64K,256K,1M,2M,4M,9M,18M,32M",
 }
 GOALS = {"gpt": 1 << 20, "llama": 2 << 20, "bert": 9 << 20}
 STATE_BYTES = (16, 8)
