@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.training import get_args, print_rank_0, training
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.byte_buffers import release_byte_buffers
 from megatron_paradyse.train.checkpoint_files import (
     TRACKER,
     folder_of,
@@ -36,6 +38,8 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
         folder = get_args().save
         # Megatron keeps its arguments; without this package nobody could unpickle our settings.
         settings = vars(get_args()).pop("paradyse_settings", None)
+        collecting = gc.isenabled()
+        gc.disable()  # until release_byte_buffers()
         try:
             with managers_end_with_this_process():
                 result = save(iteration, *args, **kwargs)
@@ -44,6 +48,7 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
             if first and checkpoint.is_dir() and not get_args().async_save:
                 list_files(checkpoint)
         except (Exception, CheckpointException) as error:
+            release_byte_buffers()
             if is_lost_peer(error):
                 raise
             whole = [n for n in whole_iterations(folder) if n < iteration]
@@ -54,6 +59,8 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
         finally:
             get_args().paradyse_settings = settings
+            if collecting:
+                gc.enable()
         return result
 
     return save_whole

@@ -195,8 +195,10 @@ class Watchdog:
 
     def _silence(self, rank: int, beat: Beat) -> str | None:
         """Why a rank counts as missing though its process is not known to have ended."""
-        now = time.monotonic()
-        if state_here(beat) == "stopped":
+        now, state = time.monotonic(), state_here(beat)
+        if state == "ended":
+            return None  # since this look began: the next one asks first what it said
+        if state == "stopped":
             stopped = now - self._stopped.setdefault(rank, now)
             return f"stopped for {stopped:.0f} s" if stopped > self._limit else None
         self._stopped.pop(rank, None)
