@@ -26,7 +26,7 @@ from megatron_paradyse.strategies.accounting import operation_costs
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.synthetic import DESCRIPTION
 from tests.packing.rows import zigzag
-from tests.strategies.layers import AttentionCase
+from tests.strategies.cases import AttentionCase
 from tests.strategies.test_accounting import measure_rank
 
 S, N, D = 128, 8, 16

@@ -21,7 +21,8 @@ from megatron_paradyse.strategies.accounting import operation_costs
 from megatron_paradyse.strategies.memory import Measured, measure
 from megatron_paradyse.strategies.sizes import LayerSizes
 from megatron_paradyse.strategies.walks import WALKS
-from tests.strategies.layers import AttentionCase, MlpCase, rank_layer
+from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.layers import rank_layer
 
 TOLERANCE = 0.02
 aten = torch.ops.aten

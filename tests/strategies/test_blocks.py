@@ -16,7 +16,7 @@ from megatron_paradyse.strategies.blocks import (
 )
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 from megatron_paradyse.strategies.reference import visible_pairs
-from tests.strategies.layers import MASKS, documents_of
+from tests.strategies.cases import MASKS, documents_of
 
 
 def _shape(causal: bool, window: int | None = None) -> AttentionShape:

@@ -10,8 +10,10 @@ import pytest
 from megatron_paradyse.strategies import blocks, collectives, local_attention
 from megatron_paradyse.strategies.collectives import Pending, exchange_async
 from megatron_paradyse.strategies.ring import TravellingGradient
+from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import AttentionCase, MlpCase, combine, run_case
+from tests.strategies.layers import run_case
 from tests.strategies.test_parity import FLOAT32_TOLERANCE
 
 PACKAGE = "megatron_paradyse.strategies"

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from unittest.mock import patch
 
+from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import AttentionCase, MlpCase, combine, run_case
+from tests.strategies.layers import run_case
 from tests.strategies.test_parity import FLOAT32_TOLERANCE
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"

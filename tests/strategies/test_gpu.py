@@ -23,14 +23,10 @@ from megatron_paradyse.strategies.kernels import (
     choose_kernel,
 )
 from tests.strategies import test_packed_rows
+from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import (
-    AttentionCase,
-    MlpCase,
-    combine,
-    errors_of_one_process,
-    run_case,
-)
+from tests.strategies.layers import errors_of_one_process, run_case
 from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces
 from tests.strategies.staging import staged
 from tests.strategies.test_parity import (

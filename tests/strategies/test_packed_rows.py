@@ -18,8 +18,10 @@ from megatron_paradyse.strategies import base_name, get_strategy, strategy_names
 from megatron_paradyse.strategies.collectives import Communication, count_communication
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.sizes import LayerSizes
+from tests.strategies.cases import AttentionCase
+from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import AttentionCase, combine, rank_layer, run_case
+from tests.strategies.layers import rank_layer, run_case
 from tests.strategies.staging import staged
 from tests.strategies.test_parity import FLOAT32_TOLERANCE, can_run
 

@@ -10,16 +10,10 @@ import torch
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy, strategy_names
+from tests.strategies.cases import MASKS, AttentionCase, MlpCase
+from tests.strategies.deviations import Deviation, combine
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import (
-    MASKS,
-    AttentionCase,
-    Deviation,
-    MlpCase,
-    combine,
-    errors_of_one_process,
-    run_case,
-)
+from tests.strategies.layers import errors_of_one_process, run_case
 
 # Sums of some hundred float32 products, rounded at 6e-8 each, err by at most 1.7e-6 in these cases:
 # 1e-5 leaves a factor of five.

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megatron_paradyse.strategies import collectives, strategy_names, transport
+from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import AttentionCase, MlpCase, combine, run_case
+from tests.strategies.layers import run_case
 from tests.strategies.staging import staged
 from tests.strategies.test_parity import FLOAT32_TOLERANCE, can_run
 
