@@ -17,7 +17,8 @@ ENDED = ("Z", "X", "x")
 class Beat:
     """One sign of life.
 
-    still_seconds: since anything moved; end: how it ended, if it did; heard: it has read of an end.
+    still_seconds: since anything moved; end: how it ended, if it did; heard: it has read how the
+    first rank ended, whose process may hold the store.
     """
 
     rank: int

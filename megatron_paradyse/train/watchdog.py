@@ -160,7 +160,7 @@ class Watchdog:
             if known is None or known.number != beat.number:
                 self._since[rank] = now
             self._seen[rank] = beat
-            self._own.heard |= beat.end is not None
+            self._own.heard |= rank == 0 and beat.end is not None
 
     def _watched(self) -> list[int]:
         if self._world <= ALL_WATCHED:
