@@ -85,7 +85,7 @@ def _train(data: Path, policy: str, tokens: int, costs: str, flags: list[str]) -
             eod=None,
             append_eod=False,
             num_empty_documents=0,
-            source="random tokens",
+            source="synthetic",
             source_parameters={},
         )
     module = "pretrain_bert" if "bert" in flags else "pretrain_gpt"

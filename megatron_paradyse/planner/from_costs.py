@@ -33,10 +33,11 @@ class Stage:
     static_bytes: what stays through the training; buffer_bytes_per_token: of the buffer into which
     Megatron gathers a microbatch, per token of it (s b): of every microbatch, or where
     buffer_free_above says so, of those of at most so many tokens, and above of those whose plan
-    names megatron_ts; input_bytes_per_token: of a layer's input on a rank, likewise; host_bytes:
-    what +offload may take of host memory, None without limit; num_in_flight: forwards that wait
-    for their backward at once; margin: how far a real peak may be above its estimate, as a share
-    of it.
+    names megatron_ts; angle_bytes_per_position: of RoPE's table, which every rank has for all
+    positions; input_bytes_per_token: of a layer's input on a rank, per token of the microbatch;
+    host_bytes: what +offload may take of host memory, None without limit; num_in_flight: forwards
+    that wait for their backward at once; margin: how far a real peak may be above its estimate, as
+    a share of it.
     """
 
     budget_bytes: int
@@ -45,6 +46,7 @@ class Stage:
     has_head: bool = True
     buffer_bytes_per_token: int = 0
     buffer_free_above: int | None = None
+    angle_bytes_per_position: int = 0
     input_bytes_per_token: float = 0.0
     host_bytes: int | None = None
     num_in_flight: int = 1
@@ -112,7 +114,7 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
     def kept(s: int, b: int) -> int:
         embedding = of_model(EMBEDDING, s, b).kept_bytes if stage.has_embedding else 0
         buffer = stage.buffer_bytes_per_token if always_gathers(s, b) else 0
-        return int(embedding) + buffer * s * b
+        return int(embedding) + buffer * s * b + stage.angle_bytes_per_position * s
 
     def gather_bytes(s: int, b: int) -> int:
         return 0 if always_gathers(s, b) else stage.buffer_bytes_per_token * s * b

@@ -153,6 +153,7 @@ class FilePolicies:
             static_bytes=int(own_bytes * share * self._depth),
             buffer_bytes_per_token=token_bytes,
             buffer_free_above=self._buffer_free_above(has_head, num_in_flight),
+            angle_bytes_per_position=self._angle_bytes_per_position,
             has_embedding=has_embedding,
             has_head=has_head,
             input_bytes_per_token=self._input_bytes_per_token,
@@ -160,6 +161,12 @@ class FilePolicies:
             num_in_flight=num_in_flight,
             margin=self.settings.memory_margin,
         )
+
+    @property
+    def _angle_bytes_per_position(self) -> int:
+        """Of RoPE's table of angles in float32: at most, where only a part of a head turns."""
+        shape = self.costs.file.table.description.model
+        return 4 * shape.head_dim if shape.position_embedding == "rope" else 0
 
     @property
     def _input_bytes_per_token(self) -> float:

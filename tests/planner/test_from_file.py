@@ -14,6 +14,7 @@ from megatron_paradyse.settings import Settings
 from tests.train.synthetic_costs import LENGTHS, write_costs
 
 BUFFER = 256 * 4  # bytes a token: h, float32
+ANGLES = 4 * 32  # of RoPE, of a head, in float32
 LAYERS = (1, 2, 3, 4)
 
 
@@ -36,8 +37,8 @@ def test_the_buffer_is_everybodys_up_to_a_tile_and_megatron_ts_own_above(setting
     below, above = problem(settings, 128), problem(settings, 192)
     static = policies(settings).stage().static_bytes
     # the embedding keeps 4 bytes a token by the laws; fitted, and rounded to whole bytes
-    assert below.base_bytes == pytest.approx(static + (4 + BUFFER) * 128, abs=1)
-    assert above.base_bytes == pytest.approx(static + 4 * 192, abs=1)
+    assert below.base_bytes == pytest.approx(static + (4 + BUFFER + ANGLES) * 128, abs=1)
+    assert above.base_bytes == pytest.approx(static + (4 + ANGLES) * 192, abs=1)
     assert below.gather_bytes == 0 and above.gather_bytes == BUFFER * 192
     for options in above.layers.values():
         for choice in (*options.attention, *options.mlp):
