@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.managers import BaseManager
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, TextIO
 
 
 @contextlib.contextmanager
@@ -47,4 +49,18 @@ def _end_with_parent() -> None:
 
     if not parent.is_alive():
         os._exit(0)
+    sys.stderr = _WhileAlive(sys.stderr, parent)
     threading.Thread(target=end, daemon=True).start()
+
+
+class _WhileAlive:
+    """A stream that drops what is written once the parent has ended: a traceback, for that."""
+
+    def __init__(self, stream: TextIO, parent: BaseProcess):
+        self._stream, self._parent = stream, parent
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text) if self._parent.is_alive() else len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
