@@ -92,6 +92,8 @@ def _train(data: Path, policy: str, tokens: int, costs: str, flags: list[str]) -
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), "-m", f"megatron_paradyse.{module}", *flags]
     command += ["--seq-length", str(tokens), "--micro-batch-size", "1", "--global-batch-size", "1"]
+    if tokens > int(MODEL["--max-position-embeddings"]):  # RoPE, which has no table of parameters
+        command += ["--max-position-embeddings", str(tokens)]
     command += ["--tensor-model-parallel-size", str(RANKS), "--sequence-parallel"]
     command += ["--data-path", str(data), "--split", "1,0,0", "--train-iters", "2", "--lr", "1e-4"]
     command += ["--eval-iters", "0", "--eval-interval", "100", "--num-workers", "0", "--paradyse"]

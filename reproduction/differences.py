@@ -92,7 +92,7 @@ SENTENCES: dict[str, str] = {
         "No figure in the paper. Only METP and strategies that recompute train all documents."
     ),
     "reduction:llama:grch38:paradyse": (
-        "No figure in the paper. Only METP and strategies that recompute reach beyond 252,480"
+        "No figure in the paper. Only METP and strategies that recompute reach beyond 251,968"
         " tokens."
     ),
     "reduction:gpt:githubcode:paradyse": (
