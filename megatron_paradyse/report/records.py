@@ -208,8 +208,9 @@ def _read_run(values: dict[str, Any]) -> Run:
 
 
 def _read_stage(value: Any) -> Stage:
-    if isinstance(value, dict):  # earlier traces say nothing of host memory
-        value = {"input_bytes_per_token": 0.0, "host_bytes": None, **value}
+    if isinstance(value, dict):  # earlier traces say nothing of host memory or of RoPE's table
+        earlier = {"input_bytes_per_token": 0.0, "host_bytes": None, "angle_bytes_per_position": 0}
+        value = earlier | value
     fields = dict(check_fields(Stage, value, "a stage"))
     for name, high in (("margin", 9), ("input_bytes_per_token", MAX_INTEGER)):
         fields[name] = check_number(fields[name], name, low=0, high=high)

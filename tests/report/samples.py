@@ -17,6 +17,7 @@ STAGE = {
     "has_head": True,
     "buffer_bytes_per_token": 1024,
     "buffer_free_above": None,
+    "angle_bytes_per_position": 0,
     "input_bytes_per_token": 256.0,
     "host_bytes": 1 << 34,
     "num_in_flight": 1,

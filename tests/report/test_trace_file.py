@@ -161,7 +161,9 @@ def test_budgets_follow_the_starts(tmp_path):
 
 
 def test_a_trace_from_before_the_hosts_memory_was_planned_is_read(tmp_path):
-    earlier = {k: v for k, v in STAGE.items() if k not in ("host_bytes", "input_bytes_per_token")}
+    newer = ("host_bytes", "input_bytes_per_token", "angle_bytes_per_position")
+    earlier = {k: v for k, v in STAGE.items() if k not in newer}
     path = write_trace(tmp_path / "t.jsonl", [{**RUN, "stages": [earlier]}, *records(2)[1:]])
     (run,) = read_trace(path).runs
     assert (run.stages[0].host_bytes, run.stages[0].input_bytes_per_token) == (None, 0.0)
+    assert run.stages[0].angle_bytes_per_position == 0
