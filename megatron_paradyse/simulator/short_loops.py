@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_paradyse.edges import cross_entropy, embedding
 from megatron_paradyse.simulator.clock import Clock
+from megatron_paradyse.simulator.doors import Door, opened
 from megatron_paradyse.strategies import metp_attention, ring, routes
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 
@@ -117,7 +117,7 @@ def short_loops(clock: Clock) -> Iterator[None]:
     def gradient(group):
         return (_ShortGradient if group.size() > WHOLE else ring.TravellingGradient)(group)
 
-    doors: list[tuple[Any, str, Any]] = [
+    doors: list[Door] = [
         (routes, "ring_chunks", chosen),
         (routes, "TravellingGradient", gradient),
     ]
@@ -127,11 +127,5 @@ def short_loops(clock: Clock) -> Iterator[None]:
     doors += [
         (module, "tiles", _few_tiles(module.tiles, clock)) for module in (cross_entropy, embedding)
     ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in doors]
-    try:
-        for module, name, door in doors:
-            setattr(module, name, door)
+    with opened(doors):
         yield
-    finally:
-        for module, name, original in before:
-            setattr(module, name, original)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_paradyse import rms_norm
 from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.simulator.clock import Clock
+from megatron_paradyse.simulator.doors import Door, opened
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.kernel_times import KernelTimes
 
@@ -73,16 +74,9 @@ def fused_functions(device: SimulatedDevice) -> Iterator[None]:
     """Fused functions are one kernel each, as on a GPU; on a CPU they run as written."""
     import importlib
 
-    before = []
-    try:
-        for module_name, names in FUSED.items():
-            module = importlib.import_module(module_name)
-            for name in names:
-                before.append((module, name, getattr(module, name)))
-                setattr(module, name, device.fused(getattr(module, name)))
-        before.append((rms_norm, "tiles", rms_norm.tiles))
-        rms_norm.tiles = lambda x: [slice(None)]  # one kernel takes all rows
+    doors: list[Door] = [(rms_norm, "tiles", lambda x: [slice(None)])]  # one kernel takes all rows
+    for module_name, names in FUSED.items():
+        module = importlib.import_module(module_name)
+        doors += [(module, name, device.fused(getattr(module, name))) for name in names]
+    with opened(doors):
         yield
-    finally:
-        for module, name, original in before:
-            setattr(module, name, original)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_paradyse.simulator.doors import Door, opened
 from megatron_paradyse.simulator.network import Network
 from megatron_paradyse.strategies import transport
 
@@ -154,20 +155,12 @@ def replaced(
 
     traffic = Traffic(network, clock, fill)
     names = ("all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "reduce")
-    doors: list[tuple[Any, str, Any]] = [
-        (transport, name, getattr(traffic, name)) for name in names
-    ]
+    doors: list[Door] = [(transport, name, getattr(traffic, name)) for name in names]
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         doors.append((torch.distributed, name, getattr(traffic, name)))
     for module in (layers, mappings, utils):
         doors.append((module, "dist_all_gather_func", traffic.all_gather_into_tensor))
     for module in (layers, mappings):
         doors.append((module, "dist_reduce_scatter_func", traffic.reduce_scatter_tensor))
-    before = [(module, name, getattr(module, name)) for module, name, _ in doors]
-    try:
-        for module, name, door in doors:
-            setattr(module, name, door)
+    with opened(doors):
         yield
-    finally:
-        for module, name, original in before:
-            setattr(module, name, original)
