@@ -127,17 +127,22 @@ def _described(stack: list[Any], plan_names: tuple[str, ...], signature: int) ->
 
 
 def _training_stack() -> list[FrameType]:
-    """Innermost first: of the main thread, and of autograd's where that one runs a backward."""
+    """Innermost first: of the main thread, and of autograd's where that one runs a backward.
+
+    For another thread to call: a caller's own frame among its locals would keep them all, and the
+    training's tensors with them, until Python collects cycles.
+    """
     frames = sys._current_frames()
-    main = _frames(frames.get(threading.main_thread().ident or 0))
+    frames.pop(threading.get_ident(), None)
+    main_thread = threading.main_thread().ident or 0
+    main = _frames(frames.get(main_thread))
     if not main or not main[0].f_code.co_filename.endswith(BACKWARD):
         return main
-    mine = threading.get_ident()
-    for thread, frame in frames.items():
-        if thread not in (mine, threading.main_thread().ident):
-            stack = _frames(frame)
-            if any("/strategies/" in _file(f) or _file(f).endswith(DISTRIBUTED) for f in stack):
-                return stack + main
+    del frames[main_thread]
+    for frame in frames.values():
+        stack = _frames(frame)
+        if any("/strategies/" in _file(f) or _file(f).endswith(DISTRIBUTED) for f in stack):
+            return stack + main
     return main
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,3 +53,24 @@ def test_what_has_not_moved_has_the_same_signature():
     *_, moved, still = beside(Lookout().look)
     assert moved.signature == still.signature
     assert "beside" in still.text and not still.waits
+
+
+class Tensor:
+    """Something whose end can be seen."""
+
+
+def test_what_a_function_held_that_was_looked_at_ends_with_it():
+    """And not when Python next collects cycles, which a training does rarely."""
+
+    def microbatch() -> weakref.ref:
+        activation = Tensor()
+        *_, moved, still = beside(Lookout().look)
+        assert moved.signature == still.signature
+        return weakref.ref(activation)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert microbatch()() is None
+    finally:
+        gc.enable()
