@@ -32,6 +32,7 @@ from megatron_paradyse.strategies import base_name, get_strategy, offloads, reco
 from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
 from megatron_paradyse.strategies.host import kept_on_host
 from megatron_paradyse.strategies.order import in_order
+from megatron_paradyse.strategies.unused import output_unused, without_values
 
 HALVES = ("attention", "mlp")
 
@@ -119,18 +120,21 @@ def _recomputed(run, hidden, *, offload: bool):
 
 
 class _RunAgain:
-    """A function of one tensor to one that no longer holds its output when it runs again.
+    """A function of one tensor to one whose output has no values when it runs again.
 
     The checkpoint holds what its second run returns until the backward through it has ended, and
-    asks it for nothing but its graph, shape and dtype.
+    asks it for nothing but its graph, shape and dtype. The MLP is the last to run, and what follows
+    it, dropout and the residual, needs no values in its backward: so the MLP need not make any.
     """
 
     def __init__(self, function):
         self.function, self.again = function, False
 
     def __call__(self, x: Tensor) -> Tensor:
-        output = self.function(x)
-        return _WithoutValues.apply(output) if self.again else output
+        if not self.again:
+            return self.function(x)
+        with output_unused():
+            return _WithoutValues.apply(self.function(x))
 
 
 class _WithoutValues(Function):
@@ -138,7 +142,7 @@ class _WithoutValues(Function):
 
     @staticmethod
     def forward(ctx, x):
-        return x.new_empty(()).expand(x.shape)
+        return without_values(x, x.shape)
 
     @staticmethod
     def backward(ctx, grad):

@@ -42,7 +42,8 @@ def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
         return costs
     alone = Ledger(keeping=False)
     walk.forward(alone, sizes)
-    again = _recomputed(costs, sizes, made_anew=forward.kept, forward_bytes=alone.peak)
+    second = _second_run(base, operation, sizes, costs)
+    again = _recomputed(costs, second, sizes, made_anew=forward.kept, forward_bytes=alone.peak)
     if not offloads(strategy):
         return again
     # The input comes back in the backward; the forward's caller holds it while that runs.
@@ -54,17 +55,35 @@ def _replaces_x(base: str, operation: str, z: LayerSizes) -> bool:
     return base in ("megatron_cz", "metp") and operation == "attention" and z.causal
 
 
-def _recomputed(costs: Costs, z: LayerSizes, *, made_anew: int, forward_bytes: int) -> Costs:
+def _recomputed(
+    costs: Costs, second: Costs, z: LayerSizes, *, made_anew: int, forward_bytes: int
+) -> Costs:
     """Keeps x; the backward first makes anew what the forward would have kept."""
     return Costs(
         forward_flops=costs.forward_flops,
-        backward_flops=costs.forward_flops + costs.backward_flops,
+        backward_flops=second.forward_flops + costs.backward_flops,
         forward_sent_bytes=costs.forward_sent_bytes,
-        backward_sent_bytes=costs.forward_sent_bytes + costs.backward_sent_bytes,
+        backward_sent_bytes=second.forward_sent_bytes + costs.backward_sent_bytes,
         kept_bytes=z.x,
         forward_bytes=forward_bytes,
-        backward_bytes=made_anew + max(costs.forward_bytes, costs.backward_bytes),
+        backward_bytes=made_anew + max(second.forward_bytes, costs.backward_bytes),
     )
+
+
+def _second_run(base: str, operation: str, z: LayerSizes, costs: Costs) -> Costs:
+    """The forward that +recompute runs in the backward; nobody reads the output of an MLP then.
+
+    So METP's does nothing, and the others end before fc2; its workspace is below the backward's.
+    """
+    if operation != "mlp":
+        return costs
+    if base == "metp":
+        return replace(costs, forward_flops=0, forward_sent_bytes=0, forward_bytes=0)
+    sent = (z.p - 1) * z.x
+    if base != "megatron_ts":
+        sent, _ = _weights_sent(base, z, z.fc1_weight, z.fc1_rows)
+    fc1 = 2 * z.rows * z.h * z.fc1_rows
+    return replace(costs, forward_flops=fc1, forward_sent_bytes=sent, forward_bytes=0)
 
 
 def _flops(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:

@@ -37,6 +37,7 @@ from megatron_paradyse.strategies.feedforward import activate, activation_gradie
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
+from megatron_paradyse.strategies.unused import is_output_unused, without_values
 
 
 def attention(
@@ -120,13 +121,16 @@ class _ColumnLinear(Function):
 class _RowLinear(Function):
     """[s, b, i/p] x [h, i/p] -> [s/p, b, h], after an activation if a MlpShape is given.
 
-    Keeps the input before the activation, which the backward runs again.
+    Keeps the input before the activation, which the backward runs again. If the output of an MLP is
+    unused it computes and sends nothing.
     """
 
     @staticmethod
     def forward(ctx, y, weight, group, mlp_shape):
         ctx.save_for_backward(y, weight)
         ctx.group, ctx.mlp_shape = group, mlp_shape
+        if mlp_shape is not None and is_output_unused():
+            return without_values(y, (len(y) // group.size(), y.shape[1], len(weight)))
         if mlp_shape is not None:
             y = activate(y, mlp_shape)
         return reduce_scatter(y @ weight.t(), group)

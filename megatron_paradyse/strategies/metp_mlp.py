@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from megatron_paradyse.strategies.feedforward import activate
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 from megatron_paradyse.strategies.ring import TravellingGradient
+from megatron_paradyse.strategies.unused import is_output_unused, without_values
 from megatron_paradyse.strategies.weight_blocks import (
     add_product_,
     circulate,
@@ -21,7 +22,8 @@ from megatron_paradyse.strategies.weight_blocks import (
 class CirculatingMlp(Function):
     """x [s/p, b, h] and the rank's fc1 [f/p, h] (gated [2 f/p, h]), fc2 [h, f/p], bias or None.
 
-    Forward, for each block: total += activate(x fc1^T + bias) fc2^T, in float32. Keeps x alone.
+    Forward, for each block: total += activate(x fc1^T + bias) fc2^T, in float32. Keeps x alone. If
+    its output is unused it computes and sends nothing.
 
     Backward runs a block's fc1 and activation again. Its gradient visits the ranks in the order in
     which they use the block, in float32. The owner is the last of them, so that it is at home
@@ -32,6 +34,8 @@ class CirculatingMlp(Function):
     def forward(ctx, shape, group, x, *weights):
         ctx.shape, ctx.group = shape, group
         ctx.save_for_backward(x, *weights)
+        if is_output_unused():
+            return without_values(x, x.shape)
         own = tuple(weight.detach() for weight in weights if weight is not None)
         rows = x.detach().flatten(0, 1)  # [s/p, b, h] -> [s/p b, h]
         total = torch.zeros_like(rows, dtype=accumulation_dtype(x.dtype))

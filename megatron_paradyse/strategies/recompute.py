@@ -3,7 +3,8 @@
 +offload does the same, and its input waits in host memory (host.py).
 
 The second run gives what the first gave: attention dropout is a function of positions and a seed,
-and nothing else in a strategy is random. Costs one more forward, its communication included.
+and nothing else in a strategy is random. Costs one more forward, its communication included, less
+the end of an MLP, whose output nobody reads the second time (unused.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE
 from megatron_paradyse.strategies.contract import Strategy
 from megatron_paradyse.strategies.host import kept_on_host
+from megatron_paradyse.strategies.unused import output_unused
 
 
 def recomputed(strategy: Strategy, *, offload: bool = False) -> Strategy:
@@ -71,7 +73,7 @@ class _Recompute(Function):
             t.detach().requires_grad_(need)
             for t, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
-        with torch.enable_grad():
+        with torch.enable_grad(), output_unused():
             output = get_gradient_edge(ctx.rerun(*inputs))  # the graph, and not its result
         grads = iter(torch.autograd.grad(output, [t for t in inputs if t.requires_grad], grad))
         return None, *(next(grads) if need else None for need in needed)

@@ -32,6 +32,7 @@ from megatron_paradyse.strategies.contract import (
 from megatron_paradyse.strategies.feedforward import activate, activation_gradient
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
+from megatron_paradyse.strategies.unused import is_output_unused, without_values
 
 
 def zero_qkv(
@@ -64,9 +65,11 @@ def zero_proj(
 def zero_mlp(x: Tensor, weights: MlpWeights, shape: MlpShape, group: ProcessGroup) -> Tensor:
     """[s/p, b, h] -> [s/p, b, h]. Keeps x and fc1's output; fc2 is gathered while fc1 computes.
 
-    Sends (p-1)/p of both weights forward; as much again, and their gradients, backward.
+    Sends (p-1)/p of both weights forward; as much again, and their gradients, backward. If its
+    output is unused, fc2 is not gathered and computes nothing.
     """
-    fc1, fc2 = gather_weight(weights.fc1, group), gather_weight(weights.fc2.t(), group)
+    fc1 = gather_weight(weights.fc1, group)
+    fc2 = None if is_output_unused() else gather_weight(weights.fc2.t(), group)
     y = zero_linear(x, fc1, weights.fc1, weights.fc1_bias, group)
     return zero_linear(y, fc2, weights.fc2, None, group, transposed=True, mlp_shape=shape)
 
@@ -78,7 +81,7 @@ def gather_weight(shard: Tensor, group: ProcessGroup) -> Pending:
 
 def zero_linear(
     x: Tensor,
-    gathering: Pending,
+    gathering: Pending | None,
     weight: Tensor,
     bias: Tensor | None,
     group: ProcessGroup,
@@ -86,7 +89,7 @@ def zero_linear(
     transposed: bool = False,
     mlp_shape: MlpShape | None = None,
 ) -> Tensor:
-    """x [s/p, b, i] -> [s/p, b, o], with the weight that is being gathered.
+    """x [s/p, b, i] -> [s/p, b, o], with the weight that is being gathered; None: without values.
 
     weight [o/p, i] and bias [o/p] are shards of rows; transposed: weight [o, i/p] is a shard of
     columns, and what is gathered is its transpose [i, o]. With mlp_shape, x passes the activation
@@ -101,6 +104,9 @@ class _ZeroLinear(Function):
     def forward(ctx, x, weight, bias, gathering, group, transposed, mlp_shape):
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.transposed, ctx.mlp_shape = group, transposed, mlp_shape
+        if gathering is None:
+            assert transposed and bias is None, "the last linear of an MLP"
+            return without_values(x, (*x.shape[:-1], len(weight)))
         gathering_bias = None if bias is None else all_gather_async(bias, group)
         if mlp_shape is not None:
             x = activate(x, mlp_shape, num_shards=group.size())
