@@ -1,8 +1,8 @@
-# make setup | demo | test | lint | bench: each sets up what it needs; the second time is quick.
+# make setup | demo | test | lint | bench | bench-gpu: each sets up what it needs; the second time is quick.
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: setup test lint format demo bench
+.PHONY: setup test lint format demo bench bench-gpu
 
 setup: $(STAMP)
 
@@ -27,3 +27,7 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(PYTHON) -m megatron_paradyse bench --all --save
+
+bench-gpu: $(STAMP)
+	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m megatron_paradyse bench gpu_ring strategies gpu_limits --save --time-limit 36000

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.iterations import start_rank, train_one
+from benchmarks.iterations import start_rank
 from megatron_paradyse.policy import FixedPolicy
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
@@ -108,6 +108,8 @@ class Workload:
 
     def _step(self, policy: str, length: int) -> None:
         self.choosing.append(self._choose(policy, length))
+        from megatron_paradyse.profiler.iterations import train_one
+
         train_one(self._model, length)
 
     def seconds(self, policy: str, length: int) -> float:

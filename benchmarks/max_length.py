@@ -5,9 +5,9 @@ bytes of state per parameter: simulated costs, fitted, and `megatron-paradyse ma
 is checked by simulating exactly that length. No GPU runs. Simulating takes about a minute a
 model on a free core; --folder keeps the cost files and reuses those that are there.
 
---real instead: on 4 CPU ranks, whether what is predicted to fit does. For each strategy and for
-ParaDySe the peak of an iteration at 0.95 and 1.05 times the predicted limit, counted as an enforced
-budget counts; and trainings of the user's command under the enforced budget at both lengths.
+--real instead: on 4 CPU ranks, the limit of each strategy and of ParaDySe, measured
+(`max-length --measure`) beside the predicted one; and trainings of the user's command under the
+enforced budget at 0.95 and 1.05 times ParaDySe's predicted limit.
 
     .venv/bin/python benchmarks/max_length.py --json
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import finish, spawn
+from benchmarks.common import finish
 from benchmarks.dynamic_workload import MODEL, PROFILED, RANKS, profile_and_fit
 from megatron_paradyse.data.writer import DatasetWriter
-from megatron_paradyse.preview.longest import find_longest
-from megatron_paradyse.preview.setup import make_setup
 
 BUDGET = "80MiB"
 # What the paper's models have besides the sizes, which here are the demo's.
@@ -36,26 +35,34 @@ def real(folder: Path, arguments) -> None:
     """Predicted limits without a margin, against what the ranks really need."""
     flags = [str(text) for pair in MODEL.items() for text in pair] + SHAPES[arguments.shape]
     costs = arguments.costs or profile_and_fit(folder, flags, PROFILED, False)
-    given = {"policy": "optimal", "memory_budget": BUDGET, "memory_margin": 0.0}
-    found = find_longest(make_setup(costs, given))
-    limits = {limit.strategy: limit.tokens for limit in (found.paradyse, *found.single)}
-    if arguments.quick:
-        limits = {name: limits[name] for name in ("megatron_ts", "colossal_z")}
-    output = folder / "result.json"
-    task = {"limits": limits, "factors": FACTORS, "costs": costs, "budget": BUDGET}
-    os.environ["MAX_LENGTH"] = json.dumps({**task, "output": str(output)})
-    spawn("benchmarks.max_length_rank", flags, ranks=RANKS, timeout_seconds=3000)
-    rows = json.loads(output.read_text())
-    enforced = [] if arguments.quick else _enforced(folder, limits, costs, flags)
+    command = [sys.executable, "-m", "megatron_paradyse", "max-length", costs, "--json"]
+    command += ["--memory-budget", BUDGET, "--memory-margin", "0", "--nproc", str(RANKS)]
+    command += ["--measure", str(folder / "trials.json")]
+    command += ["--strategies", "megatron_ts,colossal_z"] if arguments.quick else []
+    run = subprocess.run([*command, *flags], check=True, timeout=3400, stdout=subprocess.PIPE)
+    measured = json.loads(run.stdout)["measured"]
+    limits = measured["limits"]
+    predicted = {limit["strategy"]: limit["predicted"] for limit in limits}
     result = {
-        "rows": rows,
-        "right": sum(row["fits"] == (row["factor"] < 1) for row in rows),
-        "enforced": enforced,
+        **measured,
+        "largest_error": max(abs(limit["error"]) for limit in limits),
+        "pairs_in_order": _in_order(limits),
+        "enforced": [] if arguments.quick else _enforced(folder, predicted, costs, flags),
     }
     shape = arguments.shape
     configuration = {"ranks": RANKS, "budget": BUDGET, "margin": 0, "shape": shape, **MODEL}
     name = "max_length_real" if shape == "gpt" else f"max_length_real_{shape}"
     finish(name, result, configuration, arguments)
+
+
+def _in_order(limits: list[dict]) -> float:
+    """The share of pairs that the predictions tell apart whose measured limits have that order."""
+    pairs = [
+        (a["predicted"] - b["predicted"], a["tokens"] - b["tokens"])
+        for a, b in itertools.combinations(limits, 2)
+    ]
+    told = [(x, y) for x, y in pairs if x]
+    return sum(x * y >= 0 for x, y in told) / max(1, len(told))
 
 
 def _enforced(folder: Path, limits: dict[str, int], costs: str, flags: list[str]) -> list[dict]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.iterations import start_rank, train_share
+from benchmarks.iterations import start_rank
 from benchmarks.packed_workload_ratios import PACKED, UNPACKED, ratios
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.row_costs import RowCosts
@@ -200,6 +200,8 @@ class Workload:
 
     def _step(self, name: str, share) -> None:
         self._model.policy.plan = self.policies[name].plan  # of the hooks of every layer
+        from megatron_paradyse.profiler.iterations import train_share
+
         train_share(self._model, share)
 
     def _seconds(self, name: str, share) -> float:

@@ -210,7 +210,7 @@ class Check:
 
     def _step(self, plan: Plan, length: int) -> None:
         """One iteration of training: one microbatch of s tokens under the plan."""
-        from benchmarks.iterations import train_one
+        from megatron_paradyse.profiler.iterations import train_one
 
         self._model.policy.chosen = plan
         train_one(self._model, length)

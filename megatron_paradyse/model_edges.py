@@ -200,3 +200,10 @@ class OneTableRotaryEmbedding(RotaryEmbedding):
             self._table = None  # before the longer one is made
             self._table = self.get_emb(max_seq_len)
         return self._table[:max_seq_len]
+
+
+def forget_angles(model_chunks: list) -> None:
+    """Let go of RoPE's tables, which have the length of the longest microbatch yet."""
+    for module in (m for chunk in model_chunks for m in chunk.modules()):
+        if isinstance(module, OneTableRotaryEmbedding):
+            module._table = None

@@ -105,39 +105,89 @@ def plan(
 @click.command(
     "max-length",
     short_help="Tell the longest sequence that each strategy can train.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
     epilog="Example: megatron-paradyse max-length costs.json --memory-budget 76GiB",
 )
 @click.option("--figure", metavar="FILE", help="Draw it as bars (.png, .svg or .pdf).")
+@click.option("--measure", metavar="FILE", help="Run it, too; trials go into FILE (JSON).")
+@click.option("--nproc", type=click.IntRange(1), metavar="P", help="--measure: start P ranks here.")
+@click.option("--stand-in", is_flag=True, help="--measure: this device alone, as one of the ranks.")
+@click.option("--model", metavar="NAME|FILE", help="--measure: a named model, or YAML of flags.")
+@click.option(
+    "--resolution",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.02,
+    metavar="SHARE",
+    help="--measure: how closely; default 0.02.",
+)
+@click.option(
+    "--most-seconds",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="--measure: leave out what is predicted to take longer.",
+)
 @policy_options
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[MEGATRON FLAGS]...")
 def max_length(
     figure: str | None,
+    measure: str | None,
+    nproc: int | None,
+    stand_in: bool,
+    model: str | None,
+    resolution: float,
+    most_seconds: float | None,
     costs: str,
     config: str | None,
     num_layers: int | None,
     batch_size: int,
     as_json: bool,
-    **flags: str | float | bool | None,
+    flags: tuple[str, ...],
+    **settings: str | float | bool | None,
 ) -> None:
     """Tell the longest sequence that fits into the memory of a rank, by the costs in COSTS.
 
     For each strategy on all layers, and for ParaDySe's plans of the same strategies.
+
+    With --measure whole iterations of the model of the Megatron flags run at lengths about each
+    limit, on --nproc ranks, under torchrun, or on one device as a --stand-in for a rank. An
+    interrupted measurement goes on where it stopped.
     """
     from megatron_paradyse.preview.longest import find_longest
     from megatron_paradyse.preview.longest_text import longest_report, longest_values
     from megatron_paradyse.preview.setup import make_setup
     from megatron_paradyse.whole_file import check_figure
 
+    if measure is None and (flags or nproc or stand_in or model):
+        given = flags[0] if flags else "--nproc" if nproc else "--model" if model else "--stand-in"
+        raise click.UsageError(
+            f"{given} is for measuring: give --measure FILE too, or leave it out"
+        )
     if figure is not None:
         check_figure(figure)
-    setup = make_setup(costs, {"policy": "optimal", **flags}, config, num_layers=num_layers)
+    setup = make_setup(costs, {"policy": "optimal", **settings}, config, num_layers=num_layers)
     found = find_longest(setup, batch_size)
-    if figure is not None:
-        from megatron_paradyse.preview.longest_figure import draw_longest
 
-        draw_longest(setup, found, figure)
-    if as_json:
-        click.echo(json.dumps(longest_values(setup, found)))
-        return
-    click.echo(longest_report(setup, found))
-    if figure is not None:
-        click.echo(f"drawn into {figure}")
+    def tell() -> None:
+        measured = None
+        if measure is not None:
+            from megatron_paradyse.preview.measured import measured_limits, of_file, read_trials
+
+            about, trials = read_trials(measure)
+            measured = about, measured_limits(found, of_file(trials), resolution=resolution)
+        if figure is not None:
+            from megatron_paradyse.preview.longest_figure import draw_longest
+
+            draw_longest(setup, found, figure, measured)
+        if as_json:
+            click.echo(json.dumps(longest_values(setup, found, measured)))
+            return
+        click.echo(longest_report(setup, found, measured))
+        if figure is not None:
+            click.echo(f"drawn into {figure}")
+
+    if measure is not None:
+        from megatron_paradyse.preview.measure import How, run_measurement
+
+        how = How(measure, nproc, stand_in, model, resolution, most_seconds)
+        run_measurement(how, setup, found, flags, tell)
+    tell()

@@ -14,6 +14,8 @@ from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import names_of_costs, offloads, recomputes
 from megatron_paradyse.units import MAX_SEQ_LENGTH
 
+PARADYSE = "ParaDySe"  # in the place of a strategy's name: plans chosen by cost
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -81,7 +83,7 @@ def find_longest(setup: Setup, batch_size: int = 1) -> Longest:
     tokens = longest(lambda s: planned(s).fits, step)
     found = forecast(setup, tokens, batch_size, rivals=False) if tokens else None
     used = _used(found.outcome) if found else names
-    limit = Limit("ParaDySe", tokens, _profiled(setup, used), found.outcome if found else None)
+    limit = Limit(PARADYSE, tokens, _profiled(setup, used), found.outcome if found else None)
     return Longest(batch_size, step, limit, found, tuple(single))
 
 

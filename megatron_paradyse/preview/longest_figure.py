@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 
 from megatron_paradyse.preview.layout import bytes_text
+from megatron_paradyse.preview.longest import PARADYSE as PARADYSE_NAME
 from megatron_paradyse.preview.longest import Limit, Longest
+from megatron_paradyse.preview.measured_text import Measured
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import offloads, recomputes
 from megatron_paradyse.whole_file import check_figure, whole_file
@@ -15,11 +17,15 @@ PARADYSE, PLAIN, RECOMPUTED = ("#D55E00", ""), ("#0072B2", ""), ("#56B4E9", "//"
 OFFLOADED = ("#009E73", "xx")
 
 
-def draw_longest(setup: Setup, found: Longest, path: str) -> None:
-    """Draw the limits, the longest on top, into path (.png, .svg or .pdf), all or nothing."""
+def draw_longest(setup: Setup, found: Longest, path: str, measured: Measured | None = None) -> None:
+    """Draw the limits, the longest on top, into path (.png, .svg or .pdf), all or nothing.
+
+    Measured ones are marked on the bars of the predicted ones.
+    """
     check_figure(path)
     # Without pyplot: no display, no state.
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     limits = [found.paradyse, *sorted(found.single, key=lambda limit: -limit.tokens)]
@@ -33,7 +39,10 @@ def draw_longest(setup: Setup, found: Longest, path: str) -> None:
         mark = "*" if limit.extrapolated else ""
         text = f" {value:.3g}{symbol}{mark}" if limit.tokens else " none fits"
         axes.text(value, row, text, va="center", fontsize=8)
-    names = ["ParaDySe", *(limit.strategy for limit in limits[1:])]
+    marks = _measured_marks(limits, measured, unit)
+    if marks:
+        axes.plot(*marks, "|", color="black", markersize=13, markeredgewidth=2, zorder=3)
+    names = [PARADYSE_NAME, *(limit.strategy for limit in limits[1:])]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.14 * max(limit.tokens for limit in limits) / unit or 1)
@@ -43,15 +52,31 @@ def draw_longest(setup: Setup, found: Longest, path: str) -> None:
     kinds = [("ParaDySe", PARADYSE), ("one strategy", PLAIN), ("with +recompute", RECOMPUTED)]
     if any(offloads(limit.strategy) for limit in found.single):
         kinds.append(("with +offload", OFFLOADED))
+    handles: list = [Patch(facecolor=c, hatch=h, edgecolor="white", label=k) for k, (c, h) in kinds]
+    if marks:
+        handles += [
+            Line2D([], [], color="black", marker="|", ls="", ms=11, mew=2, label="measured")
+        ]
     axes.legend(
-        handles=[Patch(facecolor=c, hatch=h, edgecolor="white", label=k) for k, (c, h) in kinds],
+        handles=handles,
         frameon=False,
         fontsize=8,
         loc="lower right",
     )
-    figure.supxlabel(_source(setup, limits), fontsize=7, color="0.35")
+    figure.supxlabel(_source(setup, limits, measured), fontsize=7, color="0.35")
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=150)
+
+
+def _measured_marks(
+    limits: list[Limit], measured: Measured | None, unit: int
+) -> tuple[list[float], list[int]] | None:
+    """Places of the measured limits on the bars."""
+    if measured is None:
+        return None
+    tokens = {limit.strategy: limit.tokens for limit in measured[1]}
+    rows = [row for row, limit in enumerate(limits) if tokens.get(limit.strategy)]
+    return [tokens[limits[row].strategy] / unit for row in rows], rows
 
 
 def _style(row: int, limit: Limit) -> tuple[str, str]:
@@ -71,10 +96,15 @@ def _title(setup: Setup, found: Longest) -> str:
     )
 
 
-def _source(setup: Setup, limits: list[Limit]) -> str:
+def _source(setup: Setup, limits: list[Limit], measured: Measured | None) -> str:
     d = setup.description
     beyond = "; * extrapolated" if any(limit.extrapolated for limit in limits) else ""
+    run = ""
+    if measured is not None:
+        about = measured[0]
+        device = f"one {about.hardware} for a rank" if about.stand_in else about.hardware
+        run = f"\nmeasured on {device}, torch {about.torch}"
     return (
         f"predicted from costs {d.source} {d.date}, {d.p} x {d.hardware.name}, {d.dtype}, "
-        f"{d.attention_mask}{beyond}; drawn {datetime.date.today().isoformat()}"
+        f"{d.attention_mask}{beyond}; drawn {datetime.date.today().isoformat()}{run}"
     )

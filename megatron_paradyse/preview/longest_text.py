@@ -6,14 +6,16 @@ from typing import Any
 
 from megatron_paradyse.preview.layout import bytes_text, heading, seconds_text, table, wrapped
 from megatron_paradyse.preview.longest import Limit, Longest
+from megatron_paradyse.preview.measured_text import Measured, measured_report, measured_values
 from megatron_paradyse.preview.peak_parts import host_bytes
 from megatron_paradyse.preview.plan_text import outcome_values
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import offloads
 
 
-def longest_report(setup: Setup, found: Longest) -> str:
+def longest_report(setup: Setup, found: Longest, measured: Measured | None = None) -> str:
     parts = [heading(setup), _table(found), _paradyse(setup, found), *_notes(setup, found)]
+    parts += [measured_report(measured)] if measured is not None else []
     return "\n\n".join(part for part in parts if part)
 
 
@@ -77,10 +79,13 @@ def _notes(setup: Setup, found: Longest) -> list[str]:
     return ["\n".join(wrapped(note) for note in notes)]
 
 
-def longest_values(setup: Setup, found: Longest) -> dict[str, Any]:
-    """The same for machines; seconds and bytes."""
+def longest_values(
+    setup: Setup, found: Longest, measured: Measured | None = None
+) -> dict[str, Any]:
+    """The same for machines; seconds and bytes. "measured" only where it was."""
     d = setup.description
-    return {
+    values = {} if measured is None else {"measured": measured_values(measured)}
+    return values | {
         "costs": setup.policies.costs.file.path,
         "source": d.source,
         "date": d.date,

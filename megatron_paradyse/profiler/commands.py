@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -115,65 +116,28 @@ def profile(
     if "RANK" not in os.environ:
         from megatron_paradyse.profiler.start import start_ranks
 
-        argv = sys.argv[sys.argv.index("profile") + 1 :]
-        start_ranks(argv, ranks=ranks, output=Path(output))
+        start_ranks(sys.argv[1:], ranks=ranks, output=Path(output))
         if as_json:
             _print_outcome(output, network=network)
         else:
             click.echo(f"wrote {output}")
         return
-    _on_this_rank(options, None if network else megatron, as_json)
+    from megatron_paradyse.profiler.start import as_rank
+
+    def work(report: Callable[[dict], None]) -> None:
+        if network:
+            from megatron_paradyse.simulator.measure_network import measure_network
+
+            measure_network(output)
+        else:
+            from megatron_paradyse.profiler import run
+
+            run.profile(options, megatron, report)
+
+    as_rank(work, functools.partial(_print_outcome, output, network=network) if as_json else None)
 
 
 def _print_outcome(output: str, *, network: bool) -> None:
     from megatron_paradyse.profiler.outcome import outcome
 
     click.echo(json.dumps(outcome(output, network=network)))
-
-
-def _on_this_rank(options: Options, flags: list[str] | None, as_json: bool) -> None:
-    """The profile of one rank, or without flags of its network.
-
-    Whatever ends it ends the process at once, for others may wait.
-    """
-    from megatron_paradyse.profiler import run
-    from megatron_paradyse.profiler.start import PROGRESS_FD, Display
-
-    rank = int(os.environ["RANK"])
-    descriptor = os.environ.get(PROGRESS_FD)
-    display = Display()
-
-    def report(event: dict) -> None:
-        if rank != 0:
-            return
-        if descriptor is None:
-            display.show(event)
-        else:
-            os.write(int(descriptor), (json.dumps(event) + "\n").encode())
-
-    code = 1
-    try:
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere if descriptor is None else sys.stdout),
-        ):
-            if flags is None:
-                from megatron_paradyse.simulator.measure_network import measure_network
-
-                measure_network(options.output)
-            else:
-                run.profile(options, flags, report)
-        if as_json and rank == 0 and descriptor is None:  # under torchrun: nobody else says it
-            _print_outcome(options.output, network=flags is None)
-        code = 0
-    except UserError as error:
-        if rank == 0:
-            os.write(2, f"error: {error}\n".encode())
-        code = 2
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

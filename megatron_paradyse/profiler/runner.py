@@ -8,8 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 from megatron_paradyse.costs.packed import AS_LOCAL
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import BYTES_ONLY, MODEL, OK, OOM, Measurement
@@ -23,6 +21,7 @@ from megatron_paradyse.profiler.agree import (
     status_alone,
     status_of,
 )
+from megatron_paradyse.profiler.iterations import forget_gradients
 from megatron_paradyse.profiler.journal import Journal
 from megatron_paradyse.profiler.lengths import expected_bytes
 from megatron_paradyse.profiler.measure import measure_bytes, measure_seconds, seconds_of_runs
@@ -78,7 +77,7 @@ class Runner:
                     status = OK if measured.is_ok else measured.status
                 except Exception as error:
                     if is_lost_peer(error):  # a rank that was killed says nothing of the point
-                        _end_if_one_is_missing(error)
+                        end_if_one_is_missing(error)
                     status = status_of(error)
                     error.__traceback__ = None  # its frames hold tensors
                     self._forget()
@@ -86,7 +85,7 @@ class Runner:
         except OneRankFailedError as error:
             cause = error.__cause__
             if cause is not None and is_lost_peer(cause):  # between a point's end and its agreement
-                _end_if_one_is_missing(cause)
+                end_if_one_is_missing(cause)
             leave_note(Path(self._options.output), point.key, status_alone(error))
             dog = watchdog.current()
             if dog is not None:
@@ -154,15 +153,12 @@ class Runner:
     def _forget(self) -> None:
         """Drop the tensors of a length, and what a failure may have left in gradients."""
         self._operations = self._at = None
-        for chunk in self._model.chunks:
-            for parameter in chunk.parameters():
-                parameter.grad = None
-            chunk.zero_grad_buffer()
         gc.collect()
-        torch.cuda.empty_cache()
+        forget_gradients(self._model)
 
 
-def _end_if_one_is_missing(error: BaseException) -> None:
+def end_if_one_is_missing(error: BaseException) -> None:
+    """Where a collective failed because a rank has gone, say so and end; else return."""
     dog = watchdog.current()
     if dog is not None:
         dog.lost_a_peer(error.__traceback__, seconds=SECONDS_TO_LOOK)

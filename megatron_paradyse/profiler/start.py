@@ -1,16 +1,18 @@
-"""Starts the ranks of a profile on this machine, as torchrun would, and shows how far they are."""
+"""Ranks that measure, started on this machine as torchrun would, and how far they are."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -25,7 +27,10 @@ MAX_RESTARTS = 100
 
 
 def start_ranks(argv: Sequence[str], *, ranks: int, output: Path) -> None:
-    """Run `megatron-paradyse profile` with argv on every rank, again while points end it."""
+    """Run `megatron-paradyse` with argv on every rank, again where a rank failed alone.
+
+    What they say goes into a file beside output.
+    """
     note_path(output).unlink(missing_ok=True)
     log = output.with_name(output.name + ".log")
     with Display() as display:
@@ -56,7 +61,7 @@ def _run(argv: Sequence[str], ranks: int, log: Path, display: Display) -> int:
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                     PROGRESS_FD: str(writing),
                 }
-                command = [sys.executable, "-m", "megatron_paradyse", "profile", *argv]
+                command = [sys.executable, "-m", "megatron_paradyse", *argv]
                 processes.append(
                     subprocess.Popen(
                         command, env=environment, stdout=said, stderr=said, pass_fds=[writing]
@@ -89,6 +94,47 @@ def _reason(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     errors = [re.sub(ERROR, "", line) for line in lines if re.match(ERROR, line)]
     return errors[0] if errors else next((x for x in reversed(lines) if x.strip()), "a rank ended")
+
+
+def as_rank(
+    work: Callable[[Callable[[dict], None]], None], tell: Callable[[], None] | None = None
+) -> NoReturn:
+    """work(report) as one of the ranks, of which the first reports events; never returns.
+
+    tell: what comes of it, where start_ranks did not start them and nobody else does. Whatever ends
+    it ends the process at once, for others may wait.
+    """
+    rank = int(os.environ["RANK"])
+    descriptor = os.environ.get(PROGRESS_FD)
+    display = Display()
+
+    def report(event: dict) -> None:
+        if rank != 0:
+            return
+        if descriptor is None:
+            display.show(event)
+        else:
+            os.write(int(descriptor), (json.dumps(event) + "\n").encode())
+
+    code = 1
+    try:
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere if descriptor is None else sys.stdout),
+        ):
+            work(report)
+        if tell is not None and rank == 0 and descriptor is None:
+            tell()
+        code = 0
+    except UserError as error:
+        if rank == 0:
+            os.write(2, f"error: {error}\n".encode())
+        code = 2
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Display:

@@ -60,10 +60,12 @@ def model_flags(
     ranks: int,
     dtype: str,
     mask: str | None = None,
+    alone: bool = True,
 ) -> list[str]:
     """Megatron's flags of a named model, a YAML file, or neither.
 
-    mask: "causal" or "bidirectional" whatever the model's is. The given flags come last and win.
+    mask: "causal" or "bidirectional" whatever the model's is. alone: one process in the place of a
+    rank, whose parameters need no values. The given flags come last and win.
     """
     flags: list[str] = []
     if model in MODELS:
@@ -82,5 +84,5 @@ def model_flags(
         flags += ["--seq-length", "2048"]
     if "--max-position-embeddings" not in flags:
         flags += ["--max-position-embeddings", "8192"]
-    flags += ["--no-initialization", *GROUP_FLAGS]
+    flags += ["--no-initialization", *GROUP_FLAGS] if alone else []
     return megatron_flags(flags, model_path=None, ranks=ranks)

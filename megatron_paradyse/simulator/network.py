@@ -123,6 +123,11 @@ def find_network(text: str, p: int) -> Network:
     return _network_of_link(name, LINKS[within if one_node else between], p)
 
 
+def free_network(p: int) -> Network:
+    """Where communication takes no time."""
+    return Network("none", p, "no time", {c: AlphaBeta(0.0, float("inf")) for c in COLLECTIVES})
+
+
 def _network_of_link(name: str, link: Link, p: int) -> Network:
     rate = link.bytes_per_second * link.efficiency
     once, around = link.start_seconds + 2 * link.hop_seconds, link.hop_seconds * (p - 1)

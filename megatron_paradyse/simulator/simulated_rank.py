@@ -112,15 +112,17 @@ def without_values() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_as_rank(model: ProfiledModel, rank: int) -> Iterator[None]:
-    """Strategies of the layer's attention take themselves for that rank."""
-    attention = model.layer.self_attention
-    groups = attention.pg_collection
+    """Strategies of the layers' attention take themselves for that rank."""
+    attentions = [layer.self_attention for layer in model.gpt.decoder.layers]
+    groups = [attention.pg_collection for attention in attentions]
     try:
-        attention.pg_collection = copy.copy(groups)
-        attention.pg_collection.tp = Place(rank, groups.tp.size())
+        for attention in attentions:
+            attention.pg_collection = copy.copy(attention.pg_collection)
+            attention.pg_collection.tp = Place(rank, attention.pg_collection.tp.size())
         yield
     finally:
-        attention.pg_collection = groups
+        for attention, before in zip(attentions, groups, strict=True):
+            attention.pg_collection = before
 
 
 def read_anywhere(raw: Iterator[dict]) -> dict:

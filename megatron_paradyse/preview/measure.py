@@ -1,0 +1,70 @@
+"""What `megatron-paradyse max-length --measure` does with its options."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.preview.longest import Longest
+from megatron_paradyse.preview.setup import Setup
+from megatron_paradyse.whole_file import check_output
+
+
+@dataclass(frozen=True)
+class How:
+    """The options, as they were given."""
+
+    output: str
+    nproc: int | None
+    stand_in: bool
+    model: str | None
+    resolution: float
+    most_seconds: float | None
+
+
+def run_measurement(
+    how: How, setup: Setup, found: Longest, flags: Sequence[str], tell: Callable[[], None]
+) -> None:
+    """Make the trials; returns when they are in the file. As one of the ranks it never returns."""
+    from megatron_paradyse.preview.trials import Options, run_trials
+    from megatron_paradyse.simulator.models import model_flags
+
+    check_output(how.output)
+    p = setup.description.p
+    ranks = int(os.environ.get("WORLD_SIZE", how.nproc or 0))
+    if how.stand_in and ranks:
+        raise UserError("--stand-in is one process: leave out --nproc and torchrun")
+    if not (how.stand_in or ranks):
+        raise UserError(
+            f"give --nproc {p} to start {p} ranks here, start it under torchrun, or give --stand-in"
+        )
+    if ranks and ranks != p:
+        raise UserError(f"the costs are of {p} ranks, not of {ranks}: give --nproc {p}")
+    d = setup.description
+    megatron = model_flags(
+        how.model,
+        [*flags, "--num-layers", str(setup.policies.num_layers)],
+        ranks=p,
+        dtype=d.dtype,
+        alone=how.stand_in,
+    )
+    options = Options(how.output, how.resolution, how.most_seconds, how.stand_in)
+
+    def work(report: Callable[[dict], None]) -> None:
+        run_trials(options, setup, found, megatron, report)
+
+    if how.stand_in:
+        from megatron_paradyse.simulator.run import quiet
+
+        with quiet():
+            work(lambda event: print(event["text"], file=sys.stderr, flush=True))
+        return
+    from megatron_paradyse.profiler.start import as_rank, start_ranks
+
+    if "RANK" in os.environ:
+        as_rank(work, tell)
+    start_ranks(sys.argv[1:], ranks=ranks, output=Path(how.output))

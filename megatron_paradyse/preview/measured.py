@@ -1,0 +1,202 @@
+"""Limits found by running: trials, the file that keeps them, and the search between them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_paradyse.costs.strict import (
+    ContentError,
+    check_array,
+    check_fields,
+    check_keys,
+    load_json,
+)
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.preview.longest import Longest
+from megatron_paradyse.units import MAX_SEQ_LENGTH
+from megatron_paradyse.whole_file import write_whole
+
+MAX_FILE_BYTES = 16 << 20
+MAX_TRIALS = 100_000
+FITS = "fits"
+REMEDY = "give another --measure, or remove the file"
+
+
+@dataclass(frozen=True)
+class About:
+    """What trials are of: these must be alike for trials to be compared.
+
+    costs: the fingerprint of the cost file. margin_ppm: of its predictions. allocator: of a GPU.
+    """
+
+    costs: str
+    budget_bytes: int
+    margin_ppm: int
+    batch_size: int
+    num_layers: int
+    ranks: int
+    stand_in: bool
+    hardware: str
+    torch: str
+    allocator: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One iteration of a strategy on all layers, or of ParaDySe's plan.
+
+    status: "fits", "oom", or why it could not run. peak_bytes, of the rank that held most,
+    reserved_bytes, of a GPU's allocator, and microseconds: 0 where it did not come to its end.
+    """
+
+    strategy: str
+    tokens: int
+    status: str
+    plan: str
+    date: str
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    microseconds: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return self.status == FITS
+
+
+@dataclass(frozen=True)
+class MeasuredLimit:
+    """tokens: the longest that fitted, 0 where none did; above: the shortest tried that did not.
+
+    above is None where nothing longer was tried, for `why`.
+    """
+
+    strategy: str
+    predicted: int
+    tokens: int
+    above: int | None
+    why: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction: predicted over measured, less 1."""
+        return self.predicted / self.tokens - 1 if self.tokens else None
+
+
+class TrialFile:
+    """The trials of one About, written anew after each."""
+
+    def __init__(self, path: str, about: About):
+        """Goes on from those in the file, if there is one; UserError if they are of another."""
+        self._path, self.about = path, about
+        self.trials: dict[tuple[str, int], Trial] = {}
+        if not Path(path).exists():
+            return
+        there, trials = read_trials(path)
+        for name, value in asdict(there).items():
+            if value != getattr(about, name):
+                raise UserError(
+                    f"{path} holds trials of something else ({name}: {value}, here "
+                    f"{getattr(about, name)}): {REMEDY}"
+                )
+        self.trials = {(trial.strategy, trial.tokens): trial for trial in trials}
+
+    def add(self, trial: Trial) -> None:
+        self.trials[trial.strategy, trial.tokens] = trial
+
+    def save(self) -> None:
+        """The whole file: a reader finds the old one or the new one, never a part."""
+        trials = [asdict(trial) for trial in self.trials.values()]
+        content = {"about": asdict(self.about), "trials": trials}
+        write_whole(self._path, json.dumps(content, indent=1) + "\n")
+
+
+def read_trials(path: str) -> tuple[About, list[Trial]]:
+    """UserError for anything else than a file of trials."""
+    content, _ = load_json(path, max_bytes=MAX_FILE_BYTES, remedy=REMEDY)
+    try:
+        values = check_keys(content, "the file", ("about", "trials"))
+        about = About(**check_fields(About, values["about"], "about"))
+        listed = check_array(values["trials"], "trials", max_items=MAX_TRIALS)
+        trials = [
+            Trial(**check_fields(Trial, value, f"trials[{i}]")) for i, value in enumerate(listed)
+        ]
+    except ContentError as error:
+        raise UserError(f"{path} is not a file of trials: {error}: {REMEDY}") from error
+    return about, trials
+
+
+def search(
+    strategy: str,
+    predicted: int,
+    fits: Callable[[int], bool | None],
+    *,
+    step: int,
+    resolution: float,
+) -> MeasuredLimit:
+    """The limit to `resolution`, by as few trials as the prediction is good.
+
+    The first two lie half of it below and above the prediction. fits(tokens), of multiples of step:
+    None where a trial was not made.
+    """
+
+    def apart(tokens: float) -> int:
+        return max(step, math.ceil(resolution * tokens / step) * step)
+
+    low, high, width = 0, None, 1
+    tokens = max(step, int((1 - resolution / 2) * predicted) // step * step)
+    while high is None:
+        found = fits(tokens)
+        if found is None:
+            return MeasuredLimit(strategy, predicted, low, None, "longer ones would take too long")
+        if not found:
+            high = tokens
+        elif tokens >= MAX_SEQ_LENGTH // step * step:
+            return MeasuredLimit(strategy, predicted, tokens, None, "the longest there is")
+        else:
+            low = tokens
+            tokens = min(tokens + width * apart(predicted or tokens), MAX_SEQ_LENGTH // step * step)
+            width *= 2
+    while not low and high > step:
+        tokens = max(step, high - width * apart(high))
+        width *= 2
+        if fits(tokens):
+            low = tokens
+        else:
+            high = tokens
+    while low and high - low > apart(high):
+        middle = (low + high) // 2 // step * step
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return MeasuredLimit(strategy, predicted, low, high)
+
+
+def measured_limits(
+    found: Longest,
+    fits_of: Callable[[str], Callable[[int], bool | None]],
+    *,
+    resolution: float,
+) -> list[MeasuredLimit]:
+    """ParaDySe's first, then each strategy's, in the order of the predictions."""
+    predicted = [found.paradyse, *sorted(found.single, key=lambda limit: -limit.tokens)]
+    return [
+        search(
+            limit.strategy,
+            limit.tokens,
+            fits_of(limit.strategy),
+            step=found.alignment,
+            resolution=resolution,
+        )
+        for limit in predicted
+    ]
+
+
+def of_file(trials: Iterable[Trial]) -> Callable[[str], Callable[[int], bool | None]]:
+    """What measured_limits asks, answered by trials that were made."""
+    fits = {(trial.strategy, trial.tokens): trial.fits for trial in trials}
+    return lambda name: lambda tokens: fits.get((name, tokens))

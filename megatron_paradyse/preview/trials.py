@@ -1,0 +1,323 @@
+"""One rank's part in finding limits by running: whole iterations of the whole model.
+
+On a GPU the allocator is kept to the budget, and an iteration that wants more ends out of memory.
+On a CPU the bytes are counted, as an enforced budget counts them, and compared with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_paradyse.costs.table import OOM
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import Plan
+from megatron_paradyse.preview.longest import PARADYSE, Longest
+from megatron_paradyse.preview.measured import FITS, About, Trial, TrialFile, measured_limits
+from megatron_paradyse.preview.setup import Setup
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+EXPANDABLE = "expandable_segments:True"  # lengths differ, and so do the blocks that are asked for
+NO_ALLOCATOR = "none: bytes are counted"
+AGREE_SECONDS = 600.0  # a rank may wait so long for others that still run
+
+
+@dataclass(frozen=True)
+class Options:
+    """output: the trials. most_seconds: trials predicted to take longer are not made.
+
+    stand_in: this process alone, as each of the ranks that differ of setup.description.p.
+    """
+
+    output: str
+    resolution: float = 0.02
+    most_seconds: float | None = None
+    stand_in: bool = False
+
+
+def run_trials(
+    options: Options,
+    setup: Setup,
+    found: Longest,
+    flags: Sequence[str],
+    report: Callable[[dict], None],
+) -> None:
+    """Search every limit in `found`; all ranks must call it. Once in a process."""
+    os.environ.setdefault(ALLOCATOR, EXPANDABLE)
+    from megatron_paradyse.train import plugin
+
+    plugin.install()
+    with contextlib.ExitStack() as stack:
+        agree = _start_alone(setup, flags, stack) if options.stand_in else _start_rank(flags)
+        _check_model(setup)
+        rank = _Rank(options, setup, found, agree, report)
+        for name, tokens in agree.failed_alone(Path(options.output)):
+            rank.record(rank.empty(name, tokens, OOM))
+        measured_limits(found, rank.fits_of, resolution=options.resolution)
+
+
+class _Alone:
+    """Nobody to agree with."""
+
+    def status(self, mine: str) -> str:
+        return mine
+
+    def failed_alone(self, output: Path) -> Iterator[tuple[str, int]]:
+        return iter(())
+
+
+class _Together:
+    def __init__(self) -> None:
+        from megatron_paradyse.profiler.agree import Agreement
+
+        self._agreement = Agreement(wait_seconds=AGREE_SECONDS)
+
+    def status(self, mine: str) -> str:
+        return self._agreement.status(mine)
+
+    def failed_alone(self, output: Path) -> Iterator[tuple[str, int]]:
+        """The trial at which a rank alone ended the last start of all ranks."""
+        from megatron_paradyse.profiler.agree import take_note
+
+        note = take_note(output) if os.environ["RANK"] == "0" else None
+        note = self._agreement.first(note)
+        if note is not None:
+            (name, tokens), _ = note
+            yield name, tokens
+
+
+def _start_rank(flags: Sequence[str]) -> Any:
+    sys.argv = ["max-length", *flags]
+    from megatron.training import get_args, training
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_paradyse.train import plugin
+
+    args = parse_and_validate_args()
+    args.load = args.save = args.pretrained_checkpoint = None
+    plugin.watch_and_agree(args)
+    training.initialize_megatron()
+    get_args().check_for_nan_in_loss_and_grad = False  # that check wants to run inside train_step
+    return _Together()
+
+
+def _start_alone(setup: Setup, flags: Sequence[str], stack: contextlib.ExitStack) -> Any:
+    from megatron_paradyse.simulator.network import free_network
+    from megatron_paradyse.simulator.simulated_rank import start_megatron
+    from megatron_paradyse.simulator.traffic import fill_with_own, replaced
+
+    p = setup.description.p
+    start_megatron(flags, p=p, rank=0)  # the rank that reads the data
+    stack.enter_context(replaced(free_network(p), _NoClock(), fill=fill_with_own))
+    return _Alone()
+
+
+class _NoClock:
+    """Of communication that takes no time."""
+
+    def begin(self, seconds: float, prepare: Callable[[], None] | None = None) -> None:
+        if prepare is not None:
+            prepare()
+
+    def wait(self, begun: None) -> None: ...
+
+
+def _check_model(setup: Setup) -> None:
+    """UserError unless the flags describe the model and the ranks that the costs are of."""
+    from megatron_paradyse.costs.description import differences
+    from megatron_paradyse.train.describe import describe
+
+    ours = describe(setup.policies.num_layers)
+    d = setup.description
+    model = replace(d.model, num_layers=setup.policies.num_layers)
+    theirs = replace(ours, model=model, p=d.p, dtype=d.dtype, attention_mask=d.attention_mask)
+    found = differences(theirs, ours)
+    if found:
+        raise UserError(
+            f"the costs are of another model than these flags ({'; '.join(found)}): give the "
+            "flags that the costs were made with"
+        )
+
+
+class _Rank:
+    """The model, and its trials."""
+
+    def __init__(
+        self,
+        options: Options,
+        setup: Setup,
+        found: Longest,
+        agree: Any,
+        report: Callable[[dict], None],
+    ):
+        import torch
+
+        from megatron_paradyse.live_bytes import make_meter
+        from megatron_paradyse.profiler.model import build_model, step_without_microbatches
+
+        self._options, self._setup, self._found = options, setup, found
+        self._agree, self._report = agree, report
+        self._budget = setup.stage.budget_bytes
+        self._file = TrialFile(options.output, self._about())
+        self._writes = options.stand_in or os.environ["RANK"] == "0"
+        if torch.cuda.is_available():
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget / total))
+        report({"text": "building the model"})
+        self._meter = make_meter()
+        with self._meter:
+            self._before = self._meter.live_bytes
+            self._model = build_model(setup.policies.num_layers)
+            step_without_microbatches(self._model)  # makes the optimizer's states
+        gc.collect()
+        gc.freeze()  # what is there now stays: no later collection need look at it
+
+    def _about(self) -> About:
+        import torch
+
+        from megatron_paradyse.train.describe import hardware
+
+        setup = self._setup
+        on_gpu = torch.cuda.is_available()
+        return About(
+            costs=setup.policies.costs.file.fingerprint,
+            budget_bytes=self._budget,
+            margin_ppm=round(setup.stage.margin * 1e6),
+            batch_size=self._found.batch_size,
+            num_layers=setup.policies.num_layers,
+            ranks=setup.description.p,
+            stand_in=self._options.stand_in,
+            hardware=hardware().name,
+            torch=torch.__version__,
+            allocator=os.environ[ALLOCATOR] if on_gpu else NO_ALLOCATOR,
+        )
+
+    def record(self, trial: Trial) -> None:
+        self._file.add(trial)
+        if self._writes:
+            self._file.save()
+
+    def empty(self, name: str, tokens: int, status: str, plan: str = "") -> Trial:
+        return Trial(name, tokens, status, plan[:400], datetime.date.today().isoformat())
+
+    def fits_of(self, name: str) -> Callable[[int], bool | None]:
+        """tokens -> whether it fits, or None where that would take too long."""
+
+        def fits(tokens: int) -> bool | None:
+            trial = self._file.trials.get((name, tokens))
+            if trial is None:
+                plan, seconds = self._planned(name, tokens)
+                most = self._options.most_seconds
+                if most is not None and seconds > most:
+                    self._report({"text": f"{name} at {tokens:,}: about {seconds:.0f} s, left out"})
+                    return None
+                trial = self._try(name, plan, tokens)
+                self.record(trial)
+                self._report({"text": f"{name} at {tokens:,} tokens: {trial.status}"})
+            return trial.fits
+
+        return fits
+
+    def _planned(self, name: str, tokens: int) -> tuple[Plan, float]:
+        """What training would run there, and how long an iteration is predicted to take."""
+        from megatron_paradyse.preview.forecast import alone
+
+        setup = self._setup
+        problem = setup.policy.problem(setup.layers, self._found.batch_size, tokens, False)
+        if name == PARADYSE:
+            outcome = setup.policy.planner.plan(problem)
+        else:
+            outcome = alone(problem, [name])[name]
+        return outcome.plan, outcome.seconds
+
+    def _try(self, name: str, plan: Plan, tokens: int) -> Trial:
+        from megatron_paradyse.profiler.agree import (
+            RESTART_CODE,
+            OneRankFailedError,
+            leave_note,
+            status_of,
+        )
+        from megatron_paradyse.profiler.iterations import begin_anew
+        from megatron_paradyse.profiler.runner import end_if_one_is_missing
+        from megatron_paradyse.train.ending import is_lost_peer
+
+        peak = reserved = microseconds = 0
+        status = FITS
+        try:
+            peak, reserved, microseconds = self._iteration(plan, tokens)
+        except Exception as error:
+            if is_lost_peer(error):
+                end_if_one_is_missing(error)
+            status = status_of(error)
+            error.__traceback__ = None  # its frames hold tensors
+            gc.collect()
+            begin_anew(self._model)
+        try:
+            status = self._agree.status(status)
+        except OneRankFailedError as error:
+            leave_note(Path(self._options.output), (name, tokens), str(error))
+            os._exit(RESTART_CODE)
+        if status == FITS and peak > self._budget:
+            status = OOM
+        return replace(
+            self.empty(name, tokens, status, plan.runs()),
+            peak_bytes=peak,
+            reserved_bytes=reserved,
+            microseconds=microseconds,
+        )
+
+    def _iteration(self, plan: Plan, tokens: int) -> tuple[int, ...]:
+        """Of the ranks that this process stands for, the largest: peak, reserved, microseconds."""
+        found = []
+        for place in self._places(plan):
+            with place:
+                found.append(self._measured(plan, tokens))
+        return tuple(map(max, zip(*found, strict=True)))
+
+    def _places(self, plan: Plan) -> list[contextlib.AbstractContextManager]:
+        if not self._options.stand_in:
+            return [contextlib.nullcontext()]
+        from megatron_paradyse.costs.description import CAUSAL
+        from megatron_paradyse.simulator.run import ranks_that_differ
+        from megatron_paradyse.simulator.simulated_rank import attention_as_rank
+
+        d = self._setup.description
+        ranks: set[int] = set()
+        for name in {choice.attention for choice in plan.layers.values()}:
+            causal = d.attention_mask == CAUSAL
+            ranks |= {*ranks_that_differ(name, "attention", p=d.p, causal=causal)}
+        return [attention_as_rank(self._model, rank) for rank in sorted(ranks)]
+
+    def _measured(self, plan: Plan, tokens: int) -> tuple[int, ...]:
+        import torch
+        from megatron.core.parallel_state import get_global_memory_buffer
+
+        from megatron_paradyse.model_edges import forget_angles
+        from megatron_paradyse.profiler.iterations import train_one
+        from megatron_paradyse.profiler.model import largest_over_ranks
+
+        self._model.policy.chosen = plan
+        on_gpu = torch.cuda.is_available()
+        with self._meter:
+            get_global_memory_buffer().buffer.clear()  # it has the length of another trial
+            forget_angles(self._model.chunks)
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+            self._meter.reset_peak()
+            start = time.perf_counter()
+            train_one(self._model, tokens, self._found.batch_size)
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            peak = self._meter.peak_bytes - self._before
+        reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
+        return tuple(map(int, largest_over_ranks([peak, reserved, 1e6 * seconds])))
