@@ -16,7 +16,7 @@ from megatron_paradyse.simulator.network import AlphaBeta, find_network, write_n
 from tests.simulator.test_simulated_bytes import COMMON, GPT, LENGTH, simulated
 from tests.train.harness import run_forked
 
-STRATEGIES = ("megatron_ts", "ulysses_z", "metp+recompute")
+STRATEGIES = ("megatron_ts", "ulysses_z", "ulysses_z+recompute", "metp", "metp+recompute")
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,20 @@ def test_a_stand_in_waits_for_the_collectives_that_its_strategy_begins(stand_in)
     assert seconds["megatron_ts", "mlp"] == (2, 3)  # gather, scatter; two gathers, scatter
     # Weights of fc1 and fc2 and the bias; backward again, and of each the gradient.
     assert seconds["ulysses_z", "mlp"] == (3, 5)
-    forward, backward = seconds["metp+recompute", "mlp"]
+    forward, backward = seconds["metp", "mlp"]
     assert forward == 3 and backward >= 2 * 3
+
+
+def test_the_end_of_an_mlp_does_not_run_again(stand_in):
+    """Nobody reads it: of METP nothing is sent again, of UlyssesZ fc1's weight and bias alone."""
+    seconds = {
+        m.strategy: (round(m.forward_seconds), round(m.backward_seconds))
+        for m in stand_in.measurements
+        if m.operation == "mlp"
+    }
+    assert seconds["metp+recompute"] == seconds["metp"]
+    forward, backward = seconds["ulysses_z"]
+    assert seconds["ulysses_z+recompute"] == (forward, backward + 2)
 
 
 def test_kernels_and_communication_are_laid_side_by_side(monkeypatch):
