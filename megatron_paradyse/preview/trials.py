@@ -297,27 +297,37 @@ class _Rank:
         return [attention_as_rank(self._model, rank) for rank in sorted(ranks)]
 
     def _measured(self, plan: Plan, tokens: int) -> tuple[int, ...]:
-        import torch
+        """Of an iteration that follows others of this length, as in a training."""
         from megatron.core.parallel_state import get_global_memory_buffer
 
         from megatron_paradyse.model_edges import forget_angles
+
+        self._model.policy.chosen = plan
+        with self._meter:
+            buffer = get_global_memory_buffer().buffer
+            buffer.clear()  # it has the length of another trial
+            forget_angles(self._model.chunks)
+            numbers = self._once(tokens)
+            if buffer:  # what gathers made it, and now it is there from the beginning
+                numbers = self._once(tokens)
+        return numbers
+
+    def _once(self, tokens: int) -> tuple[int, ...]:
+        import torch
+
         from megatron_paradyse.profiler.iterations import train_one
         from megatron_paradyse.profiler.model import largest_over_ranks
 
-        self._model.policy.chosen = plan
         on_gpu = torch.cuda.is_available()
-        with self._meter:
-            get_global_memory_buffer().buffer.clear()  # it has the length of another trial
-            forget_angles(self._model.chunks)
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
-            self._meter.reset_peak()
-            start = time.perf_counter()
-            train_one(self._model, tokens, self._found.batch_size)
-            if on_gpu:
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            peak = self._meter.peak_bytes - self._before
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        self._meter.reset_peak()
+        start = time.perf_counter()
+        train_one(self._model, tokens, self._found.batch_size)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        peak = self._meter.peak_bytes - self._before
         reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
         return tuple(map(int, largest_over_ranks([peak, reserved, 1e6 * seconds])))
