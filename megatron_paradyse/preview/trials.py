@@ -88,10 +88,9 @@ class _Together:
         from megatron_paradyse.profiler.agree import take_note
 
         note = take_note(output) if os.environ["RANK"] == "0" else None
-        note = self._agreement.first(note)
-        if note is not None:
-            (name, tokens), _ = note
-            yield name, tokens
+        match self._agreement.first(note):
+            case [[str() as name, int() as tokens], str()] if tokens > 0:
+                yield name, tokens
 
 
 def _start_rank(flags: Sequence[str]) -> Any:

@@ -142,6 +142,12 @@ def _network(folder: Path, content: bytes) -> None:
     read_network(_file(folder, "network.json", content), 4)
 
 
+def _trials(folder: Path, content: bytes) -> None:
+    from megatron_paradyse.preview.measured import read_trials
+
+    read_trials(_file(folder, "trials.json", content))
+
+
 def _note(folder: Path, content: bytes) -> None:
     from megatron_paradyse.profiler.agree import note_path, take_note
 
@@ -216,6 +222,16 @@ def _network_seeds(folder: Path) -> list[bytes]:
     return [(folder / "seed.json").read_bytes()]
 
 
+def _trials_seeds(folder: Path) -> list[bytes]:
+    from megatron_paradyse.preview.measured import About, Trial, TrialFile
+
+    file = TrialFile(str(folder / "seed.json"), About("a", 9, 0, 1, 4, 2, False, "cpu", "2", "no"))
+    for tokens in (64, 128):
+        file.add(Trial("metp", tokens, "fits", "1-4 metp", "2026-11-22", 5, 6, 7))
+    file.save()
+    return [(folder / "seed.json").read_bytes()]
+
+
 def _gzip_seeds(folder: Path) -> list[bytes]:
     import gzip
 
@@ -269,6 +285,7 @@ TARGETS: dict[str, Target] = {
     "gzip": Target(_gzip, _gzip_seeds),
     "device": Target(_device, _given("like: a100-80g\nmemory_bytes: 40GiB\n")),
     "network": Target(_network, _network_seeds),
+    "trials": Target(_trials, _trials_seeds),
     "note": Target(_note, _given('{"point": ["metp", "mlp", 64, 1], "status": "oom"}')),
     "checkpoint": Target(
         _checkpoint, _given('7\n{"common.pt": 10}', "release", 'x\n{"common.pt": 10, "../x": 3}')
