@@ -89,11 +89,14 @@ class MeasuredLimit:
 class TrialFile:
     """The trials of one About, written anew after each."""
 
-    def __init__(self, path: str, about: About):
-        """Goes on from those in the file, if there is one; UserError if they are of another."""
+    def __init__(self, path: str | None, about: About):
+        """Goes on from those in the file, if there is one; UserError if they are of another.
+
+        path None: on a rank that keeps none.
+        """
         self._path, self.about = path, about
         self.trials: dict[tuple[str, int], Trial] = {}
-        if not Path(path).exists():
+        if path is None or not Path(path).exists():
             return
         there, trials = read_trials(path)
         for name, value in asdict(there).items():
@@ -109,6 +112,7 @@ class TrialFile:
 
     def save(self) -> None:
         """The whole file: a reader finds the old one or the new one, never a part."""
+        assert self._path is not None
         trials = [asdict(trial) for trial in self.trials.values()]
         content = {"about": asdict(self.about), "trials": trials}
         write_whole(self._path, json.dumps(content, indent=1) + "\n")

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_paradyse.preview.longest import PARADYSE, Longest
 from megatron_paradyse.preview.measured import FITS, About, Trial, TrialFile, measured_limits
 from megatron_paradyse.preview.setup import Setup
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second: of every torch
 EXPANDABLE = "expandable_segments:True"  # lengths differ, and so do the blocks that are asked for
 NO_ALLOCATOR = "none: bytes are counted"
 AGREE_SECONDS = 600.0  # a rank may wait so long for others that still run
@@ -51,7 +51,8 @@ def run_trials(
     report: Callable[[dict], None],
 ) -> None:
     """Search every limit in `found`; all ranks must call it. Once in a process."""
-    os.environ.setdefault(ALLOCATOR, EXPANDABLE)
+    if not any(name in os.environ for name in ALLOCATORS):
+        os.environ[ALLOCATORS[-1]] = EXPANDABLE
     from megatron_paradyse.train import plugin
 
     plugin.install()
@@ -70,6 +71,9 @@ class _Alone:
     def status(self, mine: str) -> str:
         return mine
 
+    def first(self, value: Any) -> Any:
+        return value
+
     def failed_alone(self, output: Path) -> Iterator[tuple[str, int]]:
         return iter(())
 
@@ -82,6 +86,9 @@ class _Together:
 
     def status(self, mine: str) -> str:
         return self._agreement.status(mine)
+
+    def first(self, value: Any) -> Any:
+        return self._agreement.first(value)
 
     def failed_alone(self, output: Path) -> Iterator[tuple[str, int]]:
         """The trial at which a rank alone ended the last start of all ranks."""
@@ -165,8 +172,8 @@ class _Rank:
         self._options, self._setup, self._found = options, setup, found
         self._agree, self._report = agree, report
         self._budget = setup.stage.budget_bytes
-        self._file = TrialFile(options.output, self._about())
         self._writes = options.stand_in or os.environ["RANK"] == "0"
+        self._file = self._opened()
         if torch.cuda.is_available():
             total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget / total))
@@ -196,8 +203,19 @@ class _Rank:
             stand_in=self._options.stand_in,
             hardware=hardware().name,
             torch=torch.__version__,
-            allocator=os.environ[ALLOCATOR] if on_gpu else NO_ALLOCATOR,
+            allocator=next(os.environ[name] for name in ALLOCATORS if name in os.environ)
+            if on_gpu
+            else NO_ALLOCATOR,
         )
+
+    def _opened(self) -> TrialFile:
+        """With the first rank's trials on every rank, some of which may not see its disk."""
+        path = self._options.output if self._writes else None
+        file = TrialFile(path, self._about())
+        known = self._agree.first([asdict(trial) for trial in file.trials.values()])
+        for values in known:
+            file.add(Trial(**values))
+        return file
 
     def record(self, trial: Trial) -> None:
         self._file.add(trial)

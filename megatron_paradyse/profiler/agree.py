@@ -45,16 +45,16 @@ class Agreement:
     def status(self, mine: str) -> str:
         """The worst of all ranks: "oom" before "unsupported: why" before "ok"."""
         try:
-            everyone = self._everyone(mine)
+            everyone = self.everyone(mine)
         except RuntimeError as error:
             raise OneRankFailedError(mine) from error
         return max(everyone, key=lambda status: (status == OOM, status != OK))
 
     def first(self, value):
         """Rank 0's value, of what JSON can say."""
-        return self._everyone(value)[0]
+        return self.everyone(value)[0]
 
-    def _everyone(self, value) -> list:
+    def everyone(self, value) -> list:
         """Every rank's value, by rank: as JSON, since what a pickle holds would be run."""
         content = json.dumps(value).encode()
         sizes = self._gathered(torch.tensor([len(content)]))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_paradyse.costs.description import CAUSAL
 from megatron_paradyse.costs.table import BYTES_ONLY
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.points import (
     Options,
     Point,
@@ -57,6 +58,12 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     output = Path(options.output)
     rank = int(os.environ["RANK"])
     journal = Journal(output, describe(num_layers))
+    known = agreement.everyone(len(journal))
+    if len(set(known)) > 1:
+        raise UserError(
+            f"{output} has {min(known)} points on one machine, {max(known)} on another: put it on "
+            "a disk that all of them see, or copy the larger one to all"
+        )
     causal = journal.description.attention_mask == CAUSAL
     torch.distributed.barrier()
     meter = make_meter()

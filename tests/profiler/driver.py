@@ -1,6 +1,7 @@
 """A rank of a profile: driver OPTIONS FAULT <Megatron flags>, OPTIONS and events as JSON.
 
-FAULT makes an operation fail: "STRATEGY OPERATION all" on every rank, "... one" on rank 1 alone.
+FAULT makes an operation fail: "STRATEGY OPERATION all" on every rank, "... one" on rank 1 alone;
+"other disk": rank 1 does not see the output of the others.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ def main() -> None:
     values = json.loads(sys.argv[1])
     for name in ("lengths", "strategies"):
         values[name] = tuple(values[name])
+    if sys.argv[2] == "other disk" and os.environ["RANK"] == "1":
+        values["output"] += ".there"
     options = Options(**values)
-    if sys.argv[2]:
+    if len(sys.argv[2].split()) == 3:
         _break(*sys.argv[2].split())
     events: list[dict] = []
     profile(options, sys.argv[3:], events.append)

@@ -154,6 +154,8 @@ def test_a_profile_goes_on_where_it_stopped_and_refuses_another_model(profiled):
     assert len(points) == len(before) and all(event["resumed"] for event in points)
     _, _, stderr = run_profile(output, code=2, model={"--hidden-size": 32})
     assert "model.hidden_size: 64 in the file, 32 in the run" in stderr
+    _, _, stderr = run_profile(output, fault="other disk", code=2)
+    assert f"has 0 points on one machine, {len(before)} on another: put it on a disk" in stderr
 
 
 def test_a_failure_of_one_rank_is_noted_and_skipped_by_the_next_start(tmp_path):
