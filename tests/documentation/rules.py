@@ -36,6 +36,10 @@ NOT_RUN = (
     (r"eval .*|_MEGATRON_PARADYSE_COMPLETE=.*", "tests/test_commands.py completes commands"),
     (r"pytest -m gpu", "needs a GPU"),
     (
+        r"megatron-paradyse max-length .* --measure .*",
+        "runs sequences that fill 76 GiB; tests/preview/test_measured.py fills 12 MiB",
+    ),
+    (
         r"([A-Z]+=\S+ )+(bash|sbatch) scripts/launch/.*",
         "needs several machines; tests/test_launch_scripts.py runs the scripts with stand-ins",
     ),
