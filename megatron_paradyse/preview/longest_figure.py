@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 
 from megatron_paradyse.preview.layout import bytes_text
-from megatron_paradyse.preview.longest import PARADYSE as PARADYSE_NAME
 from megatron_paradyse.preview.longest import Limit, Longest
 from megatron_paradyse.preview.measured_text import Measured
 from megatron_paradyse.preview.setup import Setup
@@ -42,7 +41,7 @@ def draw_longest(setup: Setup, found: Longest, path: str, measured: Measured | N
     marks = _measured_marks(limits, measured, unit)
     if marks:
         axes.plot(*marks, "|", color="black", markersize=13, markeredgewidth=2, zorder=3)
-    names = [PARADYSE_NAME, *(limit.strategy for limit in limits[1:])]
+    names = [limit.strategy for limit in limits]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.14 * max(limit.tokens for limit in limits) / unit or 1)

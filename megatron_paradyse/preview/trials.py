@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,12 @@ def run_trials(
         agree = _start_alone(setup, flags, stack) if options.stand_in else _start_rank(flags)
         _check_model(setup)
         rank = _Rank(options, setup, found, agree, report)
-        for name, tokens in agree.failed_alone(Path(options.output)):
-            rank.record(rank.empty(name, tokens, OOM))
+        rank.take_note()
         measured_limits(found, rank.fits_of, resolution=options.resolution)
 
 
 class _Alone:
-    """Nobody to agree with."""
+    """An Agreement with nobody."""
 
     def status(self, mine: str) -> str:
         return mine
@@ -74,45 +73,16 @@ class _Alone:
     def first(self, value: Any) -> Any:
         return value
 
-    def failed_alone(self, output: Path) -> Iterator[tuple[str, int]]:
-        return iter(())
-
-
-class _Together:
-    def __init__(self) -> None:
-        from megatron_paradyse.profiler.agree import Agreement
-
-        self._agreement = Agreement(wait_seconds=AGREE_SECONDS)
-
-    def status(self, mine: str) -> str:
-        return self._agreement.status(mine)
-
-    def first(self, value: Any) -> Any:
-        return self._agreement.first(value)
-
-    def failed_alone(self, output: Path) -> Iterator[tuple[str, int]]:
-        """The trial at which a rank alone ended the last start of all ranks."""
-        from megatron_paradyse.profiler.agree import take_note
-
-        note = take_note(output) if os.environ["RANK"] == "0" else None
-        match self._agreement.first(note):
-            case [[str() as name, int() as tokens], str()] if tokens > 0:
-                yield name, tokens
-
 
 def _start_rank(flags: Sequence[str]) -> Any:
     sys.argv = ["max-length", *flags]
-    from megatron.training import get_args, training
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_paradyse.train import plugin
+    from megatron_paradyse.profiler.agree import Agreement
+    from megatron_paradyse.profiler.run import initialize
 
-    args = parse_and_validate_args()
-    args.load = args.save = args.pretrained_checkpoint = None
-    plugin.watch_and_agree(args)
-    training.initialize_megatron()
-    get_args().check_for_nan_in_loss_and_grad = False  # that check wants to run inside train_step
-    return _Together()
+    initialize(parse_and_validate_args())
+    return Agreement(wait_seconds=AGREE_SECONDS)
 
 
 def _start_alone(setup: Setup, flags: Sequence[str], stack: contextlib.ExitStack) -> Any:
@@ -216,6 +186,15 @@ class _Rank:
         for values in known:
             file.add(Trial(**values))
         return file
+
+    def take_note(self) -> None:
+        """Record the trial at which a rank alone ended the last start of all ranks."""
+        from megatron_paradyse.profiler.agree import take_note
+
+        note = take_note(Path(self._options.output)) if self._writes else None
+        match self._agree.first(note):
+            case [[str() as name, int() as tokens], str()] if tokens > 0:
+                self.record(self.empty(name, tokens, OOM))
 
     def record(self, trial: Trial) -> None:
         self._file.add(trial)

@@ -33,7 +33,6 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     plugin.install()
     sys.argv = ["profile", *flags]
     import torch
-    from megatron.training import training
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_paradyse.live_bytes import make_meter
@@ -50,10 +49,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     p = args.tensor_model_parallel_size
     lengths = choose_lengths(options, args.seq_length, p=p)
     strategies = strategies_to_profile(options.strategies)
-    args.load = args.save = args.pretrained_checkpoint = None  # a model of a layer or two is built
-    plugin.watch_and_agree(args)
-    training.initialize_megatron()
-    args.check_for_nan_in_loss_and_grad = False  # that check wants to run inside train_step
+    initialize(args)
     agreement = Agreement(wait_seconds=options.agree_seconds)
     output = Path(options.output)
     rank = int(os.environ["RANK"])
@@ -116,3 +112,15 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     time_again()
     if rank == 0:
         journal.save()
+
+
+def initialize(args) -> None:
+    """Megatron's groups, for a model that is measured and neither loaded nor saved."""
+    from megatron.training import training
+
+    from megatron_paradyse.train import plugin
+
+    args.load = args.save = args.pretrained_checkpoint = None
+    plugin.watch_and_agree(args)
+    training.initialize_megatron()
+    args.check_for_nan_in_loss_and_grad = False  # that check wants to run inside train_step
