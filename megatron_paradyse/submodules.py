@@ -32,7 +32,8 @@ from megatron_paradyse.strategies import base_name, get_strategy, offloads, reco
 from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
 from megatron_paradyse.strategies.host import kept_on_host
 from megatron_paradyse.strategies.order import in_order
-from megatron_paradyse.strategies.unused import output_unused, without_values
+from megatron_paradyse.strategies.second_run import second_run, without_values
+from megatron_paradyse.strategies.tiled_mlp import goes_in_tiles, mlp_in_tiles
 
 HALVES = ("attention", "mlp")
 
@@ -98,7 +99,9 @@ class SwitchableLayer(TransformerLayer):
     def _mlp_half(self, kwargs, hidden):
         planned = kwargs["packed_seq_params"]
         if isinstance(self.mlp, SwitchableMLP):
-            self.mlp.strategy = base_name(planned.plan[self.layer_number].mlp)
+            name = planned.plan[self.layer_number].mlp
+            self.mlp.strategy = base_name(name)
+            self.mlp.in_tiles = self._always_recomputes_mlp or recomputes(name) or not self.training
         return self._forward_mlp(
             hidden,
             kwargs.get("inference_context"),
@@ -133,7 +136,7 @@ class _RunAgain:
     def __call__(self, x: Tensor) -> Tensor:
         if not self.again:
             return self.function(x)
-        with output_unused():
+        with second_run():
             return _WithoutValues.apply(self.function(x))
 
 
@@ -229,12 +232,18 @@ class SwitchableSelfAttention(SelfAttention):
 
 
 class SwitchableMLP(MLP):
-    """An MLP that runs the strategy that its layer was given for this microbatch."""
+    """An MLP that runs the strategy that its layer was given for this microbatch.
+
+    in_tiles: in tiles of the sequence, if that is long enough: what runs again in the backward
+    goes so, and an evaluation.
+    """
 
     strategy = MEGATRON_TS
+    in_tiles = False
 
     def forward(self, hidden_states, per_token_scale=None, **kwargs):
-        if self.strategy == MEGATRON_TS:
+        tiled = self.in_tiles and goes_in_tiles(hidden_states)
+        if self.strategy == MEGATRON_TS and not tiled:
             return super().forward(hidden_states, per_token_scale, **kwargs)
         announce_use(self.linear_fc1, self.linear_fc2)
         weights = MlpWeights(
@@ -242,7 +251,8 @@ class SwitchableMLP(MLP):
             fc2=of_strategy(self.linear_fc2.weight, self.config),
             fc1_bias=bias_of(self.linear_fc1),
         )
-        out = get_strategy(self.strategy).mlp(
+        strategy = get_strategy(self.strategy)
+        out = (mlp_in_tiles(strategy) if tiled else strategy.mlp)(
             normalised(hidden_states, self.linear_fc1, self.config),
             weights,
             mlp_shape(self.config),

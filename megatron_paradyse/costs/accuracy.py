@@ -82,6 +82,7 @@ def measure_accuracy(
     """
     other = {} if held_out is None else {(s, o): points for s, o, points in held_out.groups()}
     found: dict[tuple[str, str, str, str, str], list[float]] = {}
+    p = table.description.p
     for strategy, operation, points in table.groups():
         if held_out is None:
             questions = [*_leave_one_out(points), *_beyond(points)]
@@ -92,7 +93,7 @@ def measure_accuracy(
             if num_timed_lengths(question.fitted) < MIN_LENGTHS:
                 continue
             for model in models:
-                fit = fit_operation(strategy, operation, question.fitted, model)
+                fit = fit_operation(strategy, operation, question.fitted, model, p=p)
                 fitted = CostModel(model, [fit], _NO_CONSTANTS)
                 for m in question.asked:
                     answer = fitted.operation(strategy, operation, m.seq_length, m.batch_size)

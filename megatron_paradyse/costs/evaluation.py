@@ -6,6 +6,7 @@ depends on b alone is prepared once per batch size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,14 +30,11 @@ class HybridEvaluation:
         self, fits: Sequence[HybridFit], max_lengths: Sequence[int], batch_size: int
     ) -> None:
         b = batch_size
-        num_pieces = max((len(fit.law.pieces) for fit in fits), default=0) or 1
-        laws = np.zeros((len(fits), num_pieces, NUM_TERMS))
-        for row, fit in enumerate(fits):
-            for i, piece in enumerate(fit.law.pieces):
-                laws[row, i] = piece
-        # [fits, pieces, terms] -> coefficients of 1, s, s^2 at this b
-        laws[:, :, 0] += b * laws[:, :, 1]
-        self._laws = np.ascontiguousarray(laws[:, :, [0, 2, 3]] * (1.0, b, b))
+        self._laws = _coefficients([fit.law.pieces for fit in fits], b)
+        self._in_tiles = _coefficients([fit.law.in_tiles or fit.law.pieces for fit in fits], b)
+        tiles = {fit.law.tile_tokens for fit in fits if fit.law.in_tiles}
+        assert len(tiles) <= 1, "all fits of a model are of the same tiles"
+        self._tile_length = min(tiles, default=math.inf) / b
         self._max_lengths = np.array(max_lengths, dtype=float)
         self._corrected = np.array(
             [row for row, fit in enumerate(fits) if fit.factors is not None], dtype=int
@@ -58,7 +56,8 @@ class HybridEvaluation:
 
     def __call__(self, seq_length: float) -> Array:
         s = float(seq_length)
-        values = (self._laws @ np.array((1.0, s, s * s))).max(axis=1)
+        laws = self._in_tiles if s > self._tile_length else self._laws
+        values = (laws @ np.array((1.0, s, s * s))).max(axis=1)
         rows = self._corrected
         if len(rows):
             k = self._steps.index(s)
@@ -72,6 +71,18 @@ class HybridEvaluation:
         table = values.reshape(-1, NUM_QUANTITIES)
         table[:, FORWARD:] -= table[:, KEPT, None]
         return np.maximum(table, 0.0)
+
+
+def _coefficients(laws: Sequence[tuple[tuple[float, ...], ...]], batch_size: int) -> Array:
+    """[laws, pieces, 3]: of 1, s and s^2 at this b; pieces that a law lacks are nothing."""
+    b = batch_size
+    num_pieces = max(map(len, laws), default=0) or 1
+    values = np.zeros((len(laws), num_pieces, NUM_TERMS))
+    for row, pieces in enumerate(laws):
+        for i, piece in enumerate(pieces):
+            values[row, i] = piece
+    values[:, :, 0] += b * values[:, :, 1]
+    return np.ascontiguousarray(values[:, :, [0, 2, 3]] * (1.0, b, b))
 
 
 class PaperEvaluation:

@@ -5,6 +5,7 @@ and fits, by quantity:
 
     hybrid   pieces   up to 3 arrays of 4 numbers >= 0: coefficients of 1, b, s b, s^2 b
              factors  null, or a step table of 0.5 to 1.5
+             in_tiles where there is one: pieces for s b > tokens
              The fits of workspace are of its peak: forward_peak_bytes, backward_peak_bytes.
     paper    values   a step table
              polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
@@ -53,6 +54,7 @@ MAX_OPERATIONS = 500
 MAX_EDGES = 500
 MAX_BATCH_SIZES = 32
 MAX_COEFFICIENT = 1e30
+MAX_TILE_TOKENS = 1 << 40
 PACKED_KEYS = ("strategy", "like", "num_rows", "forward", "backward")
 FLOOR_KEYS = ("forward_floor", "backward_floor")
 OPERATION_KEYS = ("strategy", "operation", "min_length", "max_length", "fits")
@@ -86,7 +88,10 @@ def _row_values(fit: PackedFit) -> dict[str, Any]:
 def _fit_values(fit: HybridFit | PaperFit) -> dict[str, Any]:
     if isinstance(fit, HybridFit):
         factors = None if fit.factors is None else _table_values(fit.factors)
-        return {"pieces": fit.law.pieces, "factors": factors}
+        values = {"pieces": fit.law.pieces, "factors": factors}
+        law = fit.law
+        in_tiles = {"tokens": law.tile_tokens, "pieces": law.in_tiles}
+        return values | ({"in_tiles": in_tiles} if law.in_tiles else {})
     return {"values": _table_values(fit.values), "polynomials": fit.polynomials}
 
 
@@ -173,25 +178,29 @@ def _read_operation(value: Any, where: str, kind: str) -> OperationFit:
 
 
 def _read_hybrid(value: Any, where: str) -> HybridFit:
-    values = check_keys(value, where, ("pieces", "factors"))
-    pieces = check_array(values["pieces"], f"{where}.pieces", max_items=MAX_PIECES)
-    law = Law(
-        tuple(
-            check_numbers(
-                piece,
-                f"{where}.pieces",
-                low=0.0,
-                high=MAX_COEFFICIENT,
-                max_items=NUM_TERMS,
-                length=NUM_TERMS,
-            )
-            for piece in pieces
+    optional = ("in_tiles",) if isinstance(value, dict) and "in_tiles" in value else ()
+    values = check_keys(value, where, ("pieces", "factors", *optional))
+    law = Law(_read_pieces(values["pieces"], f"{where}.pieces"))
+    if optional:
+        where_tiles = f"{where}.in_tiles"
+        tiles = check_keys(values["in_tiles"], where_tiles, ("tokens", "pieces"))
+        tokens = check_integer(
+            tiles["tokens"], f"{where_tiles}.tokens", low=1, high=MAX_TILE_TOKENS
         )
-    )
+        law = Law(law.pieces, _read_pieces(tiles["pieces"], f"{where_tiles}.pieces"), tokens)
     if values["factors"] is None:
         return HybridFit(law)
     low, high = 1 - MAX_RESIDUAL, 1 + MAX_RESIDUAL
     return HybridFit(law, _read_table(values["factors"], f"{where}.factors", low=low, high=high))
+
+
+def _read_pieces(value: Any, where: str) -> tuple[tuple[float, ...], ...]:
+    return tuple(
+        check_numbers(
+            piece, where, low=0.0, high=MAX_COEFFICIENT, max_items=NUM_TERMS, length=NUM_TERMS
+        )
+        for piece in check_array(value, where, max_items=MAX_PIECES)
+    )
 
 
 def _read_paper(value: Any, where: str) -> PaperFit:

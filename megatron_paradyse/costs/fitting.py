@@ -32,6 +32,7 @@ from megatron_paradyse.costs.table import (
     Measurement,
 )
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.sizes import TILE_ROWS
 
 MIN_LENGTHS = 3
 
@@ -44,7 +45,7 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
     if kind not in MODELS:
         raise UserError(f"a model is one of {', '.join(MODELS)}, got {kind!r:.40}")
     fits = [
-        fit_operation(strategy, operation, points, kind)
+        fit_operation(strategy, operation, points, kind, p=table.description.p)
         for strategy, operation, points in table.groups()
         if num_timed_lengths(points) >= MIN_LENGTHS
     ]
@@ -81,9 +82,12 @@ def fit_rows(
 
 
 def fit_operation(
-    strategy: str, operation: str, points: Sequence[Measurement], kind: str
+    strategy: str, operation: str, points: Sequence[Measurement], kind: str, *, p: int
 ) -> OperationFit:
-    """Fit the five quantities of one operation to its measurements, seconds to the timed ones."""
+    """Fit the five quantities of one operation to its measurements, seconds to the timed ones.
+
+    p: ranks that share a sequence.
+    """
 
     def values(name: str, of: str) -> Array:
         is_time = of in TIME_QUANTITIES
@@ -101,6 +105,7 @@ def fit_operation(
                 operation=operation,
                 is_time=name in TIME_QUANTITIES,
                 kept=values("kept_bytes", name) if name in BYTE_QUANTITIES[1:] else None,
+                tile_tokens=TILE_ROWS * p,
             )
             for name in QUANTITIES
         )

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_paradyse.costs.forest import StepTable, forest_steps
-from megatron_paradyse.costs.laws import Array, Law, fit_law
+from megatron_paradyse.costs.laws import NEAR, Array, Law, fit_law, scale_of
 from megatron_paradyse.costs.table import ATTENTION, LAYER
 
 # Times repeat to a percent at best; bytes are counted, and vary with rounding and alignment only.
 TIME_FLOOR, BYTES_FLOOR = 5e-3, 1e-3
 TIME_PIECES, BYTES_PIECES = 2, 3
 MAX_RESIDUAL = 0.5
+LEAST_OF_SIDE = 2  # points, for a law of what goes in tiles and one of what does not
 GAIN = 0.5  # of the squared error, that a forest must save
 
 
@@ -39,27 +40,49 @@ class HybridFit:
 
 
 def fit_hybrid(
-    s: Array, b: Array, y: Array, *, operation: str, is_time: bool, kept: Array | None = None
+    s: Array,
+    b: Array,
+    y: Array,
+    *,
+    operation: str,
+    is_time: bool,
+    kept: Array | None = None,
+    tile_tokens: float = math.inf,
 ) -> HybridFit:
     """Fit y at the points (s, b); kept: y is workspace above it, and the fit is of their sum.
+
+    tile_tokens: of a microbatch of which a rank holds one tile: bytes beyond have their own law.
 
     Attention is quadratic in s and linear in b, everything else linear in s b: only there are
     pairs of tokens among the terms.
     """
-    law = fit_law(
-        s,
-        b,
-        y,
-        above=kept,
-        quadratic=operation in (ATTENTION, LAYER),
-        max_pieces=TIME_PIECES if is_time else BYTES_PIECES,
-        error_floor=TIME_FLOOR if is_time else BYTES_FLOOR,
-        exact=not is_time,
-    )
+
+    def law_of(chosen) -> Law:
+        return fit_law(
+            s[chosen],
+            b[chosen],
+            y[chosen],
+            above=None if kept is None else kept[chosen],
+            quadratic=operation in (ATTENTION, LAYER),
+            max_pieces=TIME_PIECES if is_time else BYTES_PIECES,
+            error_floor=TIME_FLOOR if is_time else BYTES_FLOOR,
+            exact=not is_time,
+        )
+
+    total = y if kept is None else y + kept
+    law = law_of(np.ones_like(s, dtype=bool))
+    beyond = s * b > tile_tokens
+    if not is_time and beyond.any() and not beyond.all() and not _is_near(law, s, b, total):
+        # The law of one side is above the other's points: of tiles there is less for more tokens.
+        few, many = sorted((beyond, ~beyond), key=np.count_nonzero)
+        if np.count_nonzero(few) < LEAST_OF_SIDE:
+            law = law_of(many)
+        else:
+            law = Law(law_of(~beyond).pieces, law_of(beyond).pieces, tile_tokens)
     fitted = np.array([law(x, z) for x, z in zip(s, b, strict=True)])
     if not np.all(fitted > 0):
         return HybridFit(law)
-    residual = (y if kept is None else y + kept) / fitted - 1
+    residual = total / fitted - 1
     if not _neighbours_agree(s, b, residual, TIME_FLOOR if is_time else BYTES_FLOOR):
         return HybridFit(law)
     steps = forest_steps(s, b, residual)
@@ -67,6 +90,12 @@ def fit_hybrid(
         tuple(1 + min(max(r, -MAX_RESIDUAL), MAX_RESIDUAL) for r in row) for row in steps.rows
     )
     return HybridFit(law, StepTable(steps.edges, steps.batch_sizes, rows))
+
+
+def _is_near(law: Law, s: Array, b: Array, y: Array) -> bool:
+    """Whether the law is nowhere off by more than laws.NEAR."""
+    told = np.array([law(x, z) for x, z in zip(s, b, strict=True)])
+    return bool(np.all(np.abs(told - y) <= NEAR * scale_of(y)))
 
 
 def _neighbours_agree(s: Array, b: Array, residual: Array, floor: float) -> bool:

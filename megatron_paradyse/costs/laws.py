@@ -7,6 +7,9 @@ rest (weights, launches, latency) does not depend on s. A peak is the largest of
 each of which is such a sum, and so is a time of which one part hides another: hence the maximum.
 With non-negative coefficients a law never falls with s or b and extrapolates without surprises.
 
+Some of it goes in tiles of the sequence when tokens are more than a tile's, which is known
+(strategies/sizes.py): where no law comes near all exact numbers, those beyond have their own.
+
 Fitted to relative error (weights 1/y). How many pieces and which terms: by Akaike's criterion, with
 a floor under the error, so that no term is spent on what no plan would notice.
 """
@@ -34,18 +37,28 @@ NEAR = 0.02
 
 @dataclass(frozen=True)
 class Law:
-    """pieces: coefficients of 1, b, s b, s^2 b; the law is the largest piece, or 0."""
+    """pieces: coefficients of 1, b, s b, s^2 b; the law is the largest piece, or 0.
+
+    in_tiles: those for s b > tile_tokens; empty: there is none but pieces.
+    """
 
     pieces: tuple[tuple[float, ...], ...]
+    in_tiles: tuple[tuple[float, ...], ...] = ()
+    tile_tokens: float = math.inf
 
     def __call__(self, seq_length: float, batch_size: float) -> float:
         s, b = seq_length, batch_size
-        return max((c0 + b * (c1 + s * (c2 + s * c3)) for c0, c1, c2, c3 in self.pieces), default=0)
+        pieces = self._pieces(s * b)
+        return max((c0 + b * (c1 + s * (c2 + s * c3)) for c0, c1, c2, c3 in pieces), default=0)
 
     def at(self, seq_length: float, *, pairs: float) -> float:
         """For b = 1 and so many pairs of tokens in place of s^2."""
         s = seq_length
-        return max((c0 + c1 + s * c2 + pairs * c3 for c0, c1, c2, c3 in self.pieces), default=0)
+        pieces = self._pieces(s)
+        return max((c0 + c1 + s * c2 + pairs * c3 for c0, c1, c2, c3 in pieces), default=0)
+
+    def _pieces(self, tokens: float) -> tuple[tuple[float, ...], ...]:
+        return self.in_tiles if tokens > self.tile_tokens else self.pieces
 
 
 @dataclass(frozen=True)

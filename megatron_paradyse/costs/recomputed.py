@@ -13,19 +13,18 @@ CostsOf = Callable[[str, str], OperationCosts]  # (strategy, operation) -> costs
 def recomputed_layer(attention: str, mlp: str, costs_of: CostsOf) -> OperationCosts:
     """Both halves under one checkpoint, which keeps the layer's input only.
 
-    x: the bytes of an activation [s/p, b, h]; a, m: the halves; a', m': with +recompute. A name
-    with +offload counts as one with +recompute: where the input waits is not told here.
+    x: the bytes of an activation [s/p, b, h]; a: attention; a', m': the halves with +recompute. A
+    name with +offload counts as one with +recompute: where the input waits is not told here.
 
         forward   max(a'.forward, x + m'.forward): attention's output waits for the MLP
-        backward  runs both halves again, keeping a.kept + m.kept, the layer's output until it is
-                  there; then back through the MLP, and through the attention while the gradient
-                  of the output is held
+        backward  runs the attention again, and with what that keeps the MLP again and back
+                  through it, as m' does alone; then back through the attention, as a' does. All
+                  that time the gradient of the output is held
     """
-    a, m = costs_of(base_name(attention), ATTENTION), costs_of(base_name(mlp), MLP)
+    a = costs_of(base_name(attention), ATTENTION)
     first = costs_of(base_name(attention) + RECOMPUTE, ATTENTION)
     second = costs_of(base_name(mlp) + RECOMPUTE, MLP)
     x = second.kept_bytes
-    both = a.kept_bytes + m.kept_bytes
     return OperationCosts(
         forward_seconds=first.forward_seconds + second.forward_seconds,
         backward_seconds=first.backward_seconds + second.backward_seconds,
@@ -33,8 +32,7 @@ def recomputed_layer(attention: str, mlp: str, costs_of: CostsOf) -> OperationCo
         forward_bytes=max(first.forward_bytes, x + second.forward_bytes),
         backward_bytes=max(
             a.kept_bytes + a.forward_bytes,
-            both + m.forward_bytes,
-            both - x + m.backward_bytes,
-            a.kept_bytes + a.backward_bytes,
+            a.kept_bytes + second.backward_bytes,
+            x + first.backward_bytes,
         ),
     )

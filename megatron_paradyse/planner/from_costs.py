@@ -10,7 +10,7 @@ from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.packed import LOCAL
 from megatron_paradyse.costs.recomputed import recomputed_layer
 from megatron_paradyse.costs.row_costs import RowCosts
-from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
+from megatron_paradyse.costs.table import EMBEDDING, HEAD, MLP, MODEL, OperationCosts
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load, load_of, rounded_up
 from megatron_paradyse.packing.row import Row
@@ -33,11 +33,11 @@ class Stage:
     static_bytes: what stays through the training; buffer_bytes_per_token: of the buffer into which
     Megatron gathers a microbatch, per token of it (s b): of every microbatch, or where
     buffer_free_above says so, of those of at most so many tokens, and above of those whose plan
-    names megatron_ts; angle_bytes_per_position: of RoPE's table, which every rank has for all
-    positions; input_bytes_per_token: of a layer's input on a rank, per token of the microbatch;
-    host_bytes: what +offload may take of host memory, None without limit; num_in_flight: forwards
-    that wait for their backward at once; margin: how far a real peak may be above its estimate, as
-    a share of it.
+    names megatron_ts; mlp_free_above: but not for the MLP that recomputes more tokens than these;
+    angle_bytes_per_position: of RoPE's table, which every rank has for all positions;
+    input_bytes_per_token: of a layer's input on a rank, per token of the microbatch; host_bytes:
+    what +offload may take of host memory, None without limit; num_in_flight: forwards that wait for
+    their backward at once; margin: how far a real peak may be above its estimate, as a share of it.
     """
 
     budget_bytes: int
@@ -46,6 +46,7 @@ class Stage:
     has_head: bool = True
     buffer_bytes_per_token: int = 0
     buffer_free_above: int | None = None
+    mlp_free_above: int | None = None
     angle_bytes_per_position: int = 0
     input_bytes_per_token: float = 0.0
     host_bytes: int | None = None
@@ -119,6 +120,12 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
     def gather_bytes(s: int, b: int) -> int:
         return 0 if always_gathers(s, b) else stage.buffer_bytes_per_token * s * b
 
+    def gathers(operation: str, strategy: str, s: int, b: int) -> bool:
+        limit = stage.mlp_free_above
+        if limit is not None and operation == MLP and recomputes(strategy) and s * b > limit:
+            return False  # it goes in tiles, and not through Megatron's own linears
+        return base_name(strategy) == MEGATRON_TS
+
     def embedding_peak(s: int, b: int) -> int:
         if not stage.has_embedding:
             return 0
@@ -138,7 +145,7 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         embedding_peak=embedding_peak,
         head_peak=head_peak,
         gather_bytes=gather_bytes,
-        gathers=lambda strategy: base_name(strategy) == MEGATRON_TS,
+        gathers=gathers,
         input_bytes=lambda s, b: math.ceil(stage.input_bytes_per_token * s * b),
         host_bytes=stage.host_bytes,
         num_in_flight=stage.num_in_flight,

@@ -28,6 +28,7 @@ from megatron_paradyse.planner.sources import RowSource
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.strategies import offloads, parse_strategy_name
+from megatron_paradyse.strategies.sizes import TILE_ROWS
 from megatron_paradyse.units import parse_bytes
 
 # Lengths are planned for as the next multiple of this, so that like ones share a plan.
@@ -153,6 +154,7 @@ class FilePolicies:
             static_bytes=int(own_bytes * share * self._depth),
             buffer_bytes_per_token=token_bytes,
             buffer_free_above=self._buffer_free_above(has_head, num_in_flight),
+            mlp_free_above=TILE_ROWS * table.description.p,
             angle_bytes_per_position=self._angle_bytes_per_position,
             has_embedding=has_embedding,
             has_head=has_head,

@@ -214,7 +214,7 @@ class CostPolicy:
                 numbers = (seconds, 0, kept + forward, 0)
         if numbers is None:
             return None
-        return _make_choice(name, numbers, self.memory.gathers(name))
+        return _make_choice(name, numbers, self.memory.gathers(operation, name, s, b))
 
     def _exceeds(self, outcome: Outcome, batch_size: int, seq_length: int) -> None:
         gib = 2.0**30

@@ -21,7 +21,7 @@ def _nothing(seq_length: int, batch_size: int) -> int:
     return 0
 
 
-def _never(strategy: str) -> bool:
+def _never(operation: str, strategy: str, seq_length: int, batch_size: int) -> bool:
     return False
 
 
@@ -31,8 +31,9 @@ class StageMemory:
 
     embedding and head give (s, b) -> bytes: what the embedding and buffers of this size keep, the
     embedding's peak, the head's peak. gather_bytes: of the buffer that is there besides if the
-    plan names a strategy for which gathers is true. host_bytes: what +offload may take of host
-    memory, None without limit; input_bytes: of a layer's input, which it keeps there.
+    plan has a choice for which gathers(operation, strategy, s, b) is true. host_bytes: what
+    +offload may take of host memory, None without limit; input_bytes: of a layer's input, which it
+    keeps there.
     """
 
     budget_bytes: int
@@ -41,7 +42,7 @@ class StageMemory:
     embedding_peak: Callable[[int, int], int] = _nothing
     head_peak: Callable[[int, int], int] = _nothing
     gather_bytes: Callable[[int, int], int] = _nothing
-    gathers: Callable[[str], bool] = _never
+    gathers: Callable[[str, str, int, int], bool] = _never
     input_bytes: Callable[[int, int], int] = _nothing
     host_bytes: int | None = None
     num_in_flight: int = 1

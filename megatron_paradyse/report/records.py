@@ -210,11 +210,11 @@ def _read_run(values: dict[str, Any]) -> Run:
 def _read_stage(value: Any) -> Stage:
     if isinstance(value, dict):  # earlier traces say nothing of host memory or of RoPE's table
         earlier = {"input_bytes_per_token": 0.0, "host_bytes": None, "angle_bytes_per_position": 0}
-        value = earlier | value
+        value = {**earlier, "mlp_free_above": None, **value}
     fields = dict(check_fields(Stage, value, "a stage"))
     for name, high in (("margin", 9), ("input_bytes_per_token", MAX_INTEGER)):
         fields[name] = check_number(fields[name], name, low=0, high=high)
-    for name in ("buffer_free_above", "host_bytes"):
+    for name in ("buffer_free_above", "mlp_free_above", "host_bytes"):
         if fields[name] is not None:
             check_integer(fields[name], name, low=0, high=MAX_INTEGER)
     if not 1 <= fields["num_in_flight"] <= 1 << 20:

@@ -3,7 +3,7 @@
 A ring of p chunks repeats one step p-1 times, and holds no more in the tenth step than in the
 fourth. So beyond WHOLE ranks a loop runs its first and last steps, and one step between stands for
 all those left out: its seconds are repeated on the clock, its bytes come and go as they would. The
-same holds for the tiles of embedding and head beyond WHOLE tiles.
+same holds for the tiles of embedding, head and MLP beyond WHOLE tiles.
 
 METP has a ring for every rank's block of heads, all alike: those between its first and its last
 blocks take the seconds of the one before, and give tensors of the right size.
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from megatron_paradyse.edges import cross_entropy, embedding
 from megatron_paradyse.simulator.clock import Clock
 from megatron_paradyse.simulator.doors import Door, opened
-from megatron_paradyse.strategies import metp_attention, ring, routes
+from megatron_paradyse.strategies import metp_attention, ring, routes, tiled_mlp, zero_tiles
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 
 WHOLE = 7
@@ -125,7 +125,8 @@ def short_loops(clock: Clock) -> Iterator[None]:
     doors.append((metp_attention, "ring_forward", _few_blocks(forward, _empty_outputs, clock)))
     doors.append((metp_attention, "ring_backward", _few_blocks(backward, _empty_gradients, clock)))
     doors += [
-        (module, "tiles", _few_tiles(module.tiles, clock)) for module in (cross_entropy, embedding)
+        (module, "tiles", _few_tiles(module.tiles, clock))
+        for module in (cross_entropy, embedding, tiled_mlp, zero_tiles)
     ]
     with opened(doors):
         yield

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies import offloads, parse_strategy_name
-from megatron_paradyse.strategies.sizes import Costs, LayerSizes, Ledger
-from megatron_paradyse.strategies.walks import WALKS
+from megatron_paradyse.strategies import RECOMPUTE, offloads, parse_strategy_name
+from megatron_paradyse.strategies.sizes import Costs, LayerSizes, Ledger, of_tile
+from megatron_paradyse.strategies.walks import TILED_ZERO_MLP, WALKS
 
 RINGS = ("megatron_cz", "colossal_z", "metp")  # keys and values go between ranks as they are
 
@@ -40,10 +40,17 @@ def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
     )
     if not recompute:
         return costs
-    alone = Ledger(keeping=False)
-    walk.forward(alone, sizes)
-    second = _second_run(base, operation, sizes, costs)
-    again = _recomputed(costs, second, sizes, made_anew=forward.kept, forward_bytes=alone.peak)
+    if operation == "mlp" and sizes.is_tiled and base != "metp":
+        again = _tile_by_tile(base, sizes) if base == "megatron_ts" else _zero_in_tiles(sizes)
+    else:
+        alone = Ledger(keeping=False)
+        walk.forward(alone, sizes)
+        if walk.second_backward is not None:
+            backward = Ledger()
+            walk.second_backward(backward, sizes)
+            costs = replace(costs, backward_bytes=backward.peak)
+        second = _second_run(base, operation, sizes, costs)
+        again = _recomputed(costs, second, sizes, made_anew=forward.kept, forward_bytes=alone.peak)
     if not offloads(strategy):
         return again
     # The input comes back in the backward; the forward's caller holds it while that runs.
@@ -67,6 +74,50 @@ def _recomputed(
         kept_bytes=z.x,
         forward_bytes=forward_bytes,
         backward_bytes=made_anew + max(second.forward_bytes, costs.backward_bytes),
+    )
+
+
+def _zero_in_tiles(z: LayerSizes) -> Costs:
+    """Of the MLP of zero_tiles.py."""
+    forward, backward = Ledger(), Ledger()
+    TILED_ZERO_MLP.forward(forward, z)
+    TILED_ZERO_MLP.backward(backward, z)
+    fc1, fc2 = (2 * z.rows * z.h * rows for rows in (z.fc1_rows, z.f))
+    sent, _ = _weights_sent("ulysses_z", z, z.fc1_weight + z.fc2_weight, z.fc1_rows)
+    return Costs(
+        forward_flops=fc1 + fc2,
+        backward_flops=fc1 + 2 * (fc1 + fc2),
+        forward_sent_bytes=sent,
+        backward_sent_bytes=sent + z.wide(sent),
+        kept_bytes=z.x,
+        forward_bytes=forward.peak,
+        backward_bytes=backward.peak,
+    )
+
+
+def _tile_by_tile(base: str, z: LayerSizes) -> Costs:
+    """Of tile_by_tile in tiled_mlp.py: the whole output, then the whole gradient of x.
+
+    The tile's output and gradients are beside them, and the sums of the weights' gradients.
+    """
+    name, whole = base + RECOMPUTE, of_tile(z)
+    count, rest = divmod(z.s, whole.s)
+    tile = operation_costs(name, "mlp", whole)
+    last = operation_costs(name, "mlp", replace(z, s=rest)) if rest else None
+
+    def total(quantity: str) -> int:
+        return count * getattr(tile, quantity) + (getattr(last, quantity) if last else 0)
+
+    bias = z.fc1_rows * z.element_bytes if z.bias else 0
+    sums = z.wide(z.fc1_weight + z.fc2_weight + bias) // z.p
+    return Costs(
+        forward_flops=total("forward_flops"),
+        backward_flops=total("backward_flops"),
+        forward_sent_bytes=total("forward_sent_bytes"),
+        backward_sent_bytes=total("backward_sent_bytes"),
+        kept_bytes=z.x,
+        forward_bytes=z.x + tile.forward_bytes,
+        backward_bytes=z.x + sums + tile.backward_bytes,
     )
 
 

@@ -36,6 +36,7 @@ from megatron_paradyse.strategies.local_attention import (
 from megatron_paradyse.strategies.routes import exchange_among
 from megatron_paradyse.strategies.tiled_kernel import hide_, per_kv_head, per_query_head
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
+from megatron_paradyse.strategies.zero_tiles import zero_mlp_in_tiles
 
 
 def attention(
@@ -168,5 +169,10 @@ def _score_rows(q: Tensor, k: Tensor, rows: _Rows) -> Tensor:
 
 
 STRATEGY = Strategy(
-    name="colossal_z", title="ColossalZ", attention=attention, mlp=zero_mlp, check=check_layout
+    name="colossal_z",
+    title="ColossalZ",
+    attention=attention,
+    mlp=zero_mlp,
+    check=check_layout,
+    tiled_mlp=zero_mlp_in_tiles,
 )

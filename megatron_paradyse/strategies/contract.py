@@ -163,6 +163,7 @@ class Strategy:
     check(shape, p) raises UserError with the rule, the values and the remedy when this strategy
     cannot run such an attention on p ranks.
     takes(microbatch, p) says whether it can run the microbatch; None: it can run any.
+    tiled_mlp: the MLP that recomputes on long sequences; None: mlp, tile by tile (tiled_mlp.py).
     """
 
     name: str  # as code and flags write it: megatron_ts
@@ -171,6 +172,7 @@ class Strategy:
     mlp: MlpFunction
     check: Callable[[AttentionShape, int], None]
     takes: Callable[[Microbatch, int], bool] | None = None
+    tiled_mlp: MlpFunction | None = None
 
 
 def documents_stay(microbatch: Microbatch, p: int) -> bool:

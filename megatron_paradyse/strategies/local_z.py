@@ -24,6 +24,7 @@ from megatron_paradyse.strategies.contract import (
 )
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
+from megatron_paradyse.strategies.zero_tiles import zero_mlp_in_tiles
 
 
 def attention(
@@ -55,4 +56,5 @@ STRATEGY = Strategy(
     mlp=zero_mlp,
     check=check_layout,
     takes=documents_stay,
+    tiled_mlp=zero_mlp_in_tiles,
 )

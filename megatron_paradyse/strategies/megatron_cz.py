@@ -28,6 +28,7 @@ from megatron_paradyse.strategies.contract import (
 from megatron_paradyse.strategies.local_attention import AttentionTask
 from megatron_paradyse.strategies.ring_attention import ring_attention
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
+from megatron_paradyse.strategies.zero_tiles import zero_mlp_in_tiles
 
 
 def attention(
@@ -64,5 +65,10 @@ def attention(
 
 
 STRATEGY = Strategy(
-    name="megatron_cz", title="MegatronCZ", attention=attention, mlp=zero_mlp, check=check_layout
+    name="megatron_cz",
+    title="MegatronCZ",
+    attention=attention,
+    mlp=zero_mlp,
+    check=check_layout,
+    tiled_mlp=zero_mlp_in_tiles,
 )

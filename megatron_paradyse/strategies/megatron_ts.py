@@ -37,7 +37,7 @@ from megatron_paradyse.strategies.feedforward import activate, activation_gradie
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
-from megatron_paradyse.strategies.unused import is_output_unused, without_values
+from megatron_paradyse.strategies.second_run import is_second_run, without_values
 
 
 def attention(
@@ -129,7 +129,7 @@ class _RowLinear(Function):
     def forward(ctx, y, weight, group, mlp_shape):
         ctx.save_for_backward(y, weight)
         ctx.group, ctx.mlp_shape = group, mlp_shape
-        if mlp_shape is not None and is_output_unused():
+        if mlp_shape is not None and is_second_run():
             return without_values(y, (len(y) // group.size(), y.shape[1], len(weight)))
         if mlp_shape is not None:
             y = activate(y, mlp_shape)

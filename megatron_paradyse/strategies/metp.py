@@ -73,4 +73,11 @@ def check(shape: AttentionShape, p: int) -> None:
         raise UserError(f"metp needs n % p == 0, got n={n}, p={p}: {remedy}")
 
 
-STRATEGY = Strategy(name="metp", title="METP", attention=attention, mlp=mlp, check=check)
+STRATEGY = Strategy(
+    name="metp",
+    title="METP",
+    attention=attention,
+    mlp=mlp,
+    check=check,
+    tiled_mlp=mlp,  # which goes in blocks of features already
+)

@@ -17,13 +17,20 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
-from megatron_paradyse.strategies.aligned_heads import align, align_gradient, heads_per_slot
+from megatron_paradyse.strategies.aligned_heads import (
+    align,
+    align_gradient,
+    heads_per_slot,
+    num_kv_heads_per_block,
+)
 from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans
 from megatron_paradyse.strategies.collectives import swap_halves
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import AttentionTask, accumulation_dtype
 from megatron_paradyse.strategies.ring_attention import ring_backward, ring_forward
+from megatron_paradyse.strategies.second_run import is_second_run
+from megatron_paradyse.strategies.sizes import positions_of_tile
 from megatron_paradyse.strategies.weight_blocks import (
     Block,
     SumsToOwners,
@@ -43,6 +50,10 @@ class _Layer:
         spans_of = balanced_spans if shape.causal else contiguous_spans
         p = group.size()
         self.spans_of_ranks = tuple(spans_of(microbatch, p, r) for r in range(p))
+        is_long = microbatch.seq_length // p > positions_of_tile(microbatch.batch_size)
+        self.num_parts = 1
+        if is_second_run() and is_long:
+            self.num_parts = num_kv_heads_per_block(shape, p)
 
     def balance(self, x: Tensor) -> Tensor:
         """Contiguous chunks <-> chunks of equal causal work: once per layer, not per block.
@@ -73,11 +84,35 @@ class _Layer:
         q, k = normalise_and_rotate(q, k, weights, self.shape, self.microbatch, spans)
         return q, k, v
 
-    def ring(self, owner: int) -> dict[str, Any]:
-        """The keyword arguments of the ring attention over the heads of `owner`."""
-        first_head = owner * self.shape.num_heads // self.group.size()
+    def ring(self, owner: int, *, part: int = 0) -> dict[str, Any]:
+        """The keyword arguments of the ring attention over a part of the heads of `owner`."""
+        per_block = self.shape.num_heads // self.group.size()
+        first_head = owner * per_block + part * per_block // self.num_parts
         task = AttentionTask(self.shape, self.microbatch, first_head)
         return {"spans_of_ranks": self.spans_of_ranks, "task": task, "group": self.group}
+
+    def ring_gradients(
+        self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, *, owner: int
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of a block's q and kv.
+
+        After a second run of a long sequence a key head at a time, with the query heads that use
+        it: the ring's buffers are those of one, and its gradients take the place of q and kv.
+        """
+        if self.num_parts == 1:
+            return ring_backward(grad_out, q, kv, out, lse, **self.ring(owner))
+        heads = q.shape[2] // self.num_parts
+        for part in range(self.num_parts):
+            of_q, of_kv = slice(part * heads, (part + 1) * heads), slice(part, part + 1)
+            q[:, :, of_q], kv[:, :, :, of_kv] = ring_backward(
+                grad_out[:, :, of_q],
+                q[:, :, of_q],
+                kv[:, :, :, of_kv].contiguous(),
+                out[:, :, of_q],
+                lse[:, of_q],
+                **self.ring(owner, part=part),
+            )
+        return q, kv
 
     def block_gradients(
         self,
@@ -109,7 +144,7 @@ class _Layer:
         q = q.detach()
         del mixed, k, v
         grad_out = (grad_rows @ proj).view(out.shape)
-        grad_q, grad_kv = ring_backward(grad_out, q, kv, out, lse, **self.ring(owner))
+        grad_q, grad_kv = self.ring_gradients(grad_out, q, kv, out, lse, owner=owner)
         del q, kv, grad_out
         grads = (grad_q, grad_kv[0], grad_kv[1])
         grad_mixed, *of_norms = torch.autograd.grad(outputs, inputs, grads)
@@ -137,7 +172,8 @@ class CirculatingAttention(Function):
     """x [s/p, b, h] and the tensors of AttentionWeights -> [s/p, b, h].
 
     Keeps x (balanced) and each block's attention output and lse: the ring attention runs forward
-    once. Its q, k and v are computed again in the backward.
+    once. Its q, k and v are computed again in the backward. After a second run of a long sequence
+    the backward's rings take one key head after the other.
     """
 
     @staticmethod
@@ -195,6 +231,7 @@ class CirculatingAttention(Function):
             None if tensor is None else grads[field.name].to(tensor.dtype)
             for field, tensor in zip(fields(weights), tensors, strict=True)
         )
+        del grad
         grad_x = grad_x.to(x.dtype)
         return None, None, None, layer.balance(grad_x), *of_weights
 

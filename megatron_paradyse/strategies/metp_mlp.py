@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from megatron_paradyse.strategies.feedforward import activate
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 from megatron_paradyse.strategies.ring import TravellingGradient
-from megatron_paradyse.strategies.unused import is_output_unused, without_values
+from megatron_paradyse.strategies.second_run import is_second_run, without_values
 from megatron_paradyse.strategies.weight_blocks import (
     add_product_,
     circulate,
@@ -34,7 +34,7 @@ class CirculatingMlp(Function):
     def forward(ctx, shape, group, x, *weights):
         ctx.shape, ctx.group = shape, group
         ctx.save_for_backward(x, *weights)
-        if is_output_unused():
+        if is_second_run():
             return without_values(x, x.shape)
         own = tuple(weight.detach() for weight in weights if weight is not None)
         rows = x.detach().flatten(0, 1)  # [s/p, b, h] -> [s/p b, h]

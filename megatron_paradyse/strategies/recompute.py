@@ -4,7 +4,8 @@
 
 The second run gives what the first gave: attention dropout is a function of positions and a seed,
 and nothing else in a strategy is random. Costs one more forward, its communication included, less
-the end of an MLP, whose output nobody reads the second time (unused.py).
+the end of an MLP, whose output nobody reads the second time (second_run.py).
+A long MLP goes in tiles of the sequence (tiled_mlp.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE
 from megatron_paradyse.strategies.contract import Strategy
 from megatron_paradyse.strategies.host import kept_on_host
-from megatron_paradyse.strategies.unused import output_unused
+from megatron_paradyse.strategies.second_run import second_run
+from megatron_paradyse.strategies.tiled_mlp import mlp_in_tiles
 
 
 def recomputed(strategy: Strategy, *, offload: bool = False) -> Strategy:
@@ -36,7 +38,7 @@ def recomputed(strategy: Strategy, *, offload: bool = False) -> Strategy:
         name=f"{strategy.name}{suffix}",
         title=f"{strategy.title}{suffix}",
         attention=_recomputing(strategy.attention, offload),
-        mlp=_recomputing(strategy.mlp, offload),
+        mlp=_recomputing(mlp_in_tiles(strategy), offload),
     )
 
 
@@ -73,7 +75,7 @@ class _Recompute(Function):
             t.detach().requires_grad_(need)
             for t, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
-        with torch.enable_grad(), output_unused():
+        with torch.enable_grad(), second_run():
             output = get_gradient_edge(ctx.rerun(*inputs))  # the graph, and not its result
         grads = iter(torch.autograd.grad(output, [t for t in inputs if t.requires_grad], grad))
         return None, *(next(grads) if need else None for need in needed)

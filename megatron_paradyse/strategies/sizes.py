@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
+
+# Rows of a rank in a tile of what goes in tiles of a long sequence: matrix products of so many take
+# far longer than their weights take to arrive.
+TILE_ROWS = 8192
+
+
+def positions_of_tile(batch_size: int) -> int:
+    """Positions of a rank in a tile, so that there are TILE_ROWS rows or fewer."""
+    return max(1, TILE_ROWS // batch_size)
 
 
 @dataclass(frozen=True)
@@ -90,9 +99,19 @@ class LayerSizes:
     def fc2_weight(self) -> int:
         return self.f * self.h * self.element_bytes
 
+    @property
+    def is_tiled(self) -> bool:
+        """Whether a rank has more rows than a tile."""
+        return self.s // self.p > positions_of_tile(self.b)
+
     def wide(self, num_bytes: int) -> int:
         """The bytes of as many elements in the accumulation dtype."""
         return num_bytes * self.wide_bytes // self.element_bytes
+
+
+def of_tile(z: LayerSizes) -> LayerSizes:
+    """Of one whole tile."""
+    return replace(z, s=positions_of_tile(z.b) * z.p)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from megatron_paradyse.strategies.contract import (
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
+from megatron_paradyse.strategies.zero_tiles import zero_mlp_in_tiles
 
 
 def attention(
@@ -86,5 +87,10 @@ def _pack_heads(q: Tensor, k: Tensor, v: Tensor, p: int) -> Tensor:
 
 
 STRATEGY = Strategy(
-    name="ulysses_z", title="UlyssesZ", attention=attention, mlp=zero_mlp, check=check
+    name="ulysses_z",
+    title="UlyssesZ",
+    attention=attention,
+    mlp=zero_mlp,
+    check=check,
+    tiled_mlp=zero_mlp_in_tiles,
 )

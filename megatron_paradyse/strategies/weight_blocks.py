@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_paradyse.strategies import transport
+from megatron_paradyse.strategies import sizes, transport
 from megatron_paradyse.strategies.collectives import Pending, record, ring_exchange_async
 
 Block = tuple[Tensor, ...]
@@ -136,8 +136,12 @@ def set_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, with total of the same or of a wider dtype. Two-dimensional."""
+    """total += a b, with total of the same or of a wider dtype. Two-dimensional.
+
+    Of a wider dtype in pieces of TILE_ROWS rows, so that no more of the product is there at once.
+    """
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
+        return
+    for part, rows in zip(total.split(sizes.TILE_ROWS), a.split(sizes.TILE_ROWS), strict=True):
+        part.add_(rows @ b)

@@ -32,7 +32,7 @@ from megatron_paradyse.strategies.contract import (
 from megatron_paradyse.strategies.feedforward import activate, activation_gradient
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
-from megatron_paradyse.strategies.unused import is_output_unused, without_values
+from megatron_paradyse.strategies.second_run import is_second_run, without_values
 
 
 def zero_qkv(
@@ -69,7 +69,7 @@ def zero_mlp(x: Tensor, weights: MlpWeights, shape: MlpShape, group: ProcessGrou
     output is unused, fc2 is not gathered and computes nothing.
     """
     fc1 = gather_weight(weights.fc1, group)
-    fc2 = None if is_output_unused() else gather_weight(weights.fc2.t(), group)
+    fc2 = None if is_second_run() else gather_weight(weights.fc2.t(), group)
     y = zero_linear(x, fc1, weights.fc1, weights.fc1_bias, group)
     return zero_linear(y, fc2, weights.fc2, None, group, transposed=True, mlp_shape=shape)
 

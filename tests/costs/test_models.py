@@ -19,6 +19,7 @@ from megatron_paradyse.costs.laws import Law, fit_law
 from megatron_paradyse.costs.model import MODELS
 from megatron_paradyse.costs.table import BYTES_ONLY, QUANTITIES, CostTable, Measurement
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION, LENGTHS, STRATEGIES, make_table, measure
 
 BETWEEN = (130, 200, 333, 700, 1500, 3000, 5000, 9000, 20000, 32768)
@@ -115,6 +116,63 @@ def test_peaks_that_fall_as_kept_bytes_grow_are_fitted():
         truth = max(1e6 - 60 * length, 150 * length)
         found = hybrid_value(fit, length, 1, 32768) - 100 * length
         assert found == pytest.approx(truth, rel=0.01)
+
+
+TILE = 10_000
+
+
+def in_tiles(s):
+    """Weights and activations; of more tokens than a tile those of one, and what grows anyway."""
+    return np.where(s > TILE, 1e6 + 2100 * TILE + 100 * s, 1e6 + 2000 * s)
+
+
+def test_what_goes_in_tiles_has_a_law_on_either_side_of_one():
+    s = np.array(LENGTHS, float)
+    law = fit_hybrid(
+        s, np.ones_like(s), in_tiles(s), operation="mlp", is_time=False, tile_tokens=TILE
+    ).law
+    assert law.tile_tokens == TILE
+    for length in (200, 3000, TILE, TILE + 1, 20000, 131072):
+        assert law(length, 1) == pytest.approx(float(in_tiles(length)), rel=1e-6)
+        assert law(length / 4, 4) == law(length, 1)
+    smooth = fit_hybrid(
+        s, np.ones_like(s), 1e6 + 2000 * s, operation="mlp", is_time=False, tile_tokens=TILE
+    ).law
+    assert not smooth.in_tiles
+
+
+@pytest.mark.parametrize("lengths", [(500, 1000, 2000, 8000, 12000), (8000, 12000, 16000, 32000)])
+def test_with_one_length_on_a_side_no_bytes_are_missed(lengths):
+    """At every length given and far from them; where tiles begin, bytes jump by 10% here."""
+    s = np.array(lengths, float)
+    fit = fit_hybrid(
+        s, np.ones_like(s), in_tiles(s), operation="mlp", is_time=False, tile_tokens=TILE
+    )
+    for length in (100, *lengths, 100_000):
+        assert fit.law(length, 1) >= 0.999 * in_tiles(length)
+
+
+def test_a_fit_in_tiles_is_written_read_and_evaluated(tmp_path):
+    rows = TILE_ROWS * DESCRIPTION.p
+
+    def tiled(m):
+        if (m.strategy, m.operation) != ("ulysses_z", "mlp"):
+            return m
+        return replace(m, backward_bytes=1e6 + 2000.0 * min(m.seq_length, rows))
+
+    table = make_table((*LENGTHS, 1 << 16, 1 << 17), model_parts=False)
+    table = replace(table, measurements=tuple(map(tiled, table.measurements)))
+    model = fit_table(table)
+    assert model.fits_of("ulysses_z", "mlp")[-1].law.in_tiles
+    path = tmp_path / "costs.json"
+    write_cost_file(path, table, model)
+    again = read_cost_file(path).require_model()
+    assert again.fits == model.fits
+    for s, b in ((rows, 1), (rows + 1, 1), (rows // 2 + 1, 2), (100, 1), (200_000, 1)):
+        fit = model.fits[[f.strategy + f.operation for f in model.fits].index("ulysses_zmlp")]
+        kept, *_, backward = (hybrid_value(one, s, b, fit.max_length) for one in fit.fits[2:])
+        found = again.operation("ulysses_z", "mlp", s, b)
+        assert found.backward_bytes == pytest.approx(backward - kept, rel=1e-9)
 
 
 def test_a_residual_is_learnt_only_where_neighbours_share_it():

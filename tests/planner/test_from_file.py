@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.from_costs import stage_memory
 from megatron_paradyse.planner.from_file import FilePolicies, read_costs
 from megatron_paradyse.settings import Settings
+from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.train.synthetic_costs import LENGTHS, write_costs
 
 BUFFER = 256 * 4  # bytes a token: h, float32
@@ -43,6 +45,20 @@ def test_the_buffer_is_everybodys_up_to_a_tile_and_megatron_ts_own_above(setting
     for options in above.layers.values():
         for choice in (*options.attention, *options.mlp):
             assert choice.gathers == (choice.name == "megatron_ts")
+
+
+def test_an_mlp_that_recomputes_in_tiles_needs_no_buffer_of_megatrons(settings):
+    made = policies(settings)
+    memory = stage_memory(made.costs.file.require_model().operation, made.stage())
+    tile = TILE_ROWS * made.costs.file.table.description.p
+
+    def gathers(operation, name, s):
+        return memory.gathers(operation, name, s, 1)
+
+    for name in ("megatron_ts+recompute", "megatron_ts+offload"):
+        assert gathers("mlp", name, tile) and not gathers("mlp", name, tile + 1)
+        assert gathers("attention", name, tile + 1)
+    assert gathers("mlp", "megatron_ts", tile + 1) and not gathers("mlp", "metp", 64)
 
 
 def test_without_a_head_on_the_stage_only_megatron_ts_has_the_buffer(settings):

@@ -15,12 +15,14 @@ from megatron_paradyse.simulator.hardware import find_device
 from megatron_paradyse.simulator.models import model_flags
 from megatron_paradyse.simulator.network import find_network
 from megatron_paradyse.simulator.run import Options, simulate
+from megatron_paradyse.strategies import sizes
 
 
 def main() -> None:
     given: dict[str, Any] = json.loads(sys.argv[1])
     if given.pop("whole_loops", False):
         short_loops.WHOLE = 1 << 20
+    sizes.TILE_ROWS = given.pop("tile_rows", sizes.TILE_ROWS)
     output, p = given.pop("output"), given.pop("p")
     flags = model_flags(None, given.pop("flags"), ranks=p, dtype=given.pop("dtype"))
     device = find_device("a100-80g")

@@ -1,4 +1,6 @@
-"""A real rank: real_rank OUTPUT LENGTH <Megatron flags>, bytes of every operation as JSON.
+"""A real rank: real_rank OUTPUT LENGTH TILE <Megatron flags>, bytes of every operation as JSON.
+
+TILE: rows above which a sequence is long.
 
 Runs each operation once, as a profile does, and times nothing.
 """
@@ -13,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    output, length = Path(sys.argv[1]), int(sys.argv[2])
+    output, length, tile_rows = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     from megatron.training import get_args, training
     from megatron.training.arguments import parse_and_validate_args
 
@@ -22,8 +24,10 @@ def main() -> None:
     from megatron_paradyse.profiler.model import build_model, grow_gather_buffer
     from megatron_paradyse.profiler.operations import Operations
     from megatron_paradyse.profiler.run import strategies_to_profile
+    from megatron_paradyse.strategies import sizes
 
-    sys.argv = ["profile", *sys.argv[3:]]
+    sizes.TILE_ROWS = tile_rows
+    sys.argv = ["profile", *sys.argv[4:]]
     parse_and_validate_args()
     training.initialize_megatron()
     get_args().check_for_nan_in_loss_and_grad = False
@@ -33,7 +37,7 @@ def main() -> None:
         grow_gather_buffer(model, length)
         operations = Operations(model, length, 1)
     names = [("model", "embedding"), ("model", "head")]
-    names += [(s, o) for s in strategies_to_profile(None) for o in ("attention", "mlp")]
+    names += [(s, o) for s in strategies_to_profile(None) for o in ("attention", "mlp", "layer")]
     found = []
     # METP keeps which rows its whole heads have, once for all layers: made before it is measured.
     measure_bytes(operations.get("attention", "metp"), meter)

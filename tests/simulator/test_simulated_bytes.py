@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
-from megatron_paradyse.costs.table import CostTable
+from megatron_paradyse.costs.recomputed import recomputed_layer
+from megatron_paradyse.costs.table import LAYER, CostTable
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.profiler.run import strategies_to_profile
+from megatron_paradyse.strategies import recomputes
+from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.train.harness import run_forked
 
 LENGTH = 128
@@ -41,11 +44,16 @@ def simulated(folder: Path, flags: list, p: int, **more) -> CostTable:
     return read_cost_file(output).table
 
 
-def _on_real_ranks(folder: Path, flags: list, p: int) -> list:
+def _on_real_ranks(folder: Path, flags: list, p: int, tile_rows: int) -> list:
     folder.mkdir()
     output = folder / "real.json"
     given = [str(flag) for flag in [*flags, *COMMON]]
-    argv = [str(output), str(LENGTH), *megatron_flags(given, model_path=None, ranks=p)]
+    argv = [
+        str(output),
+        str(LENGTH),
+        str(tile_rows),
+        *megatron_flags(given, model_path=None, ranks=p),
+    ]
     code, _, stderr = run_forked(
         "tests.simulator.real_rank", argv, ranks=p, folder=folder, timeout_seconds=100
     )
@@ -53,15 +61,32 @@ def _on_real_ranks(folder: Path, flags: list, p: int) -> list:
     return json.loads(output.read_text())
 
 
-@pytest.mark.parametrize(
-    ("flags", "p"), [(GPT, 2), (LLAMA, 4), (BERT, 2)], ids=["gpt-2", "llama-4", "bert-2"]
-)
-def test_bytes_are_those_of_real_ranks(flags, p, tmp_path):
-    """Of every strategy, with and without recompute, and of embedding and head."""
-    table = simulated(tmp_path / "fake", flags, p)
+LONG = 24  # rows of a tile: a sequence of two tiles and a half on 2 ranks
+CASES = {
+    "gpt-2": (GPT, 2, TILE_ROWS),
+    "llama-4": (LLAMA, 4, TILE_ROWS),
+    "bert-2": (BERT, 2, TILE_ROWS),
+    "long-gpt-2": (GPT, 2, LONG),
+}
+
+
+@pytest.mark.parametrize(("flags", "p", "tile_rows"), CASES.values(), ids=CASES)
+def test_bytes_are_those_of_real_ranks(flags, p, tile_rows, tmp_path):
+    """Of every strategy, with and without recompute, and of embedding and head.
+
+    And a layer whose halves recompute holds what follows from the halves.
+    """
+    table = simulated(tmp_path / "fake", flags, p, tile_rows=tile_rows)
     fake = {(m.strategy, m.operation): m for m in table.measurements}
+    costs = {key: m.costs for key, m in fake.items()}
     wrong = []
-    for strategy, operation, real in _on_real_ranks(tmp_path / "real", flags, p):
+    for strategy, operation, real in _on_real_ranks(tmp_path / "real", flags, p, tile_rows):
+        if operation == LAYER:
+            if recomputes(strategy):
+                layer = recomputed_layer(strategy, strategy, lambda *key: costs[key])
+                for name, truth in real.items():
+                    assert getattr(layer, name) == pytest.approx(truth, rel=0.02), strategy
+            continue
         m = fake.pop((strategy, operation))
         assert m.is_ok, m
         for name, truth in real.items():

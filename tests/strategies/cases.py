@@ -40,6 +40,7 @@ class AttentionCase:
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     query_scale: float = 1.0  # multiplies the scores
+    tile_rows: int | None = None  # above which a sequence is long; None: those of the product
     row: Row | None = None  # packed documents: of s tokens, b is 1
 
     @property
@@ -78,11 +79,13 @@ class MlpCase:
     s: int = 24
     b: int = 2
     dtype: torch.dtype = torch.float32
+    tile_rows: int | None = None  # as of an AttentionCase
 
     @property
     def name(self) -> str:
         parts = [self.strategy, f"p{self.p}", "swiglu" if self.gated else "gelu"]
         parts += ["bias"] * self.bias
+        parts += [f"tiles={self.tile_rows}"] if self.tile_rows else []
         parts += [str(self.dtype).removeprefix("torch.")] * (self.dtype != torch.float32)
         return "-".join(parts)
 

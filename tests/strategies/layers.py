@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_paradyse.strategies import get_strategy
+from megatron_paradyse.strategies import get_strategy, sizes
 from megatron_paradyse.strategies.contract import (
     AttentionWeights,
     Microbatch,
@@ -22,6 +22,7 @@ from megatron_paradyse.strategies.reference import (
     shard_attention,
     shard_mlp,
 )
+from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.strategies.cases import (
     AttentionCase,
     MlpCase,
@@ -105,6 +106,7 @@ def rank_layer(group, case: AttentionCase | MlpCase, device: str = "cpu") -> Ran
     microbatch = None if isinstance(case, MlpCase) else microbatch_of(case, device)
 
     def run(x, weights):
+        sizes.TILE_ROWS = case.tile_rows or TILE_ROWS  # also for the backward
         if isinstance(case, MlpCase):
             return strategy.mlp(x, weights, case.shape, group)
         strategy.check(case.shape, p)

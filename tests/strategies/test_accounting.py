@@ -7,7 +7,7 @@ for exactly as long as the code holds it.
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy
+from megatron_paradyse.strategies import sizes as sizes_module
 from megatron_paradyse.strategies.accounting import operation_costs
 from megatron_paradyse.strategies.memory import Measured, measure
 from megatron_paradyse.strategies.sizes import LayerSizes
@@ -120,6 +121,41 @@ def test_recompute_keeps_only_the_input_and_pays_in_the_backward(p, strategy, op
         uneven = strategy == "metp" and operation == "attention" and case.g % p != 0
         slack = 0.01 * costs.backward_sent_bytes if uneven else 0
         assert 0 <= costs.backward_sent_bytes - measured.backward_sent_bytes <= slack
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("strategy", [name for name, operation in WALKS if operation == "mlp"])
+def test_an_mlp_in_tiles_costs_what_its_tiles_do(p, strategy, monkeypatch):
+    name = f"{strategy}+recompute"
+    for rows in (8, 6):  # of 128/p positions and b = 2: tiles alike, and a smaller last one
+        for plain in _cases(name, "mlp", p):
+            case = replace(plain, tile_rows=rows)
+            monkeypatch.setattr(sizes_module, "TILE_ROWS", 10**6)
+            whole = operation_costs(name, "mlp", _sizes(case))
+            monkeypatch.setattr(sizes_module, "TILE_ROWS", rows)
+            measured, costs = _worst(case), operation_costs(name, "mlp", _sizes(case))
+            assert measured.kept_bytes == costs.kept_bytes == whole.kept_bytes
+            assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
+            assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
+            assert measured.forward_sent_bytes == costs.forward_sent_bytes
+            assert measured.backward_sent_bytes == costs.backward_sent_bytes
+            flops = _by_rank(case, _flops)[-1]
+            assert flops == (costs.forward_flops, costs.backward_flops)
+            assert flops == (whole.forward_flops, whole.backward_flops)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("name", ["metp", "metp+recompute"])
+def test_a_long_attention_of_metp_holds_what_the_walk_says(p, name, monkeypatch):
+    """Of long sequences products are added in pieces, and a second run has a ring per key head."""
+    monkeypatch.setattr(sizes_module, "TILE_ROWS", 8)
+    for plain in _cases(name, "attention", p):
+        case = replace(plain, tile_rows=8)
+        measured, costs = _worst(case), operation_costs(name, "attention", _sizes(case))
+        assert measured.kept_bytes == costs.kept_bytes
+        assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
+        assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
+        assert measured.forward_sent_bytes == costs.forward_sent_bytes
 
 
 @pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))

@@ -7,9 +7,16 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_paradyse.strategies import blocks, collectives, local_attention
+from megatron_paradyse.strategies import (
+    blocks,
+    collectives,
+    local_attention,
+    metp_attention,
+    tiled_mlp,
+)
 from megatron_paradyse.strategies.collectives import Pending, exchange_async
 from megatron_paradyse.strategies.ring import TravellingGradient
+from megatron_paradyse.strategies.tiled_mlp import tiles
 from tests.strategies.cases import AttentionCase, MlpCase
 from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
@@ -38,6 +45,17 @@ class _StaysHere(TravellingGradient):
         self._sum = grad
 
 
+def _all_tiles_but_one(*sizes):
+    return list(tiles(*sizes))[1:]
+
+
+def _of_last_tile(of_tile, x, tensors, sums, grad):
+    for total in sums:
+        total.zero_()
+    return ADD_GRADIENTS(of_tile, x, tensors, sums, grad)
+
+
+RING, ADD_GRADIENTS = metp_attention._Layer.ring, tiled_mlp._add_gradients
 BREAKAGES = {
     "gradient_not_sent_on": {f"{PACKAGE}.routes.TravellingGradient": _StaysHere},
     "ring_direction": {f"{PACKAGE}.ring.ring_exchange_async": _wrong_way_round},
@@ -59,6 +77,11 @@ BREAKAGES = {
     "blocks_not_transposed": {
         f"{PACKAGE}.ulysses_z.transpose_blocks": lambda x, group: x.contiguous()
     },
+    "tile_left_out": {f"{PACKAGE}.zero_tiles.tiles": _all_tiles_but_one},
+    "tiles_not_summed": {f"{PACKAGE}.tiled_mlp._add_gradients": _of_last_tile},
+    "dropout_of_first_key_head": {
+        f"{PACKAGE}.metp_attention._Layer.ring": lambda layer, owner, part=0: RING(layer, owner)
+    },
     "input_gradient_not_reduced": {
         f"{PACKAGE}.megatron_ts.reduce_scatter_async": lambda x, group: Pending(
             _keep_own_part(x, group)
@@ -76,6 +99,11 @@ CASES = {
     "rope_at_local_positions": AttentionCase("ulysses_z", 4, rope="half"),
     "dropout_at_local_heads": AttentionCase("ulysses_z", 4, dropout=0.3),
     "blocks_not_transposed": AttentionCase("ulysses_z", 4),
+    "tile_left_out": MlpCase("ulysses_z+recompute", 4, tile_rows=2),
+    "tiles_not_summed": MlpCase("megatron_ts+recompute", 4, tile_rows=2),
+    "dropout_of_first_key_head": AttentionCase(
+        "metp+recompute", 4, n=8, g=8, dropout=0.3, tile_rows=4
+    ),
     "input_gradient_not_reduced": AttentionCase("megatron_ts", 4),
 }
 

@@ -56,6 +56,16 @@ def _special_attention(strategy: str, p: int):
     yield make("causal", g=1, d=6, h=10, b=3)
 
 
+def _key_heads_one_by_one():
+    """METP's backward after a second run of a long sequence, with several key heads in a block."""
+    make = functools.partial(AttentionCase, "metp+recompute", tile_rows=4)
+    yield make(2, "causal", n=8, g=4, rope="half", bias=True, dropout=0.3)
+    yield make(2, "packed", n=6, g=6, qk_norm="l2")
+    yield make(3, "bidirectional", n=12, g=6, d=6, qk_norm="rmsnorm", rope="partial")
+    yield make(4, "packed_causal", n=12, g=3, rope="interleaved")
+    yield make(1, "padded_causal", n=4, g=2, qk_norm="layernorm", rope="half", dropout=0.2)
+
+
 def _few_attention(strategy: str, p: int):
     n = 2 * p
     for mask in ("causal", "bidirectional", "packed_causal", "padded"):
@@ -78,10 +88,14 @@ def _cases() -> list[AttentionCase | MlpCase]:
         offload = f"{strategy}+offload"
         cases.append(AttentionCase(offload, 2, "causal", g=2, dropout=0.2, rope="half"))
         cases.append(MlpCase(offload, 2, gated=True, bias=True))
+        for p, tile_rows in ((1, 4), (2, 10), (4, 2), (3, 6)):  # of 24/p positions, b = 2
+            cases.append(MlpCase(f"{strategy}+recompute", p, True, True, tile_rows=tile_rows))
+        cases.append(MlpCase(offload, 2, tile_rows=4))
         for p in (3, 8):
             cases += _few_attention(strategy, p)
             cases.append(MlpCase(strategy, p, gated=True, bias=True))
             cases.append(MlpCase(strategy, p, gated=False))
+    cases += _key_heads_one_by_one()
     return [case for case in cases if isinstance(case, MlpCase) or can_run(case)]
 
 
@@ -93,6 +107,10 @@ def _half_cases() -> list[AttentionCase | MlpCase]:
             cases.append(_with_dtype(case, torch.bfloat16))
         cases.append(MlpCase(strategy, p, gated=True, bias=True, dtype=torch.bfloat16))
         cases.append(_with_dtype(AttentionCase(strategy, p, "causal"), torch.float16))
+        recompute = f"{strategy}+recompute"
+        cases.append(MlpCase(recompute, p, True, True, dtype=torch.bfloat16, tile_rows=4))
+        long = AttentionCase(recompute, p, rope="half", tile_rows=4)
+        cases.append(_with_dtype(long, torch.bfloat16))
     cases.append(MlpCase("ulysses_z+offload", 2, gated=True, bias=True, dtype=torch.bfloat16))
     return [case for case in cases if isinstance(case, MlpCase) or can_run(case)]
 

@@ -14,7 +14,7 @@ import itertools
 import torch
 
 from megatron_paradyse.plan import LayerChoice, Plan
-from megatron_paradyse.strategies import strategy_names
+from megatron_paradyse.strategies import sizes, strategy_names
 from megatron_paradyse.train import plugin
 
 TOLERANCE = 1e-5
@@ -65,6 +65,10 @@ def plans_to_compare(num_layers: int) -> dict[str, list[Plan]]:
         "mixed over layers and operations": [by_operation[1]],
         "another at every microbatch": by_operation,
     }
+
+
+def recomputes_somewhere(name: str) -> bool:
+    return "+" in name or name.startswith(("offload", "another"))
 
 
 def gradients(args, model, batches):
@@ -145,9 +149,14 @@ def main() -> None:
         for mine, theirs in zip(model[0].parameters(), stock[0].parameters(), strict=True):
             theirs.data.copy_(mine.data)
         results["stock Megatron"] = seeded(stock)
-    for name, plans in plans_to_compare(args.num_layers).items():
+    compared = plans_to_compare(args.num_layers)
+    for name, plans in compared.items():
         policy.choose(plans)
         results[name] = seeded(model)
+    sizes.TILE_ROWS = 4
+    for name in filter(recomputes_somewhere, compared):
+        policy.choose(compared[name])
+        results[f"{name}, in tiles"] = seeded(model)
     expected_loss, expected = next(iter(results.values()))
     for name, (loss, grads) in results.items():
         errors = {"loss": float((loss - expected_loss).abs() / expected_loss.abs())}

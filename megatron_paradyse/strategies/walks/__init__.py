@@ -18,11 +18,13 @@ from megatron_paradyse.strategies.walks import megatron_ts, metp, zero
 class Walk:
     """What one operation holds, beside its input: in the forward, and in the backward.
 
-    The forward tells its Ledger what it would keep; the backward releases that.
+    The forward tells its Ledger what it would keep; the backward releases that. second_backward:
+    of a second run, where it differs.
     """
 
     forward: Callable[[Ledger, LayerSizes], None]
     backward: Callable[[Ledger, LayerSizes], None]
+    second_backward: Callable[[Ledger, LayerSizes], None] | None = None
 
 
 _ZERO_MLP = Walk(zero.mlp_forward, zero.mlp_backward)
@@ -38,6 +40,12 @@ WALKS: dict[tuple[str, str], Walk] = {
     ("megatron_cz", "mlp"): _ZERO_MLP,
     ("colossal_z", "attention"): Walk(zero.colossal_z_forward, zero.colossal_z_backward),
     ("colossal_z", "mlp"): _ZERO_MLP,
-    ("metp", "attention"): Walk(metp.attention_forward, metp.attention_backward),
+    ("metp", "attention"): Walk(
+        metp.attention_forward, metp.attention_backward, metp.attention_second_backward
+    ),
     ("metp", "mlp"): Walk(metp.mlp_forward, metp.mlp_backward),
 }
+
+# Of what recomputes in tiles; the others' tiles are MLPs of a shorter sequence each, but for METP's
+# MLP, which never goes in tiles.
+TILED_ZERO_MLP = Walk(zero.mlp_tiles_forward, zero.mlp_tiles_backward)

@@ -5,6 +5,7 @@ An owner holds its own gradients from its turn on, and rank 0's turn is the firs
 
 from __future__ import annotations
 
+from megatron_paradyse.strategies import sizes
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
 from megatron_paradyse.strategies.walks.steps import (
     activate,
@@ -23,8 +24,7 @@ def mlp_forward(m: Ledger, z: LayerSizes) -> None:
     m.hold(total=z.wide(z.x), blocks=2 * _mlp_block(z), y=fc1_output(z) // z.p)
     activate(m, z, fc2_input(z) // z.p)
     m.drop("y")
-    if z.half_type:
-        m.touch(z.x)
+    m.touch(_piece(z))
     m.drop("active", "blocks")
     if z.half_type:
         m.hold(output=z.x)
@@ -46,7 +46,7 @@ def mlp_backward(m: Ledger, z: LayerSizes) -> None:
         m.touch(activation_gradient_bytes(z, active) - (2 if z.gated else 1) * active)
         m.hold(grad_y=y)
         m.drop("y", "active", "grad_active", *(["gate"] if z.gated else []))
-        m.touch(max(z.fc1_weight // z.p, z.x) if z.half_type else 0)
+        m.touch(max(z.fc1_weight // z.p if z.half_type else 0, _piece(z)))
         m.drop("blocks", "grad_block", "hops", "grad_y")
     m.hold(own_gradient=z.wide(block))
     if z.half_type:
@@ -75,8 +75,7 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
         m.drop("kv")
         ring_forward(m, z, q=q, kv=kv, lse=lse)
         m.drop("q", "packed")
-        if z.half_type:
-            m.touch(z.x)
+        m.touch(_piece(z))
         m.drop("blocks", "out", "lse")
         m.hold(**{f"of_{owner}": q + lse})
     m.drop("aligned")
@@ -90,6 +89,15 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
 
 
 def attention_backward(m: Ledger, z: LayerSizes) -> None:
+    _attention_backward(m, z, parts=1)
+
+
+def attention_second_backward(m: Ledger, z: LayerSizes) -> None:
+    _attention_backward(m, z, parts=z.kv_heads_sent // z.p if z.is_tiled else 1)
+
+
+def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
+    """parts: of a block's heads, of which the ring takes one at a time, in place if many."""
     q, kv, lse = z.q // z.p, z.kv_sent // z.p, z.lse // z.p
     block = _attention_block(z)
     m.hold(aligned=_aligned(z))
@@ -105,17 +113,24 @@ def attention_backward(m: Ledger, z: LayerSizes) -> None:
         m.hold(packed=kv)
         m.drop("mixed", "kv")
         m.hold(grad_out=q)
-        ring_backward(m, z, q=q, kv=kv, lse=lse)
+        if parts == 1:
+            ring_backward(m, z, q=q, kv=kv, lse=lse)
+        else:
+            m.hold(own_chunk=kv // parts)
+            ring_backward(m, z, q=q // parts, kv=kv // parts, lse=lse // parts)
+            m.drop("grad_qkv", "own_chunk", "q", "packed")
+            m.hold(q=0, packed=0, grad_qkv=q + kv)
         m.drop("q", "packed", "grad_out")
         split_backward(m, z, q=q, kv=kv, k_is_view=True)
         if z.rope_channels:
             m.drop("angles")
-        if z.half_type:
-            m.touch(z.x)
+        m.touch(_piece(z))
         m.hold(grad_block=z.wide(block))
         if z.half_type:
             m.touch(_qkv_rows(z) * z.h * z.element_bytes)
         m.drop("blocks", "summed", "grad_mixed", "grad_block")
+    if z.causal:
+        m.drop("grad")
     m.hold(own_gradient=z.wide(block), output=z.x if z.half_type else 0)
     if z.g % z.p:
         m.hold(shard_gradient=z.wide(z.qkv_weight) // z.p)
@@ -126,6 +141,11 @@ def attention_backward(m: Ledger, z: LayerSizes) -> None:
         m.hold(swapped=z.x)
     if z.half_type:
         m.hold(narrow_gradient=block)
+
+
+def _piece(z: LayerSizes) -> int:
+    """Of a product [s/p, b, h] that is added to a sum of a wider dtype."""
+    return min(z.rows, sizes.TILE_ROWS) * z.h * z.element_bytes if z.half_type else 0
 
 
 def _qkv_rows(z: LayerSizes) -> int:

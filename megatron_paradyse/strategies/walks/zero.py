@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies import sizes
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, of_tile
 from megatron_paradyse.strategies.walks.steps import (
     activate,
     activation_gradient_bytes,
@@ -38,8 +39,56 @@ def mlp_backward(m: Ledger, z: LayerSizes) -> None:
     m.drop("grad_input_fc2")
     _linear_backward_end(m, z, z.fc2_weight, name="fc2")
     m.release(y)
-    _linear_backward(m, z, z.fc1_weight, name="fc1", grad_input=z.x, transposed=False)
+    _linear_backward(
+        m, z, z.fc1_weight, name="fc1", grad_input=z.x, transposed=False, bias_rows=z.fc1_rows
+    )
     _linear_backward_end(m, z, z.fc1_weight, name="fc1")
+
+
+def mlp_tiles_forward(m: Ledger, z: LayerSizes) -> None:
+    """Of zero_tiles.py; keeps nothing."""
+    _gathered(m, z, output=z.x)
+    tile = of_tile(z)
+    m.hold(y=fc1_output(tile))
+    activate(m, tile, fc2_input(tile))
+    m.drop("y")
+    m.touch(tile.x)
+    m.drop("active", "fc1", "fc2", "bias")
+
+
+def mlp_tiles_backward(m: Ledger, z: LayerSizes) -> None:
+    _gathered(m, z, output=z.x)
+    weights = z.fc1_weight + z.fc2_weight + _bias(z)
+    m.hold(sums=z.wide(weights))
+    tile = of_tile(z)
+    active, y = fc2_input(tile), fc1_output(tile)
+    m.hold(y=y)
+    activate(m, tile, active)
+    m.touch(_piece(z, z.f))
+    m.drop("active")
+    m.hold(grad_active=active)
+    m.touch(activation_gradient_bytes(z, active))
+    m.hold(grad_y=y)
+    m.drop("grad_active", "y")
+    m.touch(max(_piece(z, z.fc1_rows), tile.x))
+    m.drop("grad_y", "fc1", "fc2", "bias")
+    m.hold(reduced=z.wide(weights) // z.p)
+
+
+def _gathered(m: Ledger, z: LayerSizes, *, output: int) -> None:
+    """Holds fc1, fc2, the bias and an output, or the gradient of x."""
+    m.hold(bias=_bias(z), fc1=z.fc1_weight, shard=z.fc2_weight // z.p, fc2=z.fc2_weight)
+    m.hold(output=output)
+    m.drop("shard")
+
+
+def _bias(z: LayerSizes) -> int:
+    return z.fc1_rows * z.element_bytes if z.bias else 0
+
+
+def _piece(z: LayerSizes, rows: int) -> int:
+    """Of a product [rows, h] that is added to a sum of a wider dtype."""
+    return min(rows, sizes.TILE_ROWS) * z.h * z.element_bytes if z.half_type else 0
 
 
 def _linear_backward(
@@ -51,10 +100,12 @@ def _linear_backward(
     grad_input: int,
     transposed: bool,
     active: int = 0,
+    bias_rows: int = 0,
 ) -> None:
     """Holds grad_input, and until _linear_backward_end the gradient of the full weight.
 
-    active: bytes of the activation that is run again for the weight's gradient.
+    active: bytes of the activation that is run again for the weight's gradient. bias_rows: of the
+    bias, if the layer has one: its gradient is summed as the weight's is.
     """
     if transposed:
         m.hold(shard=weight // z.p)
@@ -67,6 +118,8 @@ def _linear_backward(
         m.drop("grad_full")
     m.hold(reduced=z.wide(weight) // z.p)
     m.drop("active", *(["shard"] if transposed else []))
+    bias = z.wide_bytes * bias_rows if z.bias else 0
+    m.hold(grad_bias=bias, reduced_bias=bias // z.p)
     m.hold(**{f"grad_input_{name}": grad_input})
     m.drop("full")
 
@@ -74,7 +127,7 @@ def _linear_backward(
 def _linear_backward_end(m: Ledger, z: LayerSizes, weight: int, *, name: str) -> None:
     m.drop("grad_wide" if z.half_type else "grad_full")
     m.hold(**{f"grad_{name}": weight // z.p})
-    m.drop("reduced")
+    m.drop("reduced", "grad_bias", "reduced_bias")
 
 
 def _qkv_forward(m: Ledger, z: LayerSizes, *, balanced: bool = False) -> None:
@@ -93,7 +146,10 @@ def _qkv_backward(m: Ledger, z: LayerSizes, *, k_is_view: bool = False) -> None:
     """From the gradients of q, k and v to those of x and the weight; they are all that is held."""
     split_backward(m, z, q=z.q, kv=z.kv, k_is_view=k_is_view)
     m.release(rope_bytes(z, z.s // z.p))
-    _linear_backward(m, z, z.qkv_weight, name="qkv", grad_input=z.x, transposed=False)
+    rows = (z.n + 2 * z.g) * z.d
+    _linear_backward(
+        m, z, z.qkv_weight, name="qkv", grad_input=z.x, transposed=False, bias_rows=rows
+    )
     _linear_backward_end(m, z, z.qkv_weight, name="qkv")
 
 

@@ -1,0 +1,36 @@
+"""The second run of what recomputes, in the backward: it is asked for its graph alone.
+
+Nobody reads the output of an MLP then, so a linear at its end computes nothing: its backward takes
+its input and weight. And memory matters most then: of a long sequence METP's attention takes one
+key head at a time in the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+_here = threading.local()  # a backward may run in a thread of autograd's
+
+
+@contextlib.contextmanager
+def second_run() -> Iterator[None]:
+    """What runs inside ran before; the values of what an MLP returns are not read."""
+    before = is_second_run()
+    _here.inside = True
+    try:
+        yield
+    finally:
+        _here.inside = before
+
+
+def is_second_run() -> bool:
+    return getattr(_here, "inside", False)
+
+
+def without_values(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Of that shape and the dtype of `like`, in no memory."""
+    return like.new_empty(()).expand(*shape)
