@@ -41,10 +41,9 @@ class _ZeroMlpInTiles(Function):
         ctx.save_for_backward(x, *weights)
         if is_second_run():
             return without_values(x, x.shape)
-        gathering = _gather(*weights, group)
+        gathering = _gather(weights, group)
         output = torch.empty_like(x)
-        fc1, fc2, bias = (None if part is None else part.wait() for part in gathering)
-        del gathering
+        fc1, fc2, bias = _gathered(gathering)
         for rows in tiles(*x.shape[:2]):
             active = activate(linear(x[rows], fc1, bias), shape, num_shards=group.size())
             output[rows] = linear(active, fc2.t())
@@ -55,40 +54,43 @@ class _ZeroMlpInTiles(Function):
     def backward(ctx, grad):
         x, *weights = ctx.saved_tensors
         shape, group, p = ctx.shape, ctx.group, ctx.group.size()
-        gathering = _gather(*weights, group)
+        gathering = _gather(weights, group)
         grad_x = torch.empty_like(x)
-        fc1, fc2, bias = (None if part is None else part.wait() for part in gathering)
-        del gathering
+        fc1, fc2, bias = _gathered(gathering)
         wide = accumulation_dtype(x.dtype)
-        sums = [None if w is None else torch.zeros_like(w, dtype=wide) for w in (fc1, fc2, bias)]
+        of_fc1, of_fc2 = (torch.zeros_like(weight, dtype=wide) for weight in (fc1, fc2))
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for rows in tiles(*x.shape[:2]):
             y = linear(x[rows], fc1, bias)
-            grad_rows = grad[rows].flatten(0, 1)
             active = activate(y, shape, num_shards=p)
-            add_product_(sums[1], active.flatten(0, 1).t(), grad_rows)
+            add_product_(of_fc2, active.flatten(0, 1).t(), grad[rows].flatten(0, 1))
             del active
             grad_y = activation_gradient(y, grad[rows] @ fc2.t(), shape, num_shards=p)
             del y
-            add_product_(sums[0], grad_y.flatten(0, 1).t(), x[rows].flatten(0, 1))
-            if bias is not None:
-                sums[2] += grad_y.sum((0, 1), dtype=wide)
+            add_product_(of_fc1, grad_y.flatten(0, 1).t(), x[rows].flatten(0, 1))
+            if of_bias is not None:
+                of_bias += grad_y.sum((0, 1), dtype=wide)
             grad_x[rows] = grad_y @ fc1
             del grad_y
         del fc1, fc2, bias
-        reducing = [
-            total if total is None else reduce_gradient_async(total, group) for total in sums
-        ]
-        del sums
-        grads = [
-            None if part is None else part.wait().to(w.dtype)
-            for part, w in zip(reducing, weights, strict=True)
-        ]
-        return None, None, grad_x, grads[0], grads[1].t(), grads[2]
+        reducing = [reduce_gradient_async(total, group) for total in (of_fc1, of_fc2)]
+        reducing_bias = None if of_bias is None else reduce_gradient_async(of_bias, group)
+        del of_fc1, of_fc2, of_bias
+        grad_fc1, grad_fc2 = (part.wait().to(x.dtype) for part in reducing)
+        grad_bias = None if reducing_bias is None else reducing_bias.wait().to(x.dtype)
+        return None, None, grad_x, grad_fc1, grad_fc2.t(), grad_bias
 
 
-def _gather(
-    fc1: Tensor, fc2: Tensor, bias: Tensor | None, group: ProcessGroup
-) -> tuple[Pending, Pending, Pending | None]:
+_Gathering = tuple[Pending, Pending, Pending | None]
+
+
+def _gather(weights, group: ProcessGroup) -> _Gathering:
     """Begin to gather fc1 [f, h] (gated [2 f, h]), the transpose of fc2 [f, h], and the bias."""
+    fc1, fc2, bias = weights
     gathering_bias = None if bias is None else all_gather_async(bias.detach(), group)
     return gather_weight(fc1, group), gather_weight(fc2.t(), group), gathering_bias
+
+
+def _gathered(gathering: _Gathering) -> tuple[Tensor, Tensor, Tensor | None]:
+    fc1, fc2, bias = gathering
+    return fc1.wait(), fc2.wait(), None if bias is None else bias.wait()
