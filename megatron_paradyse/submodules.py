@@ -57,6 +57,7 @@ class SwitchableLayer(TransformerLayer):
     def forward(self, *args, **kwargs):
         planned = kwargs.get("packed_seq_params")
         if not isinstance(planned, PlannedMicrobatch):
+            self._switch_mlp(MEGATRON_TS)
             return super().forward(*args, **kwargs)
         assert not args, "Megatron's blocks call their layers by keyword"
         hidden = kwargs.pop("hidden_states")
@@ -98,16 +99,19 @@ class SwitchableLayer(TransformerLayer):
 
     def _mlp_half(self, kwargs, hidden):
         planned = kwargs["packed_seq_params"]
-        if isinstance(self.mlp, SwitchableMLP):
-            name = planned.plan[self.layer_number].mlp
-            self.mlp.strategy = base_name(name)
-            self.mlp.in_tiles = self._always_recomputes_mlp or recomputes(name) or not self.training
+        name = planned.plan[self.layer_number].mlp
+        in_tiles = self._always_recomputes_mlp or recomputes(name) or not self.training
+        self._switch_mlp(name, in_tiles=in_tiles)
         return self._forward_mlp(
             hidden,
             kwargs.get("inference_context"),
             padding_mask=kwargs.get("padding_mask"),
             packed_seq_params=planned,
         )
+
+    def _switch_mlp(self, name: str, *, in_tiles: bool = False) -> None:
+        if isinstance(self.mlp, SwitchableMLP):
+            self.mlp.strategy, self.mlp.in_tiles = base_name(name), in_tiles
 
 
 def _recomputed(run, hidden, *, offload: bool):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
 from megatron_paradyse.core_attention import CoreAttention
@@ -14,7 +15,11 @@ from megatron_paradyse.microbatch_params import planned_microbatch
 from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.parameters import bias_of, normalised, of_strategy
 from megatron_paradyse.plan import Plan
-from megatron_paradyse.submodules import SwitchableSelfAttention
+from megatron_paradyse.submodules import (
+    SwitchableLayer,
+    SwitchableMLP,
+    SwitchableSelfAttention,
+)
 
 FUSED = SimpleNamespace(gradient_accumulation_fusion=True)
 
@@ -145,3 +150,17 @@ def test_megatrons_own_kernels_run_rows_in_order_only(row, core, megatrons):
     attention = SimpleNamespace(core_attention=core)
     planned = planned_microbatch(None, row, None, plan=Plan({}), seed=0)
     assert SwitchableSelfAttention._megatron_can(attention, planned) is megatrons
+
+
+def test_a_call_without_a_plan_runs_megatrons_own_mlp(monkeypatch):
+    """What the plan of an earlier microbatch chose is forgotten: generation has another layout."""
+    layer, mlp = object.__new__(SwitchableLayer), object.__new__(SwitchableMLP)
+    torch.nn.Module.__init__(layer)
+    torch.nn.Module.__init__(mlp)
+    layer.mlp, mlp.strategy, mlp.in_tiles = mlp, "metp", True
+    seen = []
+    monkeypatch.setattr(
+        TransformerLayer, "forward", lambda self, **_: seen.append((mlp.strategy, mlp.in_tiles))
+    )
+    layer.forward(hidden_states=torch.zeros(2, 1, 4))
+    assert seen == [("megatron_ts", False)]
