@@ -40,9 +40,9 @@ from megatron_paradyse.strategies import RECOMPUTE, base_name, names_of_costs, o
 
 # Lengths reach beyond what any plan can train; the bends of the bytes lie between them.
 LENGTHS = {
-    "gpt": "16K,64K,192K,384K,640K,1M,1536K,2M",
+    "gpt": "16K,64K,192K,384K,640K,1M,1536K,2560K",
     "llama": "16K,64K,256K,512K,1M,1536K,2560K,4M",
-    "bert": "64K,256K,1M,2M,4M,9M,18M,32M",
+    "bert": "64K,256K,1M,2M,4M,9M,18M,36M",
 }
 GOALS = {"gpt": 1 << 20, "llama": 2 << 20, "bert": 9 << 20}
 STATE_BYTES = (16, 8)
