@@ -135,13 +135,20 @@ def set_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.copy_(a @ b)
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product_(total: Tensor, a: Tensor, b: Tensor, *, anew: bool = False) -> None:
     """total += a b, with total of the same or of a wider dtype. Two-dimensional.
 
     Of a wider dtype in pieces of TILE_ROWS rows, so that no more of the product is there at once.
+    anew: total has no values yet, and is set.
     """
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
+        if anew:
+            torch.mm(a, b, out=total)
+        else:
+            total.addmm_(a, b)
         return
     for part, rows in zip(total.split(sizes.TILE_ROWS), a.split(sizes.TILE_ROWS), strict=True):
-        part.add_(rows @ b)
+        if anew:
+            part.copy_(rows @ b)
+        else:
+            part.add_(rows @ b)

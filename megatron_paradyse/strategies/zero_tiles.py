@@ -41,56 +41,68 @@ class _ZeroMlpInTiles(Function):
         ctx.save_for_backward(x, *weights)
         if is_second_run():
             return without_values(x, x.shape)
-        gathering = _gather(weights, group)
+        gathering, gathering_fc2 = _gather(weights, group)
         output = torch.empty_like(x)
-        fc1, fc2, bias = _gathered(gathering)
+        fc1, bias = _gathered(gathering)
+        fc2 = None
         for rows in tiles(*x.shape[:2]):
             active = activate(linear(x[rows], fc1, bias), shape, num_shards=group.size())
+            fc2 = gathering_fc2.wait() if fc2 is None else fc2
             output[rows] = linear(active, fc2.t())
             del active
         return output
 
     @staticmethod
     def backward(ctx, grad):
+        """Sums of gradients go to their owners while the last tile is computed."""
         x, *weights = ctx.saved_tensors
         shape, group, p = ctx.shape, ctx.group, ctx.group.size()
-        gathering = _gather(weights, group)
+        gathering, gathering_fc2 = _gather(weights, group)
         grad_x = torch.empty_like(x)
-        fc1, fc2, bias = _gathered(gathering)
+        fc1, bias = _gathered(gathering)
+        fc2 = gathering_fc2.wait()
         wide = accumulation_dtype(x.dtype)
-        of_fc1, of_fc2 = (torch.zeros_like(weight, dtype=wide) for weight in (fc1, fc2))
+        sums = {"fc1": torch.empty_like(fc1, dtype=wide), "fc2": torch.empty_like(fc2, dtype=wide)}
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        reducing = []
         for rows in tiles(*x.shape[:2]):
+            is_first, is_last = rows.start == 0, rows.stop == len(x)
             y = linear(x[rows], fc1, bias)
             active = activate(y, shape, num_shards=p)
-            add_product_(of_fc2, active.flatten(0, 1).t(), grad[rows].flatten(0, 1))
+            of_rows = grad[rows].flatten(0, 1)
+            add_product_(sums["fc2"], active.flatten(0, 1).t(), of_rows, anew=is_first)
             del active
+            if is_last:
+                reducing.append(reduce_gradient_async(sums.pop("fc2"), group))
             grad_y = activation_gradient(y, grad[rows] @ fc2.t(), shape, num_shards=p)
             del y
-            add_product_(of_fc1, grad_y.flatten(0, 1).t(), x[rows].flatten(0, 1))
+            of_rows = x[rows].flatten(0, 1)
+            add_product_(sums["fc1"], grad_y.flatten(0, 1).t(), of_rows, anew=is_first)
             if of_bias is not None:
                 of_bias += grad_y.sum((0, 1), dtype=wide)
+            if is_last:
+                reducing.append(reduce_gradient_async(sums.pop("fc1"), group))
             grad_x[rows] = grad_y @ fc1
             del grad_y
         del fc1, fc2, bias
-        reducing = [reduce_gradient_async(total, group) for total in (of_fc1, of_fc2)]
         reducing_bias = None if of_bias is None else reduce_gradient_async(of_bias, group)
-        del of_fc1, of_fc2, of_bias
-        grad_fc1, grad_fc2 = (part.wait().to(x.dtype) for part in reducing)
+        del of_bias
+        grad_fc2, grad_fc1 = (part.wait().to(x.dtype) for part in reducing)
         grad_bias = None if reducing_bias is None else reducing_bias.wait().to(x.dtype)
         return None, None, grad_x, grad_fc1, grad_fc2.t(), grad_bias
 
 
-_Gathering = tuple[Pending, Pending, Pending | None]
+_Gathering = tuple[Pending, Pending | None]
 
 
-def _gather(weights, group: ProcessGroup) -> _Gathering:
-    """Begin to gather fc1 [f, h] (gated [2 f, h]), the transpose of fc2 [f, h], and the bias."""
+def _gather(weights, group: ProcessGroup) -> tuple[_Gathering, Pending]:
+    """Begin to gather fc1 [f, h] (gated [2 f, h]) and the bias, and the transpose of fc2 [f, h]."""
     fc1, fc2, bias = weights
+    gathering = gather_weight(fc1, group)
     gathering_bias = None if bias is None else all_gather_async(bias.detach(), group)
-    return gather_weight(fc1, group), gather_weight(fc2.t(), group), gathering_bias
+    return (gathering, gathering_bias), gather_weight(fc2.t(), group)
 
 
-def _gathered(gathering: _Gathering) -> tuple[Tensor, Tensor, Tensor | None]:
-    fc1, fc2, bias = gathering
-    return fc1.wait(), fc2.wait(), None if bias is None else bias.wait()
+def _gathered(gathering: _Gathering) -> tuple[Tensor, Tensor | None]:
+    fc1, bias = gathering
+    return fc1.wait(), None if bias is None else bias.wait()

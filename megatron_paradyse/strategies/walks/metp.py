@@ -5,13 +5,13 @@ An owner holds its own gradients from its turn on, and rank 0's turn is the firs
 
 from __future__ import annotations
 
-from megatron_paradyse.strategies import sizes
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
 from megatron_paradyse.strategies.walks.steps import (
     activate,
     activation_gradient_bytes,
     fc1_output,
     fc2_input,
+    product_piece,
     ring_backward,
     ring_forward,
     split_and_rotate,
@@ -24,7 +24,7 @@ def mlp_forward(m: Ledger, z: LayerSizes) -> None:
     m.hold(total=z.wide(z.x), blocks=2 * _mlp_block(z), y=fc1_output(z) // z.p)
     activate(m, z, fc2_input(z) // z.p)
     m.drop("y")
-    m.touch(_piece(z))
+    m.touch(product_piece(z, z.rows, z.h))
     m.drop("active", "blocks")
     if z.half_type:
         m.hold(output=z.x)
@@ -46,7 +46,7 @@ def mlp_backward(m: Ledger, z: LayerSizes) -> None:
         m.touch(activation_gradient_bytes(z, active) - (2 if z.gated else 1) * active)
         m.hold(grad_y=y)
         m.drop("y", "active", "grad_active", *(["gate"] if z.gated else []))
-        m.touch(max(z.fc1_weight // z.p if z.half_type else 0, _piece(z)))
+        m.touch(max(z.fc1_weight // z.p if z.half_type else 0, product_piece(z, z.rows, z.h)))
         m.drop("blocks", "grad_block", "hops", "grad_y")
     m.hold(own_gradient=z.wide(block))
     if z.half_type:
@@ -75,7 +75,7 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
         m.drop("kv")
         ring_forward(m, z, q=q, kv=kv, lse=lse)
         m.drop("q", "packed")
-        m.touch(_piece(z))
+        m.touch(product_piece(z, z.rows, z.h))
         m.drop("blocks", "out", "lse")
         m.hold(**{f"of_{owner}": q + lse})
     m.drop("aligned")
@@ -124,7 +124,7 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         split_backward(m, z, q=q, kv=kv, k_is_view=True)
         if z.rope_channels:
             m.drop("angles")
-        m.touch(_piece(z))
+        m.touch(product_piece(z, z.rows, z.h))
         m.hold(grad_block=z.wide(block))
         if z.half_type:
             m.touch(_qkv_rows(z) * z.h * z.element_bytes)
@@ -141,11 +141,6 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         m.hold(swapped=z.x)
     if z.half_type:
         m.hold(narrow_gradient=block)
-
-
-def _piece(z: LayerSizes) -> int:
-    """Of a product [s/p, b, h] that is added to a sum of a wider dtype."""
-    return min(z.rows, sizes.TILE_ROWS) * z.h * z.element_bytes if z.half_type else 0
 
 
 def _qkv_rows(z: LayerSizes) -> int:

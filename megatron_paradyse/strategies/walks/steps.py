@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_paradyse.strategies import sizes
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
 
 
@@ -120,3 +121,8 @@ def fc1_output(z: LayerSizes) -> int:
 
 def fc2_input(z: LayerSizes) -> int:
     return z.rows * z.f * z.element_bytes
+
+
+def product_piece(z: LayerSizes, rows: int, columns: int) -> int:
+    """Of a product that goes into a sum of a wider dtype in pieces of rows (weight_blocks.py)."""
+    return min(rows, sizes.TILE_ROWS) * columns * z.element_bytes if z.half_type else 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_paradyse.strategies import sizes
+from dataclasses import replace
+
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, of_tile
 from megatron_paradyse.strategies.walks.steps import (
     activate,
@@ -10,6 +11,7 @@ from megatron_paradyse.strategies.walks.steps import (
     fc1_output,
     fc2_input,
     lse_copy,
+    product_piece,
     ring_backward,
     ring_forward,
     rope_bytes,
@@ -51,44 +53,51 @@ def mlp_tiles_forward(m: Ledger, z: LayerSizes) -> None:
     tile = of_tile(z)
     m.hold(y=fc1_output(tile))
     activate(m, tile, fc2_input(tile))
-    m.drop("y")
+    m.drop("y", "shard")
     m.touch(tile.x)
     m.drop("active", "fc1", "fc2", "bias")
 
 
 def mlp_tiles_backward(m: Ledger, z: LayerSizes) -> None:
+    """The gradients of weights are reduced while the last tile is computed."""
     _gathered(m, z, output=z.x)
-    weights = z.fc1_weight + z.fc2_weight + _bias(z)
-    m.hold(sums=z.wide(weights))
+    m.drop("shard")
+    m.hold(sums=z.wide(z.fc1_weight + z.fc2_weight + _bias(z)))
     tile = of_tile(z)
+    _tile_backward(m, z, tile)
+    m.hold(reduced_fc2=z.wide(z.fc2_weight) // z.p)
+    rest = z.s % tile.s
+    last = replace(z, s=rest) if rest else tile
+    _tile_backward(m, z, last, reduced_fc1=z.wide(z.fc1_weight) // z.p)
+    m.drop("fc1", "fc2", "bias")
+    m.hold(reduced_bias=z.wide(_bias(z)) // z.p, grad_fc2=z.fc2_weight // z.p)
+
+
+def _tile_backward(m: Ledger, z: LayerSizes, tile: LayerSizes, **reduced: int) -> None:
+    """reduced: held from the end of the tile's products on."""
     active, y = fc2_input(tile), fc1_output(tile)
     m.hold(y=y)
     activate(m, tile, active)
-    m.touch(_piece(z, z.f))
+    m.touch(product_piece(z, z.f, z.h))
     m.drop("active")
     m.hold(grad_active=active)
     m.touch(activation_gradient_bytes(z, active))
     m.hold(grad_y=y)
     m.drop("grad_active", "y")
-    m.touch(max(_piece(z, z.fc1_rows), tile.x))
-    m.drop("grad_y", "fc1", "fc2", "bias")
-    m.hold(reduced=z.wide(weights) // z.p)
+    m.touch(product_piece(z, z.fc1_rows, z.h))
+    m.hold(**reduced)
+    m.touch(tile.x)
+    m.drop("grad_y")
 
 
 def _gathered(m: Ledger, z: LayerSizes, *, output: int) -> None:
-    """Holds fc1, fc2, the bias and an output, or the gradient of x."""
+    """Holds fc1, fc2 and its shard, the bias and an output, or the gradient of x."""
     m.hold(bias=_bias(z), fc1=z.fc1_weight, shard=z.fc2_weight // z.p, fc2=z.fc2_weight)
     m.hold(output=output)
-    m.drop("shard")
 
 
 def _bias(z: LayerSizes) -> int:
     return z.fc1_rows * z.element_bytes if z.bias else 0
-
-
-def _piece(z: LayerSizes, rows: int) -> int:
-    """Of a product [rows, h] that is added to a sum of a wider dtype."""
-    return min(rows, sizes.TILE_ROWS) * z.h * z.element_bytes if z.half_type else 0
 
 
 def _linear_backward(
