@@ -6,7 +6,8 @@ all those left out: its seconds are repeated on the clock, its bytes come and go
 same holds for the tiles of embedding, head and MLP beyond WHOLE tiles.
 
 METP has a ring for every rank's block of heads, all alike: those between its first and its last
-blocks take the seconds of the one before, and give tensors of the right size.
+blocks take the seconds of the one before, and give tensors of the right size. So do those between
+the second and the last key head of a block that goes head by head.
 """
 
 from __future__ import annotations
@@ -37,14 +38,20 @@ class _ShortGradient(ring.TravellingGradient):
 
 
 def _few_blocks(function: Callable, empty: Callable, clock: Clock) -> Callable:
-    """METP's ring attention, run for the first and last blocks of heads of a large group only."""
+    """METP's ring attention, run for the first and last blocks of heads of a large group only.
+
+    And for the first two and the last parts of a block.
+    """
     gains = (0.0, 0.0, 0.0)
 
     def run(*tensors, task, group, **ring):
         nonlocal gains
         p = group.size()
-        owner = task.first_head * p // task.shape.num_heads
-        if p > WHOLE and AT_START <= owner < p - AT_END:
+        per_block, heads = task.shape.num_heads // p, tensors[0].shape[2]
+        owner, first = divmod(task.first_head, per_block)
+        between = p > WHOLE and AT_START <= owner < p - AT_END
+        many = per_block // heads * p > WHOLE
+        if between or (many and heads < first < per_block - heads):
             clock.repeat(gains)
             return empty(*tensors)
         before = clock.lines

@@ -10,10 +10,11 @@ from megatron_paradyse.planner.policies import CostSource, OptimalPolicy, StageM
 from megatron_paradyse.simulator import short_loops
 from megatron_paradyse.simulator.clock import Clock
 from megatron_paradyse.simulator.network import find_network
+from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.simulator.test_simulated_bytes import GPT, simulated
 
 RINGS = ("megatron_cz", "colossal_z", "metp")
-WIDE = ["--hidden-size", 72, "--num-attention-heads", 9]
+IN_TILES = ("metp+recompute", "ulysses_z+recompute", "megatron_ts+recompute")
 
 
 def test_what_overlaps_is_counted_once_and_what_is_waited_for_is_not_hidden():
@@ -43,10 +44,15 @@ def test_a_ring_takes_its_hops_and_its_bytes():
     assert find_network("nvlink3", 1).seconds("all_gather", 1e9) == 0.0
 
 
-def test_long_loops_give_what_walking_them_whole_gives(tmp_path):
+@pytest.mark.parametrize(
+    ("strategies", "heads", "tile_rows"),
+    [(RINGS, 9, TILE_ROWS), (IN_TILES, 36, 2)],  # the 20 rows of a rank in 10 tiles
+    ids=["rings", "tiles"],
+)
+def test_long_loops_give_what_walking_them_whole_gives(strategies, heads, tile_rows, tmp_path):
     """Bytes exactly; seconds but for what the ends of a loop overlap with."""
-    flags = [*GPT, *WIDE, "--paradyse-head-tile", 18]  # the 20 rows of a rank in 10 tiles
-    common = {"p": 9, "lengths": (180,), "strategies": RINGS}
+    flags = [*GPT, "--hidden-size", 72, "--num-attention-heads", heads, "--paradyse-head-tile", 18]
+    common = {"p": 9, "lengths": (180,), "strategies": strategies, "tile_rows": tile_rows}
     short = simulated(tmp_path / "short", flags, **common)
     whole = simulated(tmp_path / "whole", flags, whole_loops=True, **common)
     assert short_loops.WHOLE < 9
