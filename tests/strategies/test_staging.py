@@ -27,6 +27,8 @@ def _cases():
         yield attention("padded_causal", g=2, window=5)
         yield MlpCase(strategy, p, gated=True, bias=True)
         yield MlpCase(f"{strategy}+recompute", p)
+        yield AttentionCase(f"{strategy}+recompute", p, n=2 * n, g=2 * n, tile_rows=4)
+        yield MlpCase(f"{strategy}+recompute", p, gated=True, bias=True, tile_rows=4)
 
 
 CASES = {c.name: c for c in _cases() if isinstance(c, MlpCase) or can_run(c)}
