@@ -122,6 +122,10 @@ def read_model(value: Any, table: CostTable) -> CostModel:
         if measured.get(name) != (fit.min_length, fit.max_length):
             raise ContentError(f"{where} was not fitted to the lengths of these measurements")
         fits[name] = fit
+    hybrid = [one for fit in fits.values() for one in fit.fits if isinstance(one, HybridFit)]
+    tiles = {one.law.tile_tokens for one in hybrid if one.law.in_tiles}
+    if len(tiles) > 1:
+        raise ContentError(f"model has tiles of {sorted(tiles)} tokens: all are of one size")
     packed = _read_packed(values.get("packed", []), table, fits)
     return CostModel(kind, tuple(fits.values()), table.constants, host_link(table), packed)
 
@@ -187,7 +191,10 @@ def _read_hybrid(value: Any, where: str) -> HybridFit:
         tokens = check_integer(
             tiles["tokens"], f"{where_tiles}.tokens", low=1, high=MAX_TILE_TOKENS
         )
-        law = Law(law.pieces, _read_pieces(tiles["pieces"], f"{where_tiles}.pieces"), tokens)
+        pieces = _read_pieces(tiles["pieces"], f"{where_tiles}.pieces")
+        if not pieces:
+            raise ContentError(f"{where_tiles}.pieces must not be empty")
+        law = Law(law.pieces, pieces, tokens)
     if values["factors"] is None:
         return HybridFit(law)
     low, high = 1 - MAX_RESIDUAL, 1 + MAX_RESIDUAL

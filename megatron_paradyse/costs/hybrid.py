@@ -77,8 +77,8 @@ def fit_hybrid(
         few, many = sorted((beyond, ~beyond), key=np.count_nonzero)
         if np.count_nonzero(few) < LEAST_OF_SIDE:
             law = law_of(many)
-        else:
-            law = Law(law_of(~beyond).pieces, law_of(beyond).pieces, tile_tokens)
+        elif in_tiles := law_of(beyond).pieces:
+            law = Law(law_of(~beyond).pieces, in_tiles, tile_tokens)
     fitted = np.array([law(x, z) for x, z in zip(s, b, strict=True)])
     if not np.all(fitted > 0):
         return HybridFit(law)

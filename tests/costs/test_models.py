@@ -1,5 +1,6 @@
 """The fitted models, on synthetic tables (tests/costs/synthetic.py)."""
 
+import json
 import subprocess
 import sys
 import time
@@ -158,7 +159,8 @@ def test_a_fit_in_tiles_is_written_read_and_evaluated(tmp_path):
     def tiled(m):
         if (m.strategy, m.operation) != ("ulysses_z", "mlp"):
             return m
-        return replace(m, backward_bytes=1e6 + 2000.0 * min(m.seq_length, rows))
+        workspace = 1e6 + 2000.0 * min(m.seq_length, rows)
+        return replace(m, forward_bytes=workspace, backward_bytes=workspace)
 
     table = make_table((*LENGTHS, 1 << 16, 1 << 17), model_parts=False)
     table = replace(table, measurements=tuple(map(tiled, table.measurements)))
@@ -168,6 +170,20 @@ def test_a_fit_in_tiles_is_written_read_and_evaluated(tmp_path):
     write_cost_file(path, table, model)
     again = read_cost_file(path).require_model()
     assert again.fits == model.fits
+    values = json.loads(path.read_text())
+    for change, message in (
+        ({"tokens": 0}, "in_tiles.tokens must lie in"),
+        ({"tokens": rows + 1}, "all are of one size"),
+        ({"pieces": []}, "in_tiles.pieces must not be empty"),
+        ({"pieces": [[1.0, 2.0]]}, "in_tiles.pieces"),
+        ({"more": 1}, "in_tiles has unknown 'more'"),
+    ):
+        changed = json.loads(json.dumps(values))
+        tiled = (one for op in changed["model"]["operations"] for one in op["fits"].values())
+        next(one["in_tiles"] for one in tiled if "in_tiles" in one).update(change)
+        (tmp_path / "changed.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=message):
+            read_cost_file(tmp_path / "changed.json")
     for s, b in ((rows, 1), (rows + 1, 1), (rows // 2 + 1, 2), (100, 1), (200_000, 1)):
         fit = model.fits[[f.strategy + f.operation for f in model.fits].index("ulysses_zmlp")]
         kept, *_, backward = (hybrid_value(one, s, b, fit.max_length) for one in fit.fits[2:])
