@@ -34,8 +34,9 @@ def test_every_plan_gives_the_same_loss_and_gradients(model, tmp_path):
         timeout_seconds=240,
     )
     assert code == 0, stdout[-2000:] + stderr[-4000:]
-    in_tiles = len(strategy_names()) + 1
-    expected = 2 * len(strategy_names()) + 5 + in_tiles + ("dropout" not in model)
+    expected = 2 * len(strategy_names()) + 5
+    if "dropout" not in model:  # also stock Megatron, and what recomputes in tiles
+        expected += 1 + len(strategy_names()) + 1
     assert stdout.count("compared ") == expected, stdout
 
 
