@@ -30,16 +30,10 @@ aten = torch.ops.aten
 
 
 def _by_rank(case: AttentionCase | MlpCase, job) -> list:
-    """job(group, case) as each rank of p that differs, one after the other; the last always.
-
-    Rings tell the first, a middle and the last rank apart; where shards of METP cut heads, all do.
-    """
+    """job(group, case) as each rank of p, one after the other; as the last where it decides."""
     results = []
     differ = case.strategy.startswith(("metp", "megatron_cz")) and isinstance(case, AttentionCase)
-    ranks = {0, case.p // 2, case.p - 1} if differ else {case.p - 1}
-    if differ and case.g % case.p:
-        ranks = set(range(case.p))
-    for rank in sorted(ranks):
+    for rank in range(case.p) if differ else (case.p - 1,):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.p)
         try:
             results.append(job(dist.new_group(list(range(case.p))), case))
