@@ -108,8 +108,7 @@ def _tile_by_tile(base: str, z: LayerSizes) -> Costs:
     def total(quantity: str) -> int:
         return count * getattr(tile, quantity) + (getattr(last, quantity) if last else 0)
 
-    bias = z.fc1_rows * z.element_bytes if z.bias else 0
-    sums = z.wide(z.fc1_weight + z.fc2_weight + bias) // z.p
+    sums = z.wide(z.fc1_weight + z.fc2_weight + z.fc1_bias) // z.p
     return Costs(
         forward_flops=total("forward_flops"),
         backward_flops=total("backward_flops"),

@@ -30,7 +30,7 @@ from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import AttentionTask, accumulation_dtype
 from megatron_paradyse.strategies.ring_attention import ring_backward, ring_forward
 from megatron_paradyse.strategies.second_run import is_second_run
-from megatron_paradyse.strategies.sizes import positions_of_tile
+from megatron_paradyse.strategies.sizes import is_long
 from megatron_paradyse.strategies.weight_blocks import (
     Block,
     SumsToOwners,
@@ -50,9 +50,8 @@ class _Layer:
         spans_of = balanced_spans if shape.causal else contiguous_spans
         p = group.size()
         self.spans_of_ranks = tuple(spans_of(microbatch, p, r) for r in range(p))
-        is_long = microbatch.seq_length // p > positions_of_tile(microbatch.batch_size)
         self.num_parts = 1
-        if is_second_run() and is_long:
+        if is_second_run() and is_long(microbatch.seq_length // p, microbatch.batch_size):
             self.num_parts = num_kv_heads_per_block(shape, p)
 
     def balance(self, x: Tensor) -> Tensor:

@@ -15,6 +15,11 @@ def positions_of_tile(batch_size: int) -> int:
     return max(1, TILE_ROWS // batch_size)
 
 
+def is_long(num_positions: int, batch_size: int) -> bool:
+    """Whether so many positions of a rank have more rows than a tile."""
+    return num_positions > positions_of_tile(batch_size)
+
+
 @dataclass(frozen=True)
 class LayerSizes:
     """One layer and one microbatch; letters as in contract.py."""
@@ -96,13 +101,17 @@ class LayerSizes:
         return self.fc1_rows * self.h * self.element_bytes
 
     @property
+    def fc1_bias(self) -> int:
+        return self.fc1_rows * self.element_bytes if self.bias else 0
+
+    @property
     def fc2_weight(self) -> int:
         return self.f * self.h * self.element_bytes
 
     @property
     def is_tiled(self) -> bool:
         """Whether a rank has more rows than a tile."""
-        return self.s // self.p > positions_of_tile(self.b)
+        return is_long(self.s // self.p, self.b)
 
     def wide(self, num_bytes: int) -> int:
         """The bytes of as many elements in the accumulation dtype."""

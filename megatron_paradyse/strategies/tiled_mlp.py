@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_paradyse.strategies.contract import MlpFunction, MlpWeights, Strategy
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 from megatron_paradyse.strategies.second_run import is_second_run, second_run, without_values
-from megatron_paradyse.strategies.sizes import positions_of_tile
+from megatron_paradyse.strategies.sizes import is_long, positions_of_tile
 
 
 def tiles(num_positions: int, batch_size: int) -> Iterator[slice]:
@@ -29,7 +29,7 @@ def tiles(num_positions: int, batch_size: int) -> Iterator[slice]:
 
 def goes_in_tiles(x: Tensor) -> bool:
     """Whether x [s/p, b, h] has more rows than a tile."""
-    return len(x) > positions_of_tile(x.shape[1])
+    return is_long(len(x), x.shape[1])
 
 
 def mlp_in_tiles(strategy: Strategy) -> MlpFunction:

@@ -54,8 +54,7 @@ def mlp_backward(m: Ledger, z: LayerSizes) -> None:
 
 
 def _mlp_block(z: LayerSizes) -> int:
-    bias = z.fc1_rows * z.element_bytes if z.bias else 0
-    return (z.fc1_weight + z.fc2_weight + bias) // z.p
+    return (z.fc1_weight + z.fc2_weight + z.fc1_bias) // z.p
 
 
 def attention_forward(m: Ledger, z: LayerSizes) -> None:

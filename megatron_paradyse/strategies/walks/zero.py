@@ -22,8 +22,7 @@ from megatron_paradyse.strategies.walks.steps import (
 
 def mlp_forward(m: Ledger, z: LayerSizes) -> None:
     m.hold(fc1=z.fc1_weight, shard=z.fc2_weight // z.p, fc2=z.fc2_weight, y=fc1_output(z))
-    if z.bias:
-        m.touch(z.fc1_rows * z.element_bytes)
+    m.touch(z.fc1_bias)
     m.drop("fc1")
     activate(m, z, fc2_input(z))
     m.drop("shard")
@@ -62,7 +61,7 @@ def mlp_tiles_backward(m: Ledger, z: LayerSizes) -> None:
     """The gradients of weights are reduced while the last tile is computed."""
     _gathered(m, z, output=z.x)
     m.drop("shard")
-    m.hold(sums=z.wide(z.fc1_weight + z.fc2_weight + _bias(z)))
+    m.hold(sums=z.wide(z.fc1_weight + z.fc2_weight + z.fc1_bias))
     tile = of_tile(z)
     _tile_backward(m, z, tile)
     m.hold(reduced_fc2=z.wide(z.fc2_weight) // z.p)
@@ -70,7 +69,7 @@ def mlp_tiles_backward(m: Ledger, z: LayerSizes) -> None:
     last = replace(z, s=rest) if rest else tile
     _tile_backward(m, z, last, reduced_fc1=z.wide(z.fc1_weight) // z.p)
     m.drop("fc1", "fc2", "bias")
-    m.hold(reduced_bias=z.wide(_bias(z)) // z.p, grad_fc2=z.fc2_weight // z.p)
+    m.hold(reduced_bias=z.wide(z.fc1_bias) // z.p, grad_fc2=z.fc2_weight // z.p)
 
 
 def _tile_backward(m: Ledger, z: LayerSizes, tile: LayerSizes, **reduced: int) -> None:
@@ -92,12 +91,8 @@ def _tile_backward(m: Ledger, z: LayerSizes, tile: LayerSizes, **reduced: int) -
 
 def _gathered(m: Ledger, z: LayerSizes, *, output: int) -> None:
     """Holds fc1, fc2 and its shard, the bias and an output, or the gradient of x."""
-    m.hold(bias=_bias(z), fc1=z.fc1_weight, shard=z.fc2_weight // z.p, fc2=z.fc2_weight)
+    m.hold(bias=z.fc1_bias, fc1=z.fc1_weight, shard=z.fc2_weight // z.p, fc2=z.fc2_weight)
     m.hold(output=output)
-
-
-def _bias(z: LayerSizes) -> int:
-    return z.fc1_rows * z.element_bytes if z.bias else 0
 
 
 def _linear_backward(
