@@ -101,8 +101,7 @@ def _table_values(table: StepTable) -> dict[str, Any]:
 
 def read_model(value: Any, table: CostTable) -> CostModel:
     """The model of these values, which must be of this table; ContentError otherwise."""
-    optional = ("packed",) if isinstance(value, dict) and "packed" in value else ()
-    values = check_keys(value, "model", ("kind", "operations", *optional))
+    values = check_keys(value, "model", ("kind", "operations"), optional=("packed",))
     kind = values["kind"]
     if kind not in MODELS:
         raise ContentError(f"model.kind must be one of {', '.join(MODELS)}, got {kind!r:.40}")
@@ -182,10 +181,9 @@ def _read_operation(value: Any, where: str, kind: str) -> OperationFit:
 
 
 def _read_hybrid(value: Any, where: str) -> HybridFit:
-    optional = ("in_tiles",) if isinstance(value, dict) and "in_tiles" in value else ()
-    values = check_keys(value, where, ("pieces", "factors", *optional))
+    values = check_keys(value, where, ("pieces", "factors"), optional=("in_tiles",))
     law = Law(_read_pieces(values["pieces"], f"{where}.pieces"))
-    if optional:
+    if "in_tiles" in values:
         where_tiles = f"{where}.in_tiles"
         tiles = check_keys(values["in_tiles"], where_tiles, ("tokens", "pieces"))
         tokens = check_integer(

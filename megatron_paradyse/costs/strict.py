@@ -49,12 +49,14 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def check_keys(value: Any, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """An object with exactly these keys."""
+def check_keys(
+    value: Any, where: str, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """An object with exactly these keys, and perhaps the optional ones."""
     if not isinstance(value, dict):
         raise ContentError(f"{where} must be an object, got {_kind(value)}")
     missing = [key for key in keys if key not in value]
-    unknown = [key for key in value if key not in keys]
+    unknown = [key for key in value if key not in (*keys, *optional)]
     if missing or unknown:
         faults = [f"lacks {key!r}" for key in missing]
         faults += [f"has unknown {key!r:.60}" for key in unknown]
