@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train import agreement
+from megatron_paradyse.train import agreement, plugin
 
 
 def main() -> None:
+    plugin.SECONDS_TO_BE_ENDED = 2  # no torchrun ends the others here
     difference, odd, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     rank = int(os.environ["RANK"])
     args = argparse.Namespace(lr=0.1, rank=rank, data_path=[], tensorboard_dir=f"here-{rank}")
