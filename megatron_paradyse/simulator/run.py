@@ -39,8 +39,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What is simulated. fused: Megatron's fused functions are one kernel, as on a GPU; packed:
-    attention on packed rows too.
+    """What is simulated. fused: Megatron's fused functions are one kernel and attention is
+    FlashAttention, as on a GPU; packed: attention on packed rows too.
 
     state_bytes: per parameter with its gradient and optimizer state; None: as Megatron has them
     without a distributed optimizer, 18 in a half type and 16 in float32.
@@ -68,6 +68,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     from megatron.training import get_args
 
     from megatron_paradyse.profiler.model import grow_gather_buffer, tied_gradient_bytes
+    from megatron_paradyse.simulator.flash_workspace import flash_workspace
     from megatron_paradyse.simulator.rows import simulated_rows
     from megatron_paradyse.simulator.short_loops import short_loops
     from megatron_paradyse.simulator.simulated_device import SimulatedDevice, fused_functions
@@ -89,6 +90,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
         stack.enter_context(short_loops(device.clock))
         if options.fused:
             stack.enter_context(fused_functions(device))
+            stack.enter_context(flash_workspace())
         with device:
             model = build_layer()
             before = device.live_bytes

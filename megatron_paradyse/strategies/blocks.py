@@ -129,9 +129,7 @@ def plan_blocks(
     blocks: list[Block] = []
     for sequences, ranges in _sequences_alike(documents, batch_size):
         for q, k in _pairs(q_spans, k_spans, ranges):
-            block = _block(sequences, q, k, causal, window)
-            if block is not None:
-                blocks.append(block)
+            blocks += _blocks(sequences, q, k, causal, window)
     if merge and window is None:
         blocks = _merged(_merged(blocks, across="k_rows"), across="q_rows")
     return tuple(blocks)
@@ -221,26 +219,41 @@ def _part(span: Span, start: int, stop: int) -> Span:
     return Span(span.row + start - span.start, start, max(start, stop))
 
 
-def _block(
+def _blocks(
     sequences: tuple[int, int], q: Span, k: Span, causal: bool, window: int | None
-) -> Block | None:
+) -> Iterator[Block]:
+    """One, none where all is masked, or two: of a banded one with more queries than keys, the first
+    ones see every key. They are a block of their own, as kernels cannot be told of a bound for
+    keys that are too old without one for keys that are ahead (kernels.py).
+    """
     same = (q.start, q.stop) == (k.start, k.stop)
     assert same or q.stop <= k.start or k.stop <= q.start, f"spans overlap in part: {q}, {k}"
     if causal and k.start > q.start:
-        return None
+        return
     if window is not None:
         # Every row left sees the last key, every key left is seen by the first row.
         q, k = _part(q, q.start, k.stop - 1 + window), _part(k, q.start - window + 1, k.stop)
         if not len(q):
-            return None  # even the nearest pair is too far apart
+            return  # even the nearest pair is too far apart
         if (q.stop - 1) - k.start < window:
             window = None  # even the farthest pair is near enough
+        elif len(q) > len(k):
+            # Each row hides one key more than the one before it, and the last one sees a key.
+            border = q.stop - len(k)
+            yield _rectangle(sequences, _part(q, q.start, border), k)
+            q = _part(q, border, q.stop)
+    yield _rectangle(sequences, q, k, causal=causal and same, window=window)
+
+
+def _rectangle(
+    sequences: tuple[int, int], q: Span, k: Span, causal: bool = False, window: int | None = None
+) -> Block:
     return Block(
         sequences=sequences,
         q_rows=(q.row, q.row + len(q)),
         k_rows=(k.row, k.row + len(k)),
         q_start=q.start,
         k_start=k.start,
-        causal=causal and same,
+        causal=causal,
         window=window,
     )

@@ -29,6 +29,7 @@ from megatron_paradyse.strategies.document_kernels import (
     flash_attn_documents_backward,
     flash_attn_documents_forward,
 )
+from megatron_paradyse.strategies.small_calls import in_small_calls
 from megatron_paradyse.strategies.tiled_kernel import BlockRule, tiled_backward, tiled_forward
 
 aten = torch.ops.aten
@@ -125,10 +126,12 @@ def _cpu_flash_backward(grad_out, q, k, v, out, lse, rule):
 def _window(q: Tensor, k: Tensor, rule: BlockRule) -> tuple[int, int]:
     """How many keys a query sees to the left and to the right of its own; -1: all.
 
-    The flash kernels take the last query's own key to be the last key, wherever these lie.
+    The flash kernels take the last query's own key to be the last key, wherever these lie. Beside a
+    bound on the left, all on the right are as many as there are keys, not counted from the first.
     """
     left = -1
     if rule.window is not None:
+        assert q.shape[2] <= k.shape[2], "blocks.py cuts others in two"
         left = rule.window - 1 - (rule.q_start - rule.k_start) + k.shape[2] - q.shape[2]
         assert left >= 0, "rows that see no key are not in the block"
     return left, 0 if rule.causal else -1
@@ -221,20 +224,24 @@ CPU_FLASH = Kernel("torch CPU flash", _cpu_flash_forward, _cpu_flash_backward)
 CUDA_FLASH = Kernel(
     "torch CUDA flash",
     _cuda_flash_forward,
-    _cuda_flash_backward,
+    in_small_calls(_cuda_flash_backward),
     has_window=True,
     for_documents=Kernel(
-        "torch CUDA flash", cuda_flash_documents_forward, cuda_flash_documents_backward
+        "torch CUDA flash",
+        cuda_flash_documents_forward,
+        in_small_calls(cuda_flash_documents_backward),
     ),
 )
 CUDA_EFFICIENT = Kernel("torch CUDA efficient", _cuda_efficient_forward, _cuda_efficient_backward)
 FLASH_ATTN = Kernel(
     "FlashAttention",
     _flash_attn_forward,
-    _flash_attn_backward,
+    in_small_calls(_flash_attn_backward),
     has_window=True,
     for_documents=Kernel(
-        "FlashAttention", flash_attn_documents_forward, flash_attn_documents_backward
+        "FlashAttention",
+        flash_attn_documents_forward,
+        in_small_calls(flash_attn_documents_backward),
     ),
 )
 TILED = Kernel("tiled torch operations", tiled_forward, tiled_backward, has_window=True)

@@ -83,8 +83,9 @@ def test_simulated_tables_are_labelled_and_fit_into_cost_models(tmp_path):
             assert m.kept_bytes == s // 2 * 64 * 2
     _plan_with(model)
     for a, b in zip(eager.measurements, fused.measurements, strict=True):
-        assert a.kept_bytes == b.kept_bytes
-        assert a.forward_bytes >= b.forward_bytes and a.backward_bytes >= b.backward_bytes
+        assert a.kept_bytes == b.kept_bytes and a.forward_bytes >= b.forward_bytes
+        if a.operation != "attention":  # FlashAttention's backward needs more: see below
+            assert a.backward_bytes >= b.backward_bytes
     slow = "megatron_ts", "mlp", 4096
     held = [
         next(m for m in table.measurements if (m.strategy, m.operation, m.seq_length) == slow)

@@ -114,10 +114,16 @@ def _check_flash(q, k, v, *, max_q, max_k, cum_seq_q, cum_seq_k, dropout_p, **un
 def _anchored_at_the_end(
     q: Tensor, k: Tensor, is_causal, *, window_size_left, window_size_right, **unused
 ) -> Tensor:
-    """The last query's own key is the last one."""
-    left = window_size_left if window_size_left >= 0 else k.shape[2] + q.shape[2]
-    right = window_size_right if window_size_right >= 0 else k.shape[2] + q.shape[2]
-    right = 0 if is_causal else right
+    """The last query's own key is the last one.
+
+    With a bound on one side, none on the other is a bound of as many keys as there are: where
+    queries are more, it hides keys from the first of them.
+    """
+    left, right = window_size_left, 0 if is_causal else window_size_right
+    if left >= 0 or right >= 0:
+        left, right = (k.shape[2] if bound < 0 else bound for bound in (left, right))
+    else:
+        left = right = k.shape[2] + q.shape[2]
     own = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
     key = torch.arange(k.shape[2])
     visible = (key >= own - left) & (key <= own + right)

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_paradyse.packing.row import Row, contiguous
-from megatron_paradyse.strategies import document_kernels, kernels
+from megatron_paradyse.strategies import document_kernels, kernels, small_calls
 from megatron_paradyse.strategies.kernels import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
@@ -127,6 +127,38 @@ def test_documents_side_by_side_are_one_call(kernel, row, causal, monkeypatch):
         torch.testing.assert_close(got, true)
     expected = 1 if row is not SHUFFLED else 4 - causal
     assert operators.names.count("_flash_attention_forward") == expected, operators.names
+
+
+@pytest.mark.parametrize("most", [128 * 64 * 2, 1])
+@pytest.mark.parametrize("kernel", [CUDA_FLASH, FLASH_ATTN], ids=lambda kernel: kernel.name)
+def test_a_backward_with_too_many_elements_for_a_call_goes_in_several(kernel, most, monkeypatch):
+    """By sequences, and by key heads with all their queries where one is too many still."""
+    options = {"mask": "causal", "n": 4, "g": 2, "d": 8, "dtype": torch.float64}
+    truth = attend_in_pieces(TILED, **options)
+    calls = {}
+    for limit in (2**31 - 1, most):
+        monkeypatch.setattr(small_calls, "MOST_ELEMENTS", limit)
+        operators = CudaOperators()
+        monkeypatch.setattr(kernels, "aten", operators)
+        _install_flash_attn(monkeypatch, operators)
+        for got, true in zip(attend_in_pieces(kernel, **options), truth, strict=True):
+            torch.testing.assert_close(got, true)
+        calls[limit] = operators.names.count("_flash_attention_backward")
+    assert calls[most] == 2 * 2 * calls[2**31 - 1]  # sequences x key heads
+
+
+@pytest.mark.parametrize("kernel", [CUDA_FLASH, FLASH_ATTN], ids=lambda kernel: kernel.name)
+def test_documents_with_too_many_elements_for_a_call_go_by_heads(kernel, monkeypatch):
+    row = contiguous((5, 1, 7, 3), 1)
+    truth = attend_in_row(TILED, row, causal=True)
+    operators = CudaOperators()
+    for module in (kernels, document_kernels):
+        monkeypatch.setattr(module, "aten", operators)
+    _install_flash_attn(monkeypatch, operators)
+    monkeypatch.setattr(small_calls, "MOST_ELEMENTS", 1)
+    for got, true in zip(attend_in_row(kernel, row, causal=True), truth, strict=True):
+        torch.testing.assert_close(got, true)
+    assert operators.names.count("_flash_attention_backward") > 1
 
 
 @pytest.mark.parametrize(
