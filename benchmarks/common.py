@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -64,10 +65,12 @@ def hardware_tag() -> str:
 
 
 def versions() -> dict[str, str]:
-    names = ("torch", "megatron-core", "numpy", "xgboost")
-    return {"python": platform.python_version()} | {
-        name: importlib.metadata.version(name) for name in names
-    }
+    """Of what is installed: a machine may lack what a benchmark does not use."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "megatron-core", "numpy", "xgboost"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def spawn(module: str, arguments: list[str], *, ranks: int, timeout_seconds: float) -> None:

@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.simulator.doors import opened
+from megatron_paradyse.simulator.network import free_network
+from megatron_paradyse.simulator.traffic import NoClock, Traffic, strategy_doors
 from megatron_paradyse.strategies import get_strategy, strategy_names
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
@@ -78,6 +81,16 @@ def main() -> None:
     task = json.loads(os.environ["STRATEGIES"])
     torch.manual_seed(int(os.environ["RANK"]))
     group = _join_group(task["stand_in"])
+    doors = strategy_doors(Traffic(free_network(group.size()), NoClock(), None))
+    with opened(doors if task["stand_in"] is not None else []):
+        rows = _all_rows(task, group)
+    if os.environ["RANK"] == "0":
+        Path(task["output"]).write_text(json.dumps(rows))
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+def _all_rows(task: dict, group: dist.ProcessGroup) -> list[dict]:
     rows = []
     for name, sizes, rounds_of in task["grid"]:
         for s, rounds in rounds_of.items():
@@ -85,10 +98,7 @@ def main() -> None:
                 rows.append({"layer": name, **row})
                 if os.environ["RANK"] == "0":
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    if os.environ["RANK"] == "0":
-        Path(task["output"]).write_text(json.dumps(rows))
-    dist.barrier(group)
-    dist.destroy_process_group()
+    return rows
 
 
 def _join_group(stand_in: int | None) -> dist.ProcessGroup:

@@ -11,7 +11,6 @@ and the compiler's CUDA paths.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 import types
@@ -21,16 +20,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_paradyse import megatron_start
+
 # Megatron flags that a machine without a GPU needs; applied to the parsed arguments.
 CPU_ARGUMENTS: dict[str, Any] = {
     "distributed_backend": "gloo",
     "use_cpu_initialization": True,
-    "transformer_impl": "local",
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "no_persist_layer_norm": True,
     "async_tensor_model_parallel_allreduce": False,
+    **megatron_start.WITHOUT_ENGINE,
+    **megatron_start.WITHOUT_APEX,
+    **megatron_start.WITHOUT_GRADIENT_KERNEL,
+    **megatron_start.WITHOUT_SOFTMAX_KERNEL,
 }
 
 _installed = False
@@ -95,7 +95,7 @@ def install() -> None:
         return
     _installed = True
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it, in vain here
+    megatron_start.use_one_connection()  # Megatron asks for it, in vain here
     warnings.filterwarnings("ignore", message="Apex is not installed")
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", message="Only transformer-engine")
@@ -175,13 +175,11 @@ def _tensor_type(original):
 
 
 def _patch_megatron() -> None:
-    import megatron.core.datasets.utils as dataset_utils
     import megatron.core.tensor_parallel.random as parallel_random
     import megatron.training.initialize as initialize
     import megatron.training.training as training
-    from megatron.core.transformer import torch_norm
 
-    dataset_utils.compile_helpers = lambda: None  # the wheel ships the built helper
+    megatron_start.install()
     parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
         torch.set_rng_state(state)
     )
@@ -189,21 +187,3 @@ def _patch_megatron() -> None:
     initialize.initialize_megatron = initialize_megatron
     training.initialize_megatron = initialize_megatron
     training.set_jit_fusion_options = lambda tp_size=None: None  # no kernels to warm up
-    original_new = torch_norm.WrappedTorchNorm.__new__
-    torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(original_new)
-
-
-def _norm_with_sequence_parallel(original_new):
-    """WrappedTorchNorm.__new__ that tags parameters instead of refusing sequence parallelism."""
-
-    def norm(cls, config, *args, **kwargs):
-        if not config.sequence_parallel:
-            return original_new(cls, config, *args, **kwargs)
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        module = original_new(cls, plain, *args, **kwargs)
-        for parameter in module.parameters():
-            parameter.sequence_parallel = True  # Megatron then sums its gradient over the group
-        return module
-
-    return norm

@@ -26,11 +26,11 @@ APEX = (
 # package -> what its lack costs, and what mends it: on a GPU
 ON_GPUS = {
     "transformer-engine": (
-        "give --transformer-impl local: Megatron's layers run without fused norms",
+        "--transformer-impl local is set: Megatron's layers run without fused norms",
         "pip install -e '.[gpu]'",
     ),
     "apex": (
-        "give --no-gradient-accumulation-fusion: weight gradients are added in a step of their own",
+        "--no-gradient-accumulation-fusion is set: weight gradients are added by themselves",
         APEX,
     ),
     "flash-attn": (

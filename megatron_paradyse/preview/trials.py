@@ -53,8 +53,10 @@ def run_trials(
     """Search every limit in `found`; all ranks must call it. Once in a process."""
     if not any(name in os.environ for name in ALLOCATORS):
         os.environ[ALLOCATORS[-1]] = EXPANDABLE
+    from megatron_paradyse import megatron_start
     from megatron_paradyse.train import plugin
 
+    megatron_start.use_one_connection()
     plugin.install()
     with contextlib.ExitStack() as stack:
         agree = _start_alone(setup, flags, stack) if options.stand_in else _start_rank(flags)
@@ -88,22 +90,12 @@ def _start_rank(flags: Sequence[str]) -> Any:
 def _start_alone(setup: Setup, flags: Sequence[str], stack: contextlib.ExitStack) -> Any:
     from megatron_paradyse.simulator.network import free_network
     from megatron_paradyse.simulator.simulated_rank import start_megatron
-    from megatron_paradyse.simulator.traffic import fill_with_own, replaced
+    from megatron_paradyse.simulator.traffic import NoClock, fill_with_own, replaced
 
     p = setup.description.p
     start_megatron(flags, p=p, rank=0)  # the rank that reads the data
-    stack.enter_context(replaced(free_network(p), _NoClock(), fill=fill_with_own))
+    stack.enter_context(replaced(free_network(p), NoClock(), fill=fill_with_own))
     return _Alone()
-
-
-class _NoClock:
-    """Of communication that takes no time."""
-
-    def begin(self, seconds: float, prepare: Callable[[], None] | None = None) -> None:
-        if prepare is not None:
-            prepare()
-
-    def wait(self, begun: None) -> None: ...
 
 
 def _check_model(setup: Setup) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from megatron_paradyse.costs.table import OK, OOM, UNSUPPORTED
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.ending import is_out_of_memory
 
 RESTART_CODE = 75
 WAIT_SECONDS = 120.0
@@ -81,12 +82,6 @@ def status_of(error: BaseException) -> str:
         why = f"{type(error).__name__}: {why}"
     printable = "".join(c for c in why if c.isprintable())
     return (UNSUPPORTED + printable)[:400]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def note_path(output: Path) -> Path:

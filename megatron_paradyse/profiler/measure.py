@@ -53,6 +53,12 @@ def measure_bytes(operation: Operation, meter: Meter) -> tuple[MeasuredBytes, tu
     return MeasuredBytes(*largest[:3]), (largest[3], largest[4])
 
 
+def warm_up(operation: Operation) -> None:
+    """Let a first run compile kernels and make the libraries' workspaces: not on a CPU."""
+    if torch.cuda.is_available():
+        _timed(operation)
+
+
 def measure_seconds(operation: Operation, *, bound_seconds: float) -> tuple[float, float]:
     """Forward and backward seconds, medians over repetitions.
 

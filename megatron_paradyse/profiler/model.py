@@ -106,6 +106,10 @@ def build_and_measure(
     longest_tokens: s b of the longest microbatch. All ranks must call it. The constants are the
     largest of any rank's.
     """
+    with meter:
+        before = meter.live_bytes
+        _multiply_once()
+        workspace_bytes = meter.live_bytes - before
     model, one = _built(1, meter)
     constants = [*one]
     if num_layers > 1:
@@ -117,9 +121,15 @@ def build_and_measure(
     with meter:
         before = meter.live_bytes
         grow_gather_buffer(model, longest_tokens)
-        constants[0] += meter.live_bytes - before + tied_gradient_bytes(model)
+        constants[0] += meter.live_bytes - before + tied_gradient_bytes(model) + workspace_bytes
     largest = largest_over_ranks(constants)
     return model, Constants(*largest)
+
+
+def _multiply_once() -> None:
+    """On a GPU the first product of each direction leaves a workspace of cuBLAS behind."""
+    x = torch.ones(64, 64, device=torch.cuda.current_device(), requires_grad=True)
+    (x @ x).sum().backward()
 
 
 def _built(num_layers: int, meter: Meter) -> tuple[ProfiledModel, tuple[float, float, float]]:

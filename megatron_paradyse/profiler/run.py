@@ -28,8 +28,10 @@ Report = Callable[[dict], None]
 
 def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     """Measure on this rank what the options ask for; rank 0 reports and writes options.output."""
+    from megatron_paradyse import megatron_start
     from megatron_paradyse.train import plugin
 
+    megatron_start.use_one_connection()
     plugin.install()
     sys.argv = ["profile", *flags]
     import torch

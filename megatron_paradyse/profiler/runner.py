@@ -24,7 +24,12 @@ from megatron_paradyse.profiler.agree import (
 from megatron_paradyse.profiler.iterations import forget_gradients
 from megatron_paradyse.profiler.journal import Journal
 from megatron_paradyse.profiler.lengths import expected_bytes
-from megatron_paradyse.profiler.measure import measure_bytes, measure_seconds, seconds_of_runs
+from megatron_paradyse.profiler.measure import (
+    measure_bytes,
+    measure_seconds,
+    seconds_of_runs,
+    warm_up,
+)
 from megatron_paradyse.profiler.model import ProfiledModel
 from megatron_paradyse.profiler.operations import Operation, Operations, tensor_parallel_size
 from megatron_paradyse.profiler.points import Options, Point
@@ -117,6 +122,7 @@ class Runner:
     def _measured(self, point: Point | RowPoint) -> Measurement | RowMeasurement:
         empty = empty_measurement(point, OOM)
         operation = self._operation(point)
+        warm_up(operation)
         found, found_seconds = measure_bytes(operation, self._meter)
         peak = found.kept_bytes + max(found.forward_bytes, found.backward_bytes)
         if self._meter.live_bytes + peak > self._budget_bytes:  # a CPU only emulates its budget

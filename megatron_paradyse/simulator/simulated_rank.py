@@ -130,7 +130,8 @@ def read_anywhere(raw: Iterator[dict]) -> dict:
     tokens = next(raw)["tokens"]
     b, s = tokens.shape[0], tokens.shape[1] - 1
     masked = get_args().paradyse_model == BERT
-    payload = torch.empty(b, 1 + (2 * s if masked else s + 1), dtype=torch.int64)
+    size = (b, 1 + (2 * s if masked else s + 1))
+    payload = torch.zeros(size, dtype=torch.int64, device=torch.cuda.current_device())
     lengths = payload[:, 0]
     last = get_args().max_position_embeddings - 1
     if masked:

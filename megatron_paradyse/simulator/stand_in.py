@@ -47,8 +47,10 @@ def stand_in_profile(
     options: Options, flags: Sequence[str], report: Callable[[dict], None]
 ) -> None:
     """Profile as the last rank of the network's group, and write options.output."""
+    from megatron_paradyse import megatron_start
     from megatron_paradyse.train import plugin
 
+    megatron_start.use_one_connection()
     plugin.install()
     from megatron.training import get_args
 
@@ -129,7 +131,7 @@ class StandIn:
 
     def _measured(self, operations, name: str, operation: str) -> dict[str, float]:
         """Bytes of the rank that holds most, seconds of the last one measured."""
-        from megatron_paradyse.profiler.measure import measure_bytes
+        from megatron_paradyse.profiler.measure import measure_bytes, warm_up
         from megatron_paradyse.shapes import attention_shape
         from megatron_paradyse.simulator.run import ranks_that_differ
         from megatron_paradyse.simulator.simulated_rank import attention_as_rank
@@ -143,6 +145,7 @@ class StandIn:
         for rank in ranks_that_differ(name, operation, p=p, causal=True):
             with attention_as_rank(self._model, rank):
                 part = operations.get(operation, name)
+                warm_up(part)
                 measured, _ = measure_bytes(part, self._meter)
                 for key, value in dataclasses.asdict(measured).items():
                     most[key] = max(value, most.get(key, 0.0))

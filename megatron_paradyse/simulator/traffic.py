@@ -29,6 +29,16 @@ class Communications(Protocol):
     def wait(self, begun: Any) -> None: ...
 
 
+class NoClock:
+    """Of communication that takes no time."""
+
+    def begin(self, seconds: float, prepare: Callable[[], None] | None = None) -> None:
+        if prepare is not None:
+            prepare()
+
+    def wait(self, begun: None) -> None: ...
+
+
 @dataclass(frozen=True)
 class Place:
     """A rank of a group, as far as strategies ask; its communication must be replaced."""
@@ -143,6 +153,12 @@ def fill_with_own(into: Tensor, x: Tensor) -> None:
             part.copy_(source[: len(part)])
 
 
+def strategy_doors(traffic: Traffic) -> list[Door]:
+    """All communication of strategies, and none of Megatron's."""
+    names = ("all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "reduce")
+    return [(transport, name, getattr(traffic, name)) for name in names]
+
+
 @contextlib.contextmanager
 def replaced(
     network: Network,
@@ -154,8 +170,7 @@ def replaced(
     from megatron.core.tensor_parallel import layers, mappings, utils
 
     traffic = Traffic(network, clock, fill)
-    names = ("all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "reduce")
-    doors: list[Door] = [(transport, name, getattr(traffic, name)) for name in names]
+    doors = strategy_doors(traffic)
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         doors.append((torch.distributed, name, getattr(traffic, name)))
     for module in (layers, mappings, utils):

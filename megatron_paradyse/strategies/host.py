@@ -1,8 +1,9 @@
 """Copies of tensors in host memory: where what +offload keeps waits for its backward.
 
 On a GPU the copy is pinned, from PyTorch's own pool of pinned memory, which hands a piece out again
-when the copies that use it have ended. On a CPU it is a numpy array: host and device are one memory
-there, and only the count of live bytes (live_bytes.py) tells them apart.
+when the copies that use it have ended, and which rounds each piece up to a power of two: so a copy
+is several pieces that are one, down to SMALLEST_PIECE. On a CPU it is a numpy array: host and
+device are one memory there, and only the count of live bytes (live_bytes.py) tells them apart.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+SMALLEST_PIECE = 1 << 20  # bytes: of each copy, fewer than these are lost
 
 _WITHOUT_NUMPY = {torch.bfloat16: torch.int16, torch.float16: torch.int16}  # viewed as these
 
@@ -36,14 +39,18 @@ class PinnedCopy:
 
     def __init__(self, tensor: Tensor):
         stream = _copy_stream(tensor.device)
-        self._device = tensor.device
-        self._pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self._source: Tensor | None = tensor.detach().reshape(-1)  # itself, or made contiguous
+        sizes = piece_sizes(len(self._source), max(1, SMALLEST_PIECE // tensor.itemsize))
+        self._pinned = [torch.empty(size, dtype=tensor.dtype, pin_memory=True) for size in sizes]
         stream.wait_stream(torch.cuda.current_stream(tensor.device))  # the tensor is made there
         with torch.cuda.stream(stream):
-            self._pinned.copy_(tensor.detach(), non_blocking=True)
+            for piece, part in zip(self._pinned, self._source.split(sizes), strict=True):
+                piece.copy_(part, non_blocking=True)
         self._done = stream.record_event()
 
     def finish(self) -> None:
+        self._source = None
         # The stream waits, not the host. What is freed from here on is reused after the copy, so
         # that the caching allocator need not be told of the other stream (record_stream), and the
         # bytes are free at once.
@@ -51,8 +58,11 @@ class PinnedCopy:
 
     def back(self) -> Tensor:
         # On the stream of the kernels, which need it next.
-        tensor = torch.empty(self._pinned.shape, dtype=self._pinned.dtype, device=self._device)
-        return tensor.copy_(self._pinned, non_blocking=True)
+        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        parts = tensor.view(-1).split([len(piece) for piece in self._pinned])
+        for part, piece in zip(parts, self._pinned, strict=True):
+            part.copy_(piece, non_blocking=True)
+        return tensor
 
 
 class ArrayCopy:
@@ -68,6 +78,16 @@ class ArrayCopy:
         tensor = torch.empty(self._array.shape, dtype=self._dtype)
         np.copyto(_as_array(tensor), self._array)
         return tensor
+
+
+def piece_sizes(length: int, smallest: int) -> list[int]:
+    """Powers of two whose sum is the length, the largest first; the last piece is what is left once
+    that is less than `smallest`, a power of two."""
+    sizes = []
+    while length >= smallest:
+        sizes.append(1 << (length.bit_length() - 1))
+        length -= sizes[-1]
+    return [*sizes, length] if length else sizes
 
 
 def copy_to_host(tensor: Tensor) -> HostCopy:

@@ -1,4 +1,4 @@
-"""How a rank ends: alone, because another one has gone, or without waiting for anybody."""
+"""How a rank ends: alone, because another one has gone, out of memory, or without waiting."""
 
 from __future__ import annotations
 
@@ -18,10 +18,20 @@ LOST = (
     "wait timeout after",
 )
 
+# What PyTorch, CUDA, cuBLAS and NCCL say in errors that have no class of their own.
+NO_MEMORY = ("out of memory", "allocate memory", "ALLOC_FAILED")
+
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error of a collective says only that another rank has gone, or never came."""
     return isinstance(error, RuntimeError) and any(cause in str(error) for cause in LOST)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: the allocator's, the device's outside of it, pinned or the host's."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in NO_MEMORY)
 
 
 def leave(code: int) -> None:

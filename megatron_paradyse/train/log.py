@@ -17,6 +17,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.batch import meter
+from megatron_paradyse.train.ending import is_out_of_memory
 from megatron_paradyse.train.summary import Summary
 from megatron_paradyse.train.telemetry import Microbatch, Telemetry
 from megatron_paradyse.train.trace import Trace
@@ -58,9 +59,9 @@ class IterationLog:
             start = time.perf_counter()
             try:
                 result = train_step(*args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                raise self._out_of_memory(error) from error
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
+                if is_out_of_memory(error):
+                    raise self._out_of_memory(error) from error
                 if "Unexpected result" not in str(error):
                     raise
                 raise UserError(not_a_number(str(error))) from error
@@ -132,7 +133,7 @@ class IterationLog:
         if wandb_writer:
             wandb_writer.log(scalars, iteration)
 
-    def _out_of_memory(self, error: torch.OutOfMemoryError) -> UserError:
+    def _out_of_memory(self, error: Exception) -> UserError:
         """What did not fit, for the user and for the trace."""
         microbatch = self._telemetry.current
         reason = " ".join(str(error).split())[:300]

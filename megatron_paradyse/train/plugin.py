@@ -13,9 +13,10 @@ import sys
 import time
 from typing import NoReturn
 
+from megatron_paradyse import megatron_start
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import FIXED, PACKED, Settings
-from megatron_paradyse.train.ending import is_lost_peer, leave
+from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, leave
 from megatron_paradyse.train.megatron_version import check_megatron
 
 SECONDS_TO_BE_ENDED = 20
@@ -38,6 +39,8 @@ def install(*, model: str | None = None) -> None:
     _installed = True
     show_user_errors_in_one_line()
     check_megatron()
+    if "--paradyse" in sys.argv:
+        megatron_start.use_one_connection()
     import torch
 
     on_cpu = not torch.cuda.is_available()
@@ -45,6 +48,8 @@ def install(*, model: str | None = None) -> None:
         from megatron_paradyse import cpu_platform
 
         cpu_platform.install()
+    else:
+        megatron_start.install()
     import megatron.training
     from megatron.training import arguments, training
 
@@ -78,6 +83,8 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
             from megatron_paradyse import cpu_platform
 
             cpu_platform.apply_arguments(args)
+        elif (changed := megatron_start.complete(args)) and os.environ.get("RANK", "0") == "0":
+            print(f"megatron_paradyse: packages are missing, so {' '.join(changed)}", flush=True)
         before_validation(args)
         return args
 
@@ -229,7 +236,7 @@ def show_user_errors_in_one_line() -> None:
     def hook(kind, error, traceback):
         watchdog = sys.modules.get("megatron_paradyse.train.watchdog")
         dog = watchdog.current() if watchdog is not None else None
-        known = isinstance(error, UserError) or _is_out_of_memory(error)
+        known = isinstance(error, UserError) or is_out_of_memory(error)
         said_by, words = int(os.environ.get("RANK", 0)), " ".join(str(error).split())[:2000]
         if known and dog is not None:
             said_by, words = dog.first_words(words)
@@ -249,12 +256,6 @@ def show_user_errors_in_one_line() -> None:
             show_traceback(kind, error, traceback)
 
     sys.excepthook = hook
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Outside a microbatch, where train/log.py would say of which: building, loading, saving."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _report(said_by: int, message: str) -> None:

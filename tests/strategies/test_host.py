@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch.autograd import Function
 
 from megatron_paradyse.live_bytes import make_meter
-from megatron_paradyse.strategies.host import copy_to_host, kept_on_host
+from megatron_paradyse.strategies import host
+from megatron_paradyse.strategies.host import copy_to_host, kept_on_host, piece_sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,6 +40,33 @@ def test_a_copy_comes_back_bit_by_bit(dtype):
     back = copy.back()
     assert back.dtype == dtype and back.device == x.device and torch.equal(back, truth)
     assert back.data_ptr() != copy.back().data_ptr()
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 1000, 4096, (5 << 30) + 3])
+def test_pieces_are_powers_of_two_but_for_a_small_last_one(length):
+    """PyTorch's pool of pinned memory rounds each up to a power of two."""
+    sizes = piece_sizes(length, 8)
+    assert sum(sizes) == length and sizes == sorted(sizes, reverse=True)
+    assert all(size & (size - 1) == 0 for size in sizes[:-1]) and 0 not in sizes
+    assert not sizes or sizes[-1] < 8 or sizes[-1] & (sizes[-1] - 1) == 0
+
+
+@pytest.mark.parametrize("shape", [(37, 5), (64, 4)])
+def test_pinned_pieces_hold_all_of_the_tensor(shape, monkeypatch):
+    """The copy of a GPU with streams that do nothing and memory that is not pinned."""
+    empty, stream = torch.empty, MagicMock()
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **o: empty(*size, **o))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(host, "_copy_stream", lambda device: stream)
+    monkeypatch.setattr(host, "SMALLEST_PIECE", 32)
+    x = torch.randn(2 * shape[0], shape[1])[::2]  # not contiguous
+    truth, copy = x.clone(), host.PinnedCopy(x)
+    copy.finish()
+    x.zero_()
+    back = copy.back()
+    assert torch.equal(back, truth) and back.is_contiguous()
+    assert stream.wait_stream.called and stream.wait_event.called
 
 
 def test_the_input_leaves_the_device_and_returns_for_the_backward():

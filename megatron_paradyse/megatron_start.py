@@ -1,0 +1,110 @@
+"""What Megatron 0.19 takes for granted as it starts: its GPU packages, a checkout, short sequences.
+
+Without TransformerEngine or apex, Megatron's defaults end in errors that name neither; installed as
+a wheel it cannot compile what the wheel has compiled already. The functions below change what would
+end so, and nothing else. On a CPU, cpu_platform.py does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+# Arguments that need a package, and their values without it.
+WITHOUT_ENGINE: dict[str, Any] = {"transformer_impl": "local", "apply_rope_fusion": False}
+WITHOUT_APEX: dict[str, Any] = {"no_persist_layer_norm": True}
+WITHOUT_GRADIENT_KERNEL: dict[str, Any] = {"gradient_accumulation_fusion": False}
+WITHOUT_SOFTMAX_KERNEL: dict[str, Any] = {"masked_softmax_fusion": False}
+FLAGS = {
+    "transformer_impl": "--transformer-impl local",
+    "apply_rope_fusion": "--no-rope-fusion",
+    "no_persist_layer_norm": "--no-persist-layer-norm",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "masked_softmax_fusion": "--no-masked-softmax-fusion",
+}
+WARM_UP_POSITIONS = 4096
+
+
+def use_one_connection() -> None:
+    """Kernels start in the order of their calls, as Megatron demands up to Hopper.
+
+    Only what is set before CUDA is asked for anything counts: call it first.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def install() -> None:
+    """Patch Megatron, once it can be imported."""
+    import megatron.core.datasets.utils as dataset_utils
+    import megatron.training.training as training
+    from megatron.core.transformer import torch_norm
+
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        dataset_utils.compile_helpers = lambda: None
+    training.set_jit_fusion_options = _short_warm_up(training.set_jit_fusion_options)
+    torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(
+        torch_norm.WrappedTorchNorm.__new__
+    )
+
+
+def complete(args: argparse.Namespace) -> list[str]:
+    """Set arguments whose packages are missing, in place; the flags that say the same."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM
+    from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
+
+    missing: dict[str, Any] = {}
+    if not HAVE_TE:
+        missing |= WITHOUT_ENGINE
+    if not HAVE_FUSED_LAYER_NORM:
+        missing |= WITHOUT_APEX
+    if not _grad_accum_fusion_available:
+        missing |= WITHOUT_GRADIENT_KERNEL
+    if importlib.util.find_spec("scaled_masked_softmax_cuda") is None:
+        missing |= WITHOUT_SOFTMAX_KERNEL
+    changed = [name for name, value in missing.items() if getattr(args, name, value) != value]
+    for name in changed:
+        setattr(args, name, missing[name])
+    return [FLAGS[name] for name in changed]
+
+
+def _short_warm_up(warm_up):
+    """Megatron's warm-up of fused kernels, on tensors of the longest sequence [s, b, f/p]."""
+
+    @functools.wraps(warm_up)
+    def run(*arguments, **options):
+        from megatron.training import get_args
+
+        args = get_args()
+        longest = args.seq_length
+        most = WARM_UP_POSITIONS * args.tensor_model_parallel_size
+        if not getattr(args, "paradyse", False) or longest <= most:
+            return warm_up(*arguments, **options)
+        args.seq_length = most
+        try:
+            return warm_up(*arguments, **options)
+        finally:
+            args.seq_length = longest
+
+    return run
+
+
+def _norm_with_sequence_parallel(original_new):
+    """WrappedTorchNorm.__new__ that tags parameters instead of refusing sequence parallelism."""
+
+    def norm(cls, config, *args, **kwargs):
+        if not config.sequence_parallel:
+            return original_new(cls, config, *args, **kwargs)
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        module = original_new(cls, plain, *args, **kwargs)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = True  # Megatron then sums its gradient over the group
+        return module
+
+    return norm

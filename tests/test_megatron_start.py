@@ -1,0 +1,93 @@
+"""Megatron's defaults on a machine with GPUs, without the packages that they need."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from megatron_paradyse import cpu_platform, megatron_start
+from megatron_paradyse.train import plugin
+
+DEFAULTS = {
+    "transformer_impl": "transformer_engine",
+    "apply_rope_fusion": True,
+    "no_persist_layer_norm": False,
+    "gradient_accumulation_fusion": True,
+    "masked_softmax_fusion": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    plugin.install()
+
+
+def test_what_is_missing_is_done_without_and_said():
+    """This machine has neither TransformerEngine nor apex."""
+    args = argparse.Namespace(**DEFAULTS)
+    flags = megatron_start.complete(args)
+    assert {*flags} == {*megatron_start.FLAGS.values()}
+    assert vars(args) == {name: cpu_platform.CPU_ARGUMENTS[name] for name in DEFAULTS}
+    assert megatron_start.complete(args) == []
+
+
+def test_what_is_installed_is_left_as_it_was(monkeypatch):
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.fusions import fused_layer_norm
+    from megatron.core.tensor_parallel import layers
+
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
+    monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
+    args = argparse.Namespace(**DEFAULTS)
+    flags = megatron_start.complete(args)
+    assert flags == ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"]
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    softmax = ModuleType("scaled_masked_softmax_cuda")
+    softmax.__spec__ = argparse.Namespace()
+    monkeypatch.setitem(sys.modules, softmax.__name__, softmax)
+    args = argparse.Namespace(**DEFAULTS)
+    assert megatron_start.complete(args) == [] and vars(args) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("paradyse", "seq_length", "seen"),
+    [(True, 1 << 20, 8192), (True, 4096, 4096), (False, 1 << 20, 1 << 20)],
+)
+def test_fused_kernels_are_warmed_up_on_short_tensors(paradyse, seq_length, seen, monkeypatch):
+    """Megatron would allocate [s, b, f/p] several times: more than a GPU has for a long s."""
+    args = argparse.Namespace(
+        paradyse=paradyse, seq_length=seq_length, tensor_model_parallel_size=2
+    )
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    lengths = []
+    warm_up = megatron_start._short_warm_up(lambda tp_size=None: lengths.append(args.seq_length))
+    warm_up(tp_size=2)
+    assert lengths == [seen] and args.seq_length == seq_length
+
+
+def test_the_wheel_need_not_be_compiled():
+    from megatron.core.datasets import utils
+
+    utils.compile_helpers()  # Megatron's own ends the process: there is no Makefile
+
+
+@pytest.mark.parametrize(("flags", "value"), [(["--paradyse"], "1"), ([], "None")])
+def test_one_connection_is_set_before_cuda_is_asked_and_with_paradyse_only(flags, value):
+    code = (
+        "import os, torch\n"
+        "torch.cuda.is_available = lambda: (print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')),"
+        " os._exit(0))\n"
+        "from megatron_paradyse.train import plugin\n"
+        "plugin.install()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    found = subprocess.run(
+        [sys.executable, "-u", "-c", code, *flags],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert found.stdout.splitlines()[-1:] == [value], found.stderr
