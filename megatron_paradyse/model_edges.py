@@ -29,10 +29,13 @@ from megatron_paradyse.edges.tiles import automatic_tile
 AUTO, OFF = "auto", "off"
 
 
-def attach_edges(model_chunks: list, *, head_tile: str | int) -> list:
+def attach_edges(
+    model_chunks: list, *, head_tile: str | int, positions_restart: bool = False
+) -> list:
     """Let the chunks' edges go in tiles of head_tile tokens, "auto" or "off"; returns the chunks.
 
-    The RoPE table is one for all lengths in any case.
+    positions_restart: sequences may hold several documents. The RoPE table is one for all lengths
+    in any case.
     """
     for module in (m for chunk in model_chunks for m in chunk.modules()):
         if type(module) is RotaryEmbedding:
@@ -40,7 +43,7 @@ def attach_edges(model_chunks: list, *, head_tile: str | int) -> list:
         if isinstance(module, GPTModel | BertModel) and head_tile != OFF:
             tile = _tile(module.config, module.vocab_size, head_tile)
             if module.pre_process:
-                _tile_embedding(module.embedding, tile)
+                _tile_embedding(module.embedding, tile, positions_restart)
             if module.post_process:
                 _become(module.output_layer, TiledOutputLayer, tile)
             if module.post_process and isinstance(module, GPTModel):
@@ -133,7 +136,7 @@ def _take_weight_gradient(weight, grad: Tensor, *, fused: bool) -> Tensor:
     return torch.empty_like(weight)
 
 
-def _tile_embedding(embedding, tile: int) -> None:
+def _tile_embedding(embedding, tile: int, positions_restart: bool) -> None:
     if not (embedding.config.sequence_parallel and embedding.scatter_to_sequence_parallel):
         return  # every rank needs all of it
     _become(embedding, TiledLanguageModelEmbedding, tile)
@@ -141,6 +144,7 @@ def _tile_embedding(embedding, tile: int) -> None:
     if embedding.add_position_embedding:
         _become(embedding.position_embeddings, TiledPositions, tile)
         embedding.position_embeddings.group = embedding.tp_group
+        embedding.position_embeddings.restart = positions_restart
 
 
 class TiledLanguageModelEmbedding(LanguageModelEmbedding):
@@ -174,13 +178,14 @@ class TiledWords(VocabParallelEmbedding):
 class TiledPositions(torch.nn.Embedding):
     tile: int
     group: ProcessGroup
+    restart: bool
     in_tiles = False
 
     def forward(self, input):
         """positions [b, s] -> [s/p, b, h] in tiles, or [b, s, h]."""
         if not self.in_tiles:
             return super().forward(input)
-        return tiled_positions(input, self.weight, self.group, tile=self.tile)
+        return tiled_positions(input, self.weight, self.group, tile=self.tile, restart=self.restart)
 
 
 class OneTableRotaryEmbedding(RotaryEmbedding):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from megatron_paradyse.strategies.heads import plus_one_norm
+
 
 def announce_use(*modules) -> None:
     """Run the forward pre-hooks of modules whose parameters a strategy reads without calling them.
@@ -30,12 +32,14 @@ def normalised(hidden_states, linear, config):
     weight = getattr(linear, "layer_norm_weight", None)
     if weight is None:
         return hidden_states
-    if config.layernorm_zero_centered_gamma:
-        weight = weight + 1
     size, eps = hidden_states.shape[-1:], config.layernorm_epsilon
+    bias = getattr(linear, "layer_norm_bias", None)
+    if config.layernorm_zero_centered_gamma:
+        kind = "rmsnorm" if config.normalization == "RMSNorm" else "layernorm"
+        return plus_one_norm(hidden_states, weight, bias, kind, eps)
     if config.normalization == "RMSNorm":
         return F.rms_norm(hidden_states, size, weight, eps)
-    return F.layer_norm(hidden_states, size, weight, linear.layer_norm_bias, eps)
+    return F.layer_norm(hidden_states, size, weight, bias, eps)
 
 
 def of_strategy(weight, config):

@@ -37,6 +37,7 @@ from megatron_paradyse.strategies.collectives import (
     all_gather_async,
     reduce_scatter_async,
 )
+from megatron_paradyse.strategies.local_attention import accumulation_dtype
 
 ROUNDINGS = 4  # of g = c m: how far it may be from a multiple of m, in roundings of its dtype
 
@@ -90,7 +91,7 @@ class _Gradients:
 class _TiledCrossEntropy(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, labels, token_weights, head):
-        losses = labels.new_empty(labels.shape, dtype=_wide(x.dtype))
+        losses = labels.new_empty(labels.shape, dtype=accumulation_dtype(x.dtype))
         ctx.head, ctx.at_once = head, None
         ctx.save_for_backward(x, weight, bias, labels, token_weights)
         gradients = None
@@ -187,7 +188,7 @@ def _exponentials_(logits, targets, group) -> tuple[Tensor, Tensor, Tensor]:
     [p t, b, v/p] -> [p t, b, v/p] and twice [p t, b]. Exponentials times factor are the softmax
     over all of v. Float32 logits are overwritten.
     """
-    wide = logits.to(_wide(logits.dtype))
+    wide = logits.to(accumulation_dtype(logits.dtype))
     top = wide.amax(-1)
     of_target = torch.where(targets.held, wide.gather(-1, targets.index).squeeze(-1), 0)
     exponentials = wide.sub_(top[..., None]).exp_()
@@ -216,7 +217,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _new_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs_input_grad) -> _Gradients:
-    wide = _wide(weight.dtype)
+    wide = accumulation_dtype(weight.dtype)
     return _Gradients(
         x=torch.empty_like(x) if needs_input_grad[0] else None,
         weight=torch.zeros_like(weight, dtype=wide) if needs_input_grad[1] else None,
@@ -226,11 +227,12 @@ def _new_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs_input_g
     )
 
 
-def _common_factor(grad: Tensor, token_weights: Tensor) -> Tensor | None:
+def _common_factor(grad: Tensor, token_weights: Tensor) -> float | None:
     """c where grad = c token_weights up to rounding, or None where there is no such c.
 
     Waits for the device. grad and token_weights are the same numbers on every rank of the group,
-    and so is the answer.
+    and so is the answer. It is a number and not a tensor: a GPU would round a tensor to the dtype
+    of what it multiplies, and so scale all gradients alike.
     """
     weights = token_weights.to(grad.dtype)
     index = weights.abs().argmax()
@@ -239,8 +241,4 @@ def _common_factor(grad: Tensor, token_weights: Tensor) -> Tensor | None:
     expected = factor * weights
     tolerance = ROUNDINGS * torch.finfo(grad.dtype).eps
     agrees = (grad - expected).abs() <= tolerance * expected.abs()
-    return factor if bool(agrees.all()) else None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return factor.item() if bool(agrees.all()) else None

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from megatron_paradyse.edges.tiles import of_tile, tiles
 from megatron_paradyse.strategies.collectives import all_gather, reduce_scatter
+from megatron_paradyse.strategies.local_attention import accumulation_dtype
 
 
 def tiled_embedding(tokens: Tensor, weight: Tensor, group: ProcessGroup, *, tile: int) -> Tensor:
@@ -46,7 +47,7 @@ class _TiledEmbedding(Function):
     def backward(ctx, grad):
         (tokens,) = ctx.saved_tensors
         p = ctx.group.size()
-        wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(ctx.dtype)
         grad_weight = grad.new_zeros(ctx.shard, dtype=wide)
         for rows in tiles(grad.shape[0], grad.shape[1], p, tile=ctx.tile):
             index, held = _local(of_tile(tokens, rows, p), ctx.shard[0], ctx.group)
@@ -57,20 +58,26 @@ class _TiledEmbedding(Function):
         return None, grad_weight.to(ctx.dtype), None, None
 
 
-def tiled_positions(positions: Tensor, weight: Tensor, group: ProcessGroup, *, tile: int) -> Tensor:
+def tiled_positions(
+    positions: Tensor, weight: Tensor, group: ProcessGroup, *, tile: int, restart: bool = False
+) -> Tensor:
     """positions [b, s], weight [m, h], which every rank holds -> [s/p, b, h], its chunk's rows.
 
-    Backward: the whole gradient of the weight on every rank, summed in the weight's dtype (a row
-    takes part once per sequence of the batch). Sends (p-1) s/p b h values backward.
+    restart: positions begin anew within a sequence, as those of packed documents do. Backward: the
+    whole gradient of the weight on every rank, summed in float32 (float64) with restart, else in
+    the weight's dtype: a row then takes part once per sequence of the batch. Sends (p-1) s/p b h
+    values backward.
     """
-    return _TiledPositions.apply(positions, weight, group, tile)
+    sum_dtype = accumulation_dtype(weight.dtype) if restart else weight.dtype
+    return _TiledPositions.apply(positions, weight, group, tile, sum_dtype)
 
 
 class _TiledPositions(Function):
     @staticmethod
-    def forward(ctx, positions, weight, group, tile):
+    def forward(ctx, positions, weight, group, tile, sum_dtype):
         ctx.save_for_backward(positions)
         ctx.group, ctx.tile, ctx.shape, ctx.dtype = group, tile, weight.shape, weight.dtype
+        ctx.sum_dtype = sum_dtype
         own = positions.chunk(group.size(), dim=1)[group.rank()]
         return F.embedding(own.t(), weight)
 
@@ -79,13 +86,13 @@ class _TiledPositions(Function):
     def backward(ctx, grad):
         (positions,) = ctx.saved_tensors
         p = ctx.group.size()
-        grad_weight = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+        grad_weight = grad.new_zeros(ctx.shape, dtype=ctx.sum_dtype)
         for rows in tiles(grad.shape[0], grad.shape[1], p, tile=ctx.tile):
             index = of_tile(positions, rows, p).flatten()
-            gathered = all_gather(grad[rows], ctx.group).to(ctx.dtype)  # [p t, b, h]
+            gathered = all_gather(grad[rows], ctx.group).to(ctx.sum_dtype)  # [p t, b, h]
             grad_weight.index_add_(0, index, gathered.flatten(0, 1))
             del gathered
-        return None, grad_weight, None, None
+        return None, grad_weight.to(ctx.dtype), None, None, None
 
 
 def _local(tokens: Tensor, shard: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,8 @@ class _RowAttention(Function):
             keep = rows.keep(part, source)
             out += per_query_head(part if keep is None else part * keep, v_chunk)
             del v_chunk
+        if rows.keep_scale != 1.0:
+            out *= rows.keep_scale
         out = out.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format)
         ctx.save_for_backward(q, k, v, probs)
         ctx.rows = rows
@@ -92,9 +94,10 @@ class _RowAttention(Function):
             grad_part = per_query_head(grad_out, v_chunk.transpose(-1, -2)).to(wide)
             keep = rows.keep(part, source)
             if keep is not None:
-                part, grad_part = part * keep, grad_part.mul_(keep)
+                part, grad_part = part * keep, grad_part.mul_(keep).mul_(rows.keep_scale)
             grad_scores[..., columns] = grad_part
-            grad_v.add(per_kv_head(part, grad_out, v_chunk).to(wide))
+            grad_part = per_kv_head(part, grad_out, v_chunk).to(wide)
+            grad_v.add(grad_part if keep is None else grad_part.mul_(rows.keep_scale))
             del part, grad_part, keep, v_chunk
         # dS = P (dP - rowsum(P dP)), in place
         row_sums = grad_scores.mul_(probs).sum(-1, keepdim=True)
@@ -122,9 +125,10 @@ class _Rows:
         ends = itertools.accumulate(widths, initial=0)
         self.columns = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
         self.num_columns = sum(widths)
+        self.keep_scale = 1.0 / (1.0 - task.shape.dropout)  # in a half type it would be rounded
 
     def keep(self, probs: Tensor, source: int) -> Tensor | None:
-        """The scaled dropout mask of the columns from `source`, or None."""
+        """1 where dropout keeps a column from `source`, else 0; None without dropout."""
         dropout = self.task.shape.dropout
         if dropout == 0.0:
             return None
@@ -137,7 +141,7 @@ class _Rows:
             keys=_positions(self.exchange.spans_from[source], probs.device),
             dropout=dropout,
         )
-        return keep.to(probs.dtype) / (1.0 - dropout)
+        return keep.to(probs.dtype)
 
 
 def _positions(spans: tuple[Span, ...], device: torch.device) -> Tensor:

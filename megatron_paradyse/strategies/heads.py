@@ -51,7 +51,7 @@ def head_norm(
 ) -> Tensor:
     """Normalise each head of x [..., d]: layernorm, rmsnorm, or l2 (no weight, in float32)."""
     if weight is not None and shape.qk_norm_plus_one:
-        weight = weight + 1
+        return plus_one_norm(x, weight, bias, shape.qk_norm, shape.qk_norm_eps)
     size, eps = x.shape[-1:], shape.qk_norm_eps
     if shape.qk_norm == "layernorm":
         if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
@@ -64,6 +64,16 @@ def head_norm(
     assert shape.qk_norm == "l2", shape.qk_norm
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def plus_one_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, eps: float
+) -> Tensor:
+    """layernorm or rmsnorm of x [..., d] times 1 + weight: a sum that a half type would round."""
+    size = x.shape[-1:]
+    norm = F.layer_norm(x, size, eps=eps) if kind == "layernorm" else F.rms_norm(x, size, eps=eps)
+    scaled = torch.addcmul(norm, norm, weight)
+    return scaled if bias is None else scaled + bias
 
 
 def angles_at(rope: Tensor, spans: tuple[Span, ...]) -> Tensor:

@@ -99,16 +99,27 @@ def copy_to_host(tensor: Tensor) -> HostCopy:
 def kept_on_host(x: Tensor) -> Iterator[None]:
     """What autograd saves of x inside is its copy on the host; all else is saved as ever.
 
-    The copy begins at once, beside what runs inside, and has ended for all that runs after.
+    The copy begins at once, beside what runs inside, and has ended for all that runs after. As
+    ever, RuntimeError in the backward where something saved has been changed in place.
     """
     copy = copy_to_host(x)
     place = (x.data_ptr(), x.shape, x.dtype)
 
     def pack(saved: Tensor) -> Any:
-        return copy if (saved.data_ptr(), saved.shape, saved.dtype) == place else saved
+        if (saved.data_ptr(), saved.shape, saved.dtype) == place:
+            return copy
+        return saved, saved._version  # which autograd compares only where nothing is packed
 
     def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed.back()
+        if not isinstance(packed, tuple):
+            return packed.back()
+        saved, version = packed
+        if saved._version != version:
+            raise RuntimeError(
+                f"a tensor of shape {[*saved.shape]} that the backward needs was changed in place: "
+                f"its version is {saved._version}, {version} was saved"
+            )
+        return saved
 
     with saved_tensors_hooks(pack, unpack):
         yield

@@ -180,7 +180,7 @@ class CirculatingAttention(Function):
         layer = _Layer(shape, microbatch, group)
         weights = AttentionWeights(*tensors)
         blocks = broadcast_blocks(layer.own_block(weights), group)
-        x = layer.balance(x.detach())
+        x = layer.balance(x.detach()).contiguous()
         rows = x.flatten(0, 1)  # [s/p, b, h] -> [s/p b, h]
         total = torch.zeros_like(rows, dtype=accumulation_dtype(x.dtype))
         outs, lses = [], []

@@ -14,6 +14,7 @@ from math import gcd, lcm
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.errors import UserError
@@ -82,8 +83,22 @@ def _pack_heads(q: Tensor, k: Tensor, v: Tensor, p: int) -> Tensor:
     copies = p // gcd(k.shape[2], p)
     if copies > 1:
         k, v = k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2)
+    if q.shape[2] > p == k.shape[2]:
+        k, v = _OwnGradient.apply(k), _OwnGradient.apply(v)
     by_rank = [x.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
     return torch.cat(by_rank, dim=3)
+
+
+class _OwnGradient(Function):
+    """x, whose gradient is no view: of one head a rank it would be, and keep that of q alive."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.contiguous()
 
 
 STRATEGY = Strategy(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from megatron.core import mpu
-from megatron.training import print_rank_0, training
+from megatron.training import get_args, print_rank_0, training
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import attach_hooks
@@ -19,7 +19,7 @@ from megatron_paradyse.packing.pack import Costs
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import cost_policy_kind, make_policy
-from megatron_paradyse.settings import Settings
+from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.train import checkpoints, watchdog
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.log import IterationLog
@@ -42,11 +42,20 @@ class Session:
         self._summary = Summary(self._made)
         self._policies: CostPolicies | None = None
 
+    def _positions_restart(self) -> bool:
+        """Whether a sequence may hold several documents, each with positions of its own."""
+        args = get_args()
+        return self.settings.sequences == PACKED or args.reset_position_ids or args.sft
+
     def enter(self, config) -> None:
         """Put the hooks and the log into place; config is what pretrain gets."""
         config.model.pre_wrap_hooks += [
             self._attach,
-            functools.partial(attach_edges, head_tile=self.settings.head_tile),
+            functools.partial(
+                attach_edges,
+                head_tile=self.settings.head_tile,
+                positions_restart=self._positions_restart(),
+            ),
         ]
         IterationLog(
             style=self.settings.log,

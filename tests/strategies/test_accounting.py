@@ -69,6 +69,8 @@ def _cases(strategy: str, operation: str, p: int):
     ):
         yield AttentionCase(strategy, p, mask, n=8, g=g, d=16, h=h, s=128, dtype=dtype)
     yield AttentionCase(strategy, p, "causal", n=8, g=8, d=16, h=16, s=128, rope="half")
+    if p < 8:
+        yield AttentionCase(strategy, p, "causal", n=8, g=p, d=16, h=16, s=128, rope="half")
     yield AttentionCase(strategy, p, "causal", n=8, g=8, d=16, h=64, s=128, bias=True)
 
 

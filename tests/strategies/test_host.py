@@ -99,3 +99,16 @@ def test_tensors_beside_the_input_are_saved_themselves():
     saved = y.grad_fn.saved_tensors
     assert saved[1] is w or saved[1].data_ptr() == w.data_ptr()
     assert saved[0].data_ptr() != x.data_ptr() and torch.equal(saved[0], x)
+
+
+def test_a_weight_that_was_changed_in_place_is_noticed():
+    x, w = (torch.randn(8, 8, device=DEVICE, requires_grad=True) for _ in range(2))
+    x = x * 1
+    with kept_on_host(x):
+        y = _Product.apply(x, w)
+    x.detach().mul_(2)  # its copy is on the host
+    torch.autograd.grad(y.sum(), w, retain_graph=True)
+    with torch.no_grad():
+        w.mul_(3)
+    with pytest.raises(RuntimeError, match=r"shape \[8, 8\] .* was changed in place"):
+        y.sum().backward()

@@ -35,7 +35,7 @@ from megatron_paradyse.strategies.reference import map_tensors, shard_attention,
 from tests.strategies.cases import AttentionCase, MlpCase, full_weights, microbatch_of
 from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import run_case
+from tests.strategies.layers import rank_layer, run_case
 
 P = 4
 ATTENTION = AttentionCase("metp", P, n=8, g=4, s=4 * 37, b=1, bias=True, rope="half")
@@ -253,3 +253,19 @@ def test_peak_is_less_than_half_of_ulysses_at_16_hidden_sizes(fake_group):
     h = 12288
     metp, ulysses = (_peak_bytes(name, fake_group, h=h, s=16 * h) for name in ("metp", "ulysses_z"))
     assert 2 * metp < ulysses, (metp, ulysses)
+
+
+def _strided(group, case: AttentionCase) -> bool:
+    layer = rank_layer(group, case)
+    plain = layer.x.detach()
+    strided = plain.transpose(0, 1).contiguous().transpose(0, 1)
+    grads = []
+    for x in (plain, strided.requires_grad_()):
+        x = x.requires_grad_()
+        grads.append(torch.autograd.grad(layer.run(x, layer.weights), x, layer.grad)[0])
+    return not strided.is_contiguous() and torch.equal(*grads)
+
+
+def test_the_input_may_have_any_strides():
+    case = AttentionCase("metp", 1, "bidirectional")
+    assert run_ranks(1, _strided, {"strided": case})["strided"] == [True]
