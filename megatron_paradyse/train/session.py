@@ -20,7 +20,7 @@ from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import PACKED, Settings
-from megatron_paradyse.train import checkpoints, watchdog
+from megatron_paradyse.train import bucket_order, checkpoints, watchdog
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.log import IterationLog
 from megatron_paradyse.train.run_record import run_record
@@ -66,6 +66,7 @@ class Session:
             after=self._after_iteration,
         ).install()
         checkpoints.install()
+        bucket_order.install()
         dog = watchdog.current()
         if dog is not None:
             dog.doing = self._doing

@@ -52,10 +52,15 @@ def records(path, kind="microbatch"):
     return [line for line in lines if line["kind"] == kind]
 
 
+OVERLAPPED = [
+    *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
+    *("--untie-embeddings-and-output-weights", "--overlap-grad-reduce", "--ddp-bucket-size", 2000),
+]
 GRIDS = {
     "tp4": (4, TP4),
     "tp2-pp2": (4, [*TP2, "--pipeline-model-parallel-size", 2, "--global-batch-size", 4]),
-    "tp2-dp2": (4, TP2),
+    # replicas with other plans have gradients ready in other orders, in many small buckets
+    "tp2-dp2": (4, [*TP2, *OVERLAPPED]),
 }
 
 
