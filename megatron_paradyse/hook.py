@@ -203,7 +203,19 @@ def attach_hooks(
     for chunk in model_chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerBlock):
-                hook = MicrobatchHook(module, policy_of(module), observer=observer, verify=verify)
+                policy = policy_of(module)
+                if not len(module.layers):
+                    continue  # a pipeline stage of an embedding or a loss alone
+                for place, layer in enumerate(module.layers):
+                    layer.megatron_recomputes = _recomputed_by_megatron(module.config, place)
+                hook = MicrobatchHook(module, policy, observer=observer, verify=verify)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
                 module.register_forward_hook(hook.after)
     return model_chunks
+
+
+def _recomputed_by_megatron(config, place: int) -> bool:
+    """Whether --recompute-granularity full takes the layer at this place of its block."""
+    if config.recompute_granularity != "full":
+        return False
+    return config.recompute_method != "block" or place < config.recompute_num_layers

@@ -6,6 +6,7 @@ import functools
 import math
 
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn import functional as F
 
@@ -28,10 +29,18 @@ def attention_shape(module, *, training: bool) -> AttentionShape:
         tuple(config.window_size) if windowed else None,
         config.attention_dropout if training else 0.0,
         config.rotary_interleaved,
-        "l2" if config.qk_l2_norm else config.normalization if config.qk_layernorm else None,
+        _qk_norm(module),
         config.layernorm_epsilon,
         config.layernorm_zero_centered_gamma,
     )
+
+
+def _qk_norm(module) -> str | None:
+    """By what the module has: some of Megatron's specs leave the norm out."""
+    norm = getattr(module, "q_layernorm", None)  # a core attention has none
+    if norm is None or isinstance(norm, IdentityOp):
+        return None
+    return "l2" if module.config.qk_l2_norm else module.config.normalization
 
 
 @functools.cache

@@ -48,6 +48,7 @@ class SwitchableLayer(TransformerLayer):
     """
 
     recompute_mlp: bool
+    megatron_recomputes = False  # the whole layer, by --recompute-granularity full
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -84,7 +85,7 @@ class SwitchableLayer(TransformerLayer):
         return _recomputed(run, hidden, offload=self._offloads(planned, half))
 
     def _recomputes(self, planned: PlannedMicrobatch, half: str) -> bool:
-        if not torch.is_grad_enabled() or self.config.recompute_granularity == "full":
+        if not torch.is_grad_enabled() or self.megatron_recomputes:
             return False  # Megatron runs the whole layer again anyway
         if half == "mlp" and self._always_recomputes_mlp:
             return True
@@ -187,9 +188,10 @@ class SwitchableSelfAttention(SelfAttention):
                 **kwargs,
             )
         skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        weights = self._weights()  # first: what is read after it has been gathered
         out = get_strategy(strategy).attention(
             normalised(hidden_states, self.linear_qkv, self.config),
-            self._weights(),
+            weights,
             attention_shape(self, training=self.training),
             self._microbatch(planned, hidden_states, None if skips_rope else rotary_pos_emb),
             self.pg_collection.tp,

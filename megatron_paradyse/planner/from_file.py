@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
 from megatron_paradyse.costs.description import ELEMENT_BYTES
+from megatron_paradyse.costs.table import MLP
 from megatron_paradyse.edges.tiles import automatic_tile
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_costs import (
@@ -27,7 +28,7 @@ from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, Opti
 from megatron_paradyse.planner.sources import RowSource
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import PACKED, Settings
-from megatron_paradyse.strategies import offloads, parse_strategy_name
+from megatron_paradyse.strategies import offloads, parse_strategy_name, recomputes
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from megatron_paradyse.units import parse_bytes
 
@@ -111,8 +112,9 @@ class FilePolicies:
 
     num_layers: of the model, if not the file's: static bytes are then scaled by parameters that
     the shape lets one estimate. megatron_mlp: the MLP is Megatron's own whatever the plan says, as
-    a mixture of experts is. host_bytes: a rank's host memory for +offload, where the settings do
-    not say; None without limit.
+    a mixture of experts is; experts_shared: by replicas, whose plans may differ, so that no MLP may
+    run again on some of them alone. host_bytes: a rank's host memory for +offload, where the
+    settings do not say; None without limit.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class FilePolicies:
         *,
         num_layers: int | None = None,
         megatron_mlp: bool = False,
+        experts_shared: bool = False,
         host_bytes: int | None = None,
     ):
         self.settings, self.costs, self.budget_bytes = settings, costs, budget_bytes
@@ -130,7 +133,7 @@ class FilePolicies:
         shape = costs.file.table.description.model
         self.num_layers = num_layers or shape.num_layers
         self._depth = parameters(shape, self.num_layers) / parameters(shape, shape.num_layers)
-        self._megatron_mlp = megatron_mlp
+        self._megatron_mlp, self._experts_shared = megatron_mlp, experts_shared
         if settings.host_memory is not None:
             host_bytes = parse_bytes(settings.host_memory)
         self._host_bytes = host_bytes
@@ -275,6 +278,15 @@ class FilePolicies:
 
     def _allowed(self, number: int, operation: str) -> tuple[str, ...]:
         restriction = (self.settings.layers or {}).get(number)
+        names = self.settings.strategies or self.costs.strategies
         if restriction is not None:
-            return getattr(restriction, operation)
-        return self.settings.strategies or self.costs.strategies
+            names = getattr(restriction, operation)
+        if operation == MLP and self._experts_shared:
+            names = tuple(name for name in names if not recomputes(name))
+            if not names:
+                raise UserError(
+                    f"layer {number} has no MLP without +recompute, and with "
+                    "--expert-model-parallel-size above 1 replicas cannot run theirs again by "
+                    "plans of their own: allow another strategy"
+                )
+        return names

@@ -119,7 +119,7 @@ def before_validation(args: argparse.Namespace) -> None:
             f"--spec {' '.join(spec)}"
         )
     args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
-    check_packed(args)
+    check_packed(args, only_megatron_ts=_only_megatron_ts(args))
     if args.paradyse_settings.sequences != FIXED:
         _prepare_documents(args)
 
@@ -130,6 +130,8 @@ def after_validation(args: argparse.Namespace) -> None:
         args.dataloader_type = "external"
         if args.pipeline_model_parallel_size > 1:
             args.variable_seq_lengths = True  # stages then tell each other their shapes
+        several = max(args.pipeline_model_parallel_size, args.expert_model_parallel_size) > 1
+        if several and args.moe_token_dispatcher_type == "allgather":  # of one length everywhere
             args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it, even if dense
 
 
@@ -153,6 +155,11 @@ def _check_model(args: argparse.Namespace) -> None:
         "fp8": (None, "strategies run in float32, bfloat16 and float16"),
         "fp4": (None, "strategies run in float32, bfloat16 and float16"),
         "cuda_graph_impl": ("none", "a captured graph cannot change its strategy"),
+        "enable_cuda_graph": (False, "a captured graph cannot change its strategy"),
+        "external_cuda_graph": (False, "a captured graph cannot change its strategy"),
+        "reset_attention_mask": (False, "attention is causal over the whole sequence"),
+        "log_max_attention_logit": (False, "only some strategies would log it"),
+        "fine_grained_activation_offloading": (False, "strategies with +offload do that"),
         "overlap_moe_expert_parallel_comm": (False, "it replaces the layer's forward"),
         "use_transformer_engine_op_fuser": (False, "its MLP has no switchable strategy"),
         "iterations_to_skip": ([], "Megatron skips by reading batches of a fixed length"),
@@ -219,6 +226,11 @@ def _check_strategies(args: argparse.Namespace) -> None:
     )
     settings = args.paradyse_settings
     names = _strategies_of_policy(args, settings)
+    if cost_policy_kind(settings) and args.recompute_granularity == "full":
+        raise UserError(
+            f"--recompute-granularity full with --paradyse-policy {settings.policy}, whose plans "
+            "say what is recomputed: leave --recompute-granularity out"
+        )
     for name in names:
         get_strategy(name).check(shape, args.tensor_model_parallel_size)
     others = [name for name in names if parse_strategy_name(name)[0] != MEGATRON_TS]
@@ -285,10 +297,12 @@ def _prepare_documents(args: argparse.Namespace) -> None:
     if args.seq_length is None:
         raise UserError("--seq-length is missing: give the longest sequence to train on")
     args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens
-    if args.paradyse_settings.balance and args.rampup_batch_size is not None:
-        raise UserError(
-            "--paradyse-balance with --rampup-batch-size: global batches of one size only: drop one"
-        )
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if args.paradyse_settings.balance and getattr(args, name) is not None:
+            raise UserError(
+                f"--paradyse-balance with --{name.replace('_', '-')}: global batches of one size "
+                "only: drop one"
+            )
     _take_tokenizer_from_data(args)
     for entry in args.data_path or []:
         if not _is_number(entry) and not Path(f"{entry}.idx").is_file():

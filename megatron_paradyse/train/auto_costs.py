@@ -34,6 +34,7 @@ from megatron_paradyse.whole_file import write_whole
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
 LIMIT_SECONDS = 150  # until a quick profile that hangs is given up
 SIMULATION_SECONDS = 300
+SAID_ERROR = re.compile(r"error(?: \(rank \d+\))?: (.*)")
 # Arguments that change no cost: what is learnt, logged, saved, read, and how long.
 WITHOUT_EFFECT = re.compile(
     r"(rank|local_rank|seed|.*lr.*|weight_decay.*|adam_.*|clip_grad|init_method.*|loss_scale.*|"
@@ -168,7 +169,7 @@ class Search:
         if child.returncode == 0:
             return None
         lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        errors = [found[1] for line in lines if (found := SAID_ERROR.match(line))]
         return (errors or lines[-1:] or ["it said nothing"])[0][:300]
 
     def _simulate(self) -> None:

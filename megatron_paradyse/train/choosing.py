@@ -49,6 +49,7 @@ class CostPolicies:
             self.budget_bytes,
             num_layers=get_args().num_layers,
             megatron_mlp=bool(get_args().num_experts),
+            experts_shared=get_args().expert_model_parallel_size > 1,
             host_bytes=host_bytes(settings),
         )
         self.online = self._online() if settings.correction else None
@@ -158,10 +159,18 @@ def _num_in_flight(args) -> int:
     return in_flight(
         mpu.get_pipeline_model_parallel_rank(),
         mpu.get_pipeline_model_parallel_world_size(),
-        get_num_microbatches(),
+        _most_microbatches(args),
         num_chunks=args.virtual_pipeline_model_parallel_size or 1,
         group_size=args.microbatch_group_size_per_vp_stage,
     )
+
+
+def _most_microbatches(args) -> int:
+    """Of an iteration: with a schedule of batch sizes, of the largest of them."""
+    if args.step_batch_size_schedule is None:
+        return get_num_microbatches()
+    sizes = [int(step.split(":")[1]) for step in args.step_batch_size_schedule.split()]
+    return max(1, max(sizes) // (args.micro_batch_size * args.data_parallel_size))
 
 
 def _share_of_stage(model_chunks: list) -> float:

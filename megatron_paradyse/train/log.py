@@ -16,6 +16,7 @@ from megatron.core import mpu
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.settings import FIXED
 from megatron_paradyse.train.batch import meter
 from megatron_paradyse.train.ending import is_out_of_memory
 from megatron_paradyse.train.summary import Summary
@@ -82,7 +83,9 @@ class IterationLog:
             values: dict[str, Any] = {"seconds": round(self._step_seconds, 6)}
             values |= {name: float(value) for name, value in loss_dict.items()}
             tokens = kwargs.get("total_real_tokens_in_batch")
-            if tokens is not None:  # documents; fixed lengths: Megatron's own line says it all
+            if get_args().paradyse_settings.sequences == FIXED:
+                tokens = None  # Megatron's own line says it all
+            if tokens is not None:
                 lengths = _range_over_replicas(meter.take())
                 self._interval.add(int(tokens), lengths, self._step_seconds, loss_dict)
                 values |= _length_values(int(tokens), lengths)

@@ -9,8 +9,12 @@ from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.settings import PACKED
 
 
-def check_packed(args: argparse.Namespace) -> None:
-    """Before Megatron validates them; UserError for what cannot run."""
+def check_packed(args: argparse.Namespace, *, only_megatron_ts: str | None) -> None:
+    """Before Megatron validates them; UserError for what cannot run.
+
+    only_megatron_ts: a flag for which only Megatron's own attention will do, if there is one. Rows
+    whose documents are in pieces go through this package's.
+    """
     settings = args.paradyse_settings
     if settings.sequences != PACKED:
         if settings.pack_tokens is not None:
@@ -38,6 +42,17 @@ def check_packed(args: argparse.Namespace) -> None:
             flag = "--" + name.replace("_", "-")
             remedy = f"give {flag} 1" if allowed == 1 else f"leave {flag} out"
             raise UserError(f"{flag} {value} with --paradyse-sequences packed: {why}: {remedy}")
+    if only_megatron_ts is not None:
+        raise UserError(
+            f"{only_megatron_ts} with --paradyse-sequences packed, whose documents only this "
+            "package's attention takes apart: use --paradyse-sequences documents"
+        )
+    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    if backend in ("unfused", "local"):
+        raise UserError(
+            f"--attention-backend {backend} with --paradyse-sequences packed: its masks know no "
+            "documents: leave --attention-backend out"
+        )
     if settings.balance:
         raise UserError(
             "--paradyse-balance with --paradyse-sequences packed, which always balances: leave it "

@@ -106,3 +106,16 @@ def test_the_heuristic_takes_no_gain(settings):
     settings = dataclasses.replace(settings, policy="heuristic", mixing_gain=0.1)
     with pytest.raises(UserError, match=r"mixing-gain has no effect with .* heuristic"):
         read_costs(settings)
+
+
+def test_replicas_that_share_experts_run_no_mlp_again(settings):
+    """One would wait in the experts' exchange for replicas whose plan does not run theirs again."""
+    strategies = ("metp", "metp+recompute")
+    some = dataclasses.replace(settings, strategies=strategies)
+    made = policies(some, experts_shared=True)
+    options = made.policy(made.stage(), smooth=False).problem(LAYERS, 1, 128, False).layers[1]
+    assert [choice.name for choice in options.attention] == [*strategies]
+    assert [choice.name for choice in options.mlp] == ["metp"]
+    made = policies(dataclasses.replace(some, strategies=strategies[1:]), experts_shared=True)
+    with pytest.raises(UserError, match="layer 1 has no MLP without"):
+        made.policy(made.stage(), smooth=False).problem(LAYERS, 1, 128, False)

@@ -69,7 +69,10 @@ MACHINERY = {
     ]),
     "pipeline, full recomputation": (4, [
         *TP2, "--pipeline-model-parallel-size", 2, "--recompute-granularity", "full",
-        "--recompute-method", "uniform", "--recompute-num-layers", 1,
+        "--recompute-method", "block", "--recompute-num-layers", 1,
+    ]),
+    "stages without layers": (2, [
+        "--pipeline-model-parallel-size", 2, "--pipeline-model-parallel-layout", "E|tt|tt|L",
     ]),
     "pipeline, offload": (4, [*TP2, "--pipeline-model-parallel-size", 2]),
     "mixture of experts": (2, [
@@ -79,6 +82,7 @@ MACHINERY = {
     "selective recomputation": (2, [
         *TP2, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp",
     ]),
+    "norms that a spec leaves out": (2, [*TP2, "--qk-l2-norm"]),
 }  # fmt: skip
 
 

@@ -1,0 +1,96 @@
+"""Flags of Megatron that would be ignored or change the model are refused before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.flags import megatron_flags
+from megatron_paradyse.train import plugin
+from megatron_paradyse.train.auto_costs import SAID_ERROR
+from tests.train.harness import with_defaults
+
+PACKED = ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", "4K"]
+PACKED += ["--micro-batch-size", 1]
+OPTIMAL = ["--paradyse-policy", "optimal"]
+REFUSED = {
+    "--enable-cuda-graph True": ["--enable-cuda-graph"],
+    "--external-cuda-graph True": ["--external-cuda-graph"],
+    "--reset-attention-mask True": ["--reset-attention-mask"],
+    "--log-max-attention-logit True": ["--log-max-attention-logit"],
+    "--fine-grained-activation-offloading True": ["--fine-grained-activation-offloading"],
+    "--softmax-type learnable": [*PACKED, "--softmax-type", "learnable"],
+    "--attention-backend unfused": [*PACKED, "--attention-backend", "unfused"],
+    "--recompute-granularity full with --paradyse-policy optimal": [
+        *OPTIMAL, "--recompute-granularity", "full", "--recompute-method", "uniform",
+        "--recompute-num-layers", 1,
+    ],
+    "--paradyse-balance with --step-batch-size-schedule": [
+        *OPTIMAL, "--paradyse-balance", "--step-batch-size-schedule", "0:1 64:2",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_it_is_named_with_the_remedy(said, monkeypatch):
+    plugin.install()
+    from megatron.training.arguments import parse_args
+
+    flags = with_defaults([*REFUSED[said], "--paradyse", "--data-path", "none"])
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags])
+    with pytest.raises(UserError, match=said) as refused:
+        parse_args()
+    assert "\n" not in str(refused.value) and ": " in str(refused.value)
+
+
+def test_a_profile_leaves_out_schedules_of_learning_rate_batches_and_stages():
+    schedules = ["--lr-warmup-iters", "2000", "--lr-decay-samples", "4000000"]
+    schedules += ["--lr-warmup-samples=20000", "--step-batch-size-schedule", "0:1 64:2"]
+    schedules += ["--pipeline-model-parallel-layout", "E|tt|tt|L"]
+    schedules += ["--decoder-first-pipeline-num-layers", "1"]
+    plain = ["--num-layers", "4", "--vocab-size", "64"]
+    kept = megatron_flags(
+        [*plain, *schedules, "--lr-decay-style", "cosine"], model_path=None, ranks=1
+    )
+    assert kept == megatron_flags([*plain, "--lr-decay-style", "cosine"], model_path=None, ranks=1)
+
+
+@pytest.mark.parametrize("line", ["error: no room", "error (rank 3): no room"])
+def test_the_words_of_a_failed_profile_are_found(line):
+    assert SAID_ERROR.match(line)[1] == "no room"
+    assert SAID_ERROR.match(f"an {line}") is None
+
+
+def test_microbatches_in_flight_are_those_of_the_largest_batch(monkeypatch):
+    plugin.install()
+    from megatron_paradyse.train import choosing
+
+    monkeypatch.setattr(choosing, "get_num_microbatches", lambda: 1)
+    args = argparse.Namespace(
+        step_batch_size_schedule="0:4 1B:32 2B:16", micro_batch_size=2, data_parallel_size=2
+    )
+    assert choosing._most_microbatches(args) == 8
+    args.step_batch_size_schedule = None
+    assert choosing._most_microbatches(args) == 1
+
+
+@pytest.mark.parametrize(
+    ("granularity", "method", "layers", "expected"),
+    [
+        (None, None, None, [False, False]),
+        ("selective", None, None, [False, False]),
+        ("full", "uniform", 1, [True, True]),
+        ("full", "block", 1, [True, False]),
+    ],
+)
+def test_a_plan_recomputes_what_megatron_does_not(granularity, method, layers, expected):
+    plugin.install()
+    from megatron_paradyse.hook import _recomputed_by_megatron
+
+    config = argparse.Namespace(
+        recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
+    )
+    assert [_recomputed_by_megatron(config, place) for place in range(2)] == expected
