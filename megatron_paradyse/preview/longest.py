@@ -70,15 +70,16 @@ def find_longest(setup: Setup, batch_size: int = 1) -> Longest:
     def planned(tokens: int) -> Outcome:
         return setup.policy.planner.plan(problem(tokens))
 
-    names = list(alone(problem(step)))
+    names = list(alone(problem(step)))  # where more is longer, some layers may not offload
     single = []
     for name in names:
 
         def fits(tokens: int, name: str = name) -> bool:
-            return alone(problem(tokens), [name])[name].fits
+            outcome = alone(problem(tokens), [name]).get(name)
+            return outcome is not None and outcome.fits
 
         tokens = longest(fits, step)
-        outcome = alone(problem(tokens), [name])[name] if tokens else None
+        outcome = alone(problem(tokens), [name]).get(name) if tokens else None
         single.append(Limit(name, tokens, _profiled(setup, [name]), outcome))
     tokens = longest(lambda s: planned(s).fits, step)
     found = forecast(setup, tokens, batch_size, rivals=False) if tokens else None

@@ -20,12 +20,14 @@ from typing import Any
 from megatron_paradyse.costs.table import OOM
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import Plan
+from megatron_paradyse.planner.problem import Outcome
 from megatron_paradyse.preview.longest import PARADYSE, Longest
 from megatron_paradyse.preview.measured import FITS, About, Trial, TrialFile, measured_limits
 from megatron_paradyse.preview.setup import Setup
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second: of every torch
 EXPANDABLE = "expandable_segments:True"  # lengths differ, and so do the blocks that are asked for
+NO_HOST_ROOM = "not run: the host has no room for what all layers would copy to it"
 NO_ALLOCATOR = "none: bytes are counted"
 AGREE_SECONDS = 600.0  # a rank may wait so long for others that still run
 
@@ -202,29 +204,31 @@ class _Rank:
         def fits(tokens: int) -> bool | None:
             trial = self._file.trials.get((name, tokens))
             if trial is None:
-                plan, seconds = self._planned(name, tokens)
+                outcome = self._planned(name, tokens)
                 most = self._options.most_seconds
-                if most is not None and seconds > most:
-                    self._report({"text": f"{name} at {tokens:,}: about {seconds:.0f} s, left out"})
+                if outcome is not None and most is not None and outcome.seconds > most:
+                    about = f"about {outcome.seconds:.0f} s, left out"
+                    self._report({"text": f"{name} at {tokens:,}: {about}"})
                     return None
-                trial = self._try(name, plan, tokens)
+                if outcome is None:
+                    trial = self.empty(name, tokens, NO_HOST_ROOM)
+                else:
+                    trial = self._try(name, outcome.plan, tokens)
                 self.record(trial)
                 self._report({"text": f"{name} at {tokens:,} tokens: {trial.status}"})
             return trial.fits
 
         return fits
 
-    def _planned(self, name: str, tokens: int) -> tuple[Plan, float]:
-        """What training would run there, and how long an iteration is predicted to take."""
+    def _planned(self, name: str, tokens: int) -> Outcome | None:
+        """What training would run there; None where the host has no room for this strategy."""
         from megatron_paradyse.preview.forecast import alone
 
         setup = self._setup
         problem = setup.policy.problem(setup.layers, self._found.batch_size, tokens, False)
         if name == PARADYSE:
-            outcome = setup.policy.planner.plan(problem)
-        else:
-            outcome = alone(problem, [name])[name]
-        return outcome.plan, outcome.seconds
+            return setup.policy.planner.plan(problem)
+        return alone(problem, [name]).get(name)
 
     def _try(self, name: str, plan: Plan, tokens: int) -> Trial:
         from megatron_paradyse.profiler.agree import (

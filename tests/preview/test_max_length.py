@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +13,10 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.preview.forecast import alone
 from megatron_paradyse.preview.longest import find_longest, longest
+from megatron_paradyse.preview.measured import TrialFile
 from megatron_paradyse.preview.setup import make_setup
+from megatron_paradyse.preview.trials import NO_HOST_ROOM, Options, _Rank
+from tests.preview.test_measured import ABOUT
 from tests.train.synthetic_costs import LAWS, write_costs
 
 
@@ -72,6 +76,25 @@ def test_offload_reaches_furthest_and_is_told_apart(tmp_path):
     assert with_it["paradyse"]["tokens"] > without["paradyse"]["tokens"]
     assert "metp+offload" not in {row["strategy"] for row in without["single"]}
     assert with_it["ratio_to_best_single_without_offload"] > with_it["ratio_to_best_single"]
+
+
+def test_a_strategy_ends_where_the_host_has_no_room_for_all_its_layers(tmp_path):
+    """Of 16 layers at 1,024 tokens; the GPU alone would take more, and fewer layers do."""
+    path = str(write_costs(tmp_path / "costs.json", host_bytes_per_second=1e9, kind="cuda"))
+    flags = {"memory_budget": "600MB"}
+    input_bytes = make_setup(path, flags).stage.input_bytes_per_token
+    flags |= {"host_memory": str(int(16 * 1_024 * input_bytes))}
+    setup = make_setup(path, flags, num_layers=16)
+    found = find_longest(setup)
+    single = {limit.strategy: limit.tokens for limit in found.single}
+    assert single["metp+offload"] == 1_024 < found.paradyse.tokens
+
+    trials = object.__new__(_Rank)
+    trials._setup, trials._found = setup, SimpleNamespace(batch_size=1)
+    trials._file, trials._options = TrialFile(None, ABOUT), Options("unused")
+    trials._writes, trials._report = False, lambda told: None
+    assert trials.fits_of("metp+offload")(1_088) is False
+    assert trials._file.trials["metp+offload", 1_088].status == NO_HOST_ROOM
 
 
 def test_the_longest_is_found_behind_lengths_that_do_not_fit():
