@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MASKS = {"causal": "gpt", "bidirectional": "bert"}  # the model that has it
+DEFAULTS = {"--seq-length": "2048", "--max-position-embeddings": "8192"}
 DTYPES = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
 
 
@@ -80,9 +81,9 @@ def model_flags(
     if not {"--bf16", "--fp16"} & {*flags, *given}:
         flags += DTYPES[dtype]
     flags += [*(["--paradyse-model", MASKS[mask]] if mask else []), *given]
-    if "--seq-length" not in flags:
-        flags += ["--seq-length", "2048"]
-    if "--max-position-embeddings" not in flags:
-        flags += ["--max-position-embeddings", "8192"]
+    names = {flag.partition("=")[0] for flag in flags}
+    for name, value in DEFAULTS.items():
+        if name not in names:
+            flags += [name, value]
     flags += ["--no-initialization", *GROUP_FLAGS] if alone else []
     return megatron_flags(flags, model_path=None, ranks=ranks)

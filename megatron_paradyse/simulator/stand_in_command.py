@@ -56,7 +56,9 @@ def profile_stand_in(
 
 
 def _sequence_length(flags: Sequence[str]) -> int:
-    for name, value in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        name, equals, joined = flag.partition("=")
+        value = joined if equals else following
         if name == "--seq-length" and value.isdigit():
             return int(value)
     raise UserError("the longest length is missing: give --max-length, --lengths or --seq-length")

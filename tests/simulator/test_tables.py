@@ -10,8 +10,9 @@ from megatron_paradyse.costs.description import MASKS
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator import commands
 from megatron_paradyse.simulator.hardware import DEVICES, find_device, known_name
-from megatron_paradyse.simulator.models import MODELS, model_flags
+from megatron_paradyse.simulator.models import DEFAULTS, MODELS, model_flags
 from megatron_paradyse.simulator.network import BETWEEN_NODES, LINKS, find_network
+from megatron_paradyse.simulator.stand_in_command import _sequence_length
 
 MINE = "like: a100-80g\nname: Mine\nmemory_bytes: 24GiB\nhalf_flops: 5e13\n"
 HOST = "host_bytes_per_second: 10e9\nhost_efficiency: 0.5\n"
@@ -77,6 +78,23 @@ def test_named_models_are_flags_and_given_flags_come_after():
         assert "--fp16" in flags and "--bf16" not in flags
         last = len(flags) - 1 - flags[::-1].index("--num-layers")
         assert flags[last + 1] == "96"
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_flags_joined_to_their_value_win_over_defaults(name):
+    own = ["--vocab-size=96", "--hidden-size=64"]
+    for given in ([f"{name}=512"], [name, "512"]):
+        flags = model_flags(None, [*own, *given], ranks=2, dtype="float32")
+        assert DEFAULTS[name] not in flags
+    assert flags.count(name) == 1
+    assert DEFAULTS[name] in model_flags(None, own, ranks=2, dtype="float32")
+
+
+def test_a_stand_in_finds_the_longest_length_joined_or_apart():
+    assert _sequence_length(["--seq-length=4096", "--bf16"]) == 4096
+    assert _sequence_length(["--bf16", "--seq-length", "4096"]) == 4096
+    with pytest.raises(UserError, match="the longest length is missing"):
+        _sequence_length(["--bf16"])
 
 
 def test_the_command_knows_the_masks_and_is_listed():
