@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 
 import click
 
-from megatron_paradyse.costs.table import CostTable
+from megatron_paradyse.costs.table import MLP, CostTable
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, json_option
-from megatron_paradyse.strategies import offloads
+from megatron_paradyse.strategies import offloads, recomputes
 from megatron_paradyse.units import format_count
 
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 NUM_LENGTHS = 12
 MAX_SHOWN = 5
+MAX_MS_SECONDS = 100.0  # longer ones make the table one of seconds
 DTYPES = ("bfloat16", "float16", "float32")
 MASKS = ("causal", "bidirectional")
 
@@ -142,7 +144,10 @@ def _in_silence(options, flags: list[str]) -> CostTable:
 
 
 def summary(table: CostTable) -> dict:
-    """Seconds and bytes of a layer under each strategy, by length, for b as given first."""
+    """Seconds and bytes of a layer under each strategy, by length, for b as given first.
+
+    A layer that is recomputed as a whole keeps one input, not one of each half.
+    """
     first = table.measurements[0].batch_size
     refused = {m.strategy for m in table.measurements if not m.is_ok} | {"model"}
     layers: dict[str, dict[int, dict[str, float]]] = {}
@@ -152,7 +157,8 @@ def summary(table: CostTable) -> dict:
                 m.seq_length, {"layer_seconds": 0.0, "layer_kept_bytes": 0.0}
             )
             sums["layer_seconds"] += m.time_seconds
-            sums["layer_kept_bytes"] += m.kept_bytes
+            if m.operation == MLP or not recomputes(m.strategy):
+                sums["layer_kept_bytes"] += m.kept_bytes
     return {"static_bytes": table.constants.static_bytes, "layers": layers}
 
 
@@ -163,19 +169,29 @@ def _print(table: CostTable) -> None:
     lengths = table.lengths()
     step = max(1, -(-len(lengths) // MAX_SHOWN))
     shown = lengths[::-1][::step][::-1]  # the longest, and every so many before it
-    rows = Table(title=f"simulated ms of a layer, forward and backward; {_of(table.description)}")
+    layers = summary(table)["layers"]
+    slowest = max((row[s]["layer_seconds"] for row in layers.values() for s in shown), default=0)
+    unit, factor = ("s", 1.0) if slowest >= MAX_MS_SECONDS else ("ms", 1e3)
+    of = _of(table.description)
+    rows = Table(title=f"simulated {unit} of a layer, forward and backward; {of}")
     rows.add_column("strategy", no_wrap=True)
     for s in shown:
         rows.add_column(format_count(s), justify="right", no_wrap=True)
     rows.add_column("MiB kept", justify="right")
-    for strategy, by_length in summary(table)["layers"].items():
-        cells = [f"{1e3 * by_length[s]['layer_seconds']:.3f}"[:7].rstrip(".") for s in shown]
+    for strategy, by_length in layers.items():
+        cells = [number_text(factor * by_length[s]["layer_seconds"]) for s in shown]
         kept = by_length[shown[-1]]["layer_kept_bytes"] / 2**20
         rows.add_row(strategy, *cells, f"{kept:.0f}")
     Console().print(rows)
     refused = {m.strategy: m.status for m in table.measurements if not m.is_ok}
     for strategy, status in refused.items():
         click.echo(f"{strategy}: {status}")
+
+
+def number_text(value: float) -> str:
+    """With four digits, or all of those before the point: 0.06525, 44.78, 12167."""
+    decimals = 3 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{max(0, decimals)}f}"
 
 
 def _of(d) -> str:

@@ -7,12 +7,14 @@ from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.description import MASKS
+from megatron_paradyse.costs.table import Constants, CostTable, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator import commands
 from megatron_paradyse.simulator.hardware import DEVICES, find_device, known_name
 from megatron_paradyse.simulator.models import DEFAULTS, MODELS, model_flags
 from megatron_paradyse.simulator.network import BETWEEN_NODES, LINKS, find_network
 from megatron_paradyse.simulator.stand_in_command import _sequence_length
+from tests.costs.synthetic import DESCRIPTION
 
 MINE = "like: a100-80g\nname: Mine\nmemory_bytes: 24GiB\nhalf_flops: 5e13\n"
 HOST = "host_bytes_per_second: 10e9\nhost_efficiency: 0.5\n"
@@ -100,6 +102,34 @@ def test_a_stand_in_finds_the_longest_length_joined_or_apart():
 def test_the_command_knows_the_masks_and_is_listed():
     assert commands.MASKS == MASKS
     assert "simulate" in cli.list_commands(None)
+
+
+def invented(strategy: str, seconds: float) -> list[Measurement]:
+    """Halves of a layer that keep 8 MiB each."""
+    return [
+        Measurement(strategy, half, s, 1, "ok", seconds * s / 3, seconds * s * 2 / 3, 8 << 20)
+        for s in (1_024, 1 << 20)
+        for half in ("attention", "mlp")
+    ]
+
+
+def test_what_is_printed_has_all_digits_before_the_point(capsys):
+    """12,167 s were printed as 1216748 ms."""
+    measured = invented("metp", 5.8018e-3) + invented("ulysses_z", 1e-6)
+    commands._print(CostTable(DESCRIPTION, tuple(measured), Constants(0, 0)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "simulated s of a layer" in printed
+    assert "│ metp │ 11.88 │ 12167 │" in printed and "│ ulysses_z │ 0.002048 │ 2.097 │" in printed
+    commands._print(CostTable(DESCRIPTION, tuple(invented("metp", 4e-5)), Constants(0, 0)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "simulated ms of a layer" in printed and "│ metp │ 81.92 │ 83886 │" in printed
+
+
+def test_a_layer_recomputed_as_a_whole_is_told_to_keep_one_input():
+    measured = invented("metp", 1e-6) + invented("metp+recompute", 1e-6)
+    layers = commands.summary(CostTable(DESCRIPTION, tuple(measured), Constants(0, 0)))["layers"]
+    assert layers["metp"][1_024]["layer_kept_bytes"] == 16 << 20
+    assert layers["metp+recompute"][1_024]["layer_kept_bytes"] == 8 << 20
 
 
 def test_what_follows_from_other_costs_is_not_simulated(tmp_path):
