@@ -61,7 +61,10 @@ class Options:
 
 
 def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTable:
-    """The cost table of the model of Megatron's flags. Once in a process."""
+    """The cost table of the model of Megatron's flags. Once in a process.
+
+    UserError for a mixture of experts: how many tokens one gets is a value, and there are none.
+    """
     from megatron_paradyse.train import plugin
 
     plugin.install()
@@ -82,6 +85,11 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
 
     start_megatron(flags, p=options.p, rank=options.p - 1)
     args = get_args()
+    if args.num_experts:
+        raise UserError(
+            f"--num-experts {args.num_experts} is not simulated: which expert gets a token depends "
+            "on its values: leave it out, or profile on a device"
+        )
     num_layers = args.num_layers
     device = SimulatedDevice(options.device)
     with contextlib.ExitStack() as stack:

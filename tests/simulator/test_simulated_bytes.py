@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,17 @@ def simulated(folder: Path, flags: list, p: int, **more) -> CostTable:
     )
     assert code == 0, stderr[-4000:]
     return read_cost_file(output).table
+
+
+def test_a_mixture_of_experts_is_refused_in_one_line(tmp_path):
+    arguments = ["simulate", "--gpu", "a100-80g", "--ranks", 2, "--lengths", LENGTH, *LLAMA]
+    arguments += ["--num-experts", 4, "-o", tmp_path / "x.json"]
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_paradyse", *map(str, arguments)],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert run.returncode == 1 and "error: --num-experts 4 is not simulated" in run.stderr
+    assert run.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def _on_real_ranks(folder: Path, flags: list, p: int, tile_rows: int) -> list:
