@@ -104,7 +104,12 @@ def _takes(strategy: str, load: Load | None) -> bool:
 
 
 def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
-    """The memory besides the layers, as functions of (s, b)."""
+    """The memory besides the layers, as functions of (s, b).
+
+    What a layer keeps has its output, not its input. So a stage without the embedding holds the
+    input that it received besides, until its backward. Megatron frees the output of a stage without
+    the head once that is sent; this counts it until the backward of its last operation.
+    """
 
     def of_model(operation: str, s: int, b: int) -> OperationCosts:
         return costs_of(MODEL, operation, s, b)
@@ -112,10 +117,13 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
     def always_gathers(s: int, b: int) -> bool:
         return stage.buffer_free_above is None or s * b <= stage.buffer_free_above
 
+    def input_bytes(s: int, b: int) -> int:
+        return math.ceil(stage.input_bytes_per_token * s * b)
+
     def kept(s: int, b: int) -> int:
-        embedding = of_model(EMBEDDING, s, b).kept_bytes if stage.has_embedding else 0
+        begin = of_model(EMBEDDING, s, b).kept_bytes if stage.has_embedding else input_bytes(s, b)
         buffer = stage.buffer_bytes_per_token if always_gathers(s, b) else 0
-        return int(embedding) + buffer * s * b + stage.angle_bytes_per_position * s
+        return int(begin) + buffer * s * b + stage.angle_bytes_per_position * s
 
     def gather_bytes(s: int, b: int) -> int:
         return 0 if always_gathers(s, b) else stage.buffer_bytes_per_token * s * b
@@ -146,7 +154,7 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         head_peak=head_peak,
         gather_bytes=gather_bytes,
         gathers=gathers,
-        input_bytes=lambda s, b: math.ceil(stage.input_bytes_per_token * s * b),
+        input_bytes=input_bytes,
         host_bytes=stage.host_bytes,
         num_in_flight=stage.num_in_flight,
         margin=stage.margin,

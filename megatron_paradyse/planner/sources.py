@@ -29,11 +29,11 @@ def _never(operation: str, strategy: str, seq_length: int, batch_size: int) -> b
 class StageMemory:
     """The memory of one pipeline stage, besides its layers.
 
-    embedding and head give (s, b) -> bytes: what the embedding and buffers of this size keep, the
-    embedding's peak, the head's peak. gather_bytes: of the buffer that is there besides if the
-    plan has a choice for which gathers(operation, strategy, s, b) is true. host_bytes: what
-    +offload may take of host memory, None without limit; input_bytes: of a layer's input, which it
-    keeps there.
+    embedding and head give (s, b) -> bytes: what the embedding, or a received input, and buffers of
+    this size keep, the embedding's peak, the head's peak. gather_bytes: of the buffer that is there
+    besides if the plan has a choice for which gathers(operation, strategy, s, b) is true.
+    host_bytes: what +offload may take of host memory, None without limit; input_bytes: of a layer's
+    input, which it keeps there.
     """
 
     budget_bytes: int

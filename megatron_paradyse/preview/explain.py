@@ -119,15 +119,18 @@ def _peak(setup: Setup, one: Forecast) -> str:
     budget = one.problem.budget_bytes
     of = f" of {bytes_text(budget)}" if setup.limited else ""
     title = f"Its peak, {bytes_text(one.outcome.peak_bytes)}{of}, is at {parts.place}:"
-    rows = [[f"  {name}", bytes_text(size), why] for name, size, why in _rows(parts, one)]
+    rows = [[f"  {name}", bytes_text(size), why] for name, size, why in _rows(setup, parts, one)]
     return f"{wrapped(title)}\n{table(['', '', ''], rows, left=[0, 2]).lstrip(chr(10))}"
 
 
-def _rows(parts: PeakParts, one: Forecast) -> Iterator[tuple[str, int, str]]:
+def _rows(setup: Setup, parts: PeakParts, one: Forecast) -> Iterator[tuple[str, int, str]]:
     yield "static", parts.static, "parameters, gradients, optimizer"
     if parts.in_flight:
         yield "in flight", parts.in_flight, "what other microbatches of the pipeline may hold"
-    yield "embedding", parts.embedding, "its output, masks and tables"
+    if setup.stage.has_embedding:
+        yield "embedding", parts.embedding, "its output, masks and tables"
+    else:
+        yield "input", parts.embedding, "of the stage, from the one before it, and tables"
     if parts.gather_buffer:
         yield "gather buffer", parts.gather_buffer, "Megatron's, of the whole sequence"
     yield "layers", parts.kept, f"kept by those so far, of {len(one.problem.layers):,}"

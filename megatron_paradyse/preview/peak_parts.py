@@ -16,8 +16,9 @@ class PeakParts:
     """Bytes whose sum is the plan's peak, and the place where it is.
 
     static: parameters, gradients and optimizer; in_flight: what other microbatches of the pipeline
-    may hold; embedding: what it keeps; gather_buffer: Megatron's, of [s, b, h]; kept: by the layers
-    up to the place; workspace: at the place, above all these.
+    may hold; embedding: what it keeps, or the input of a stage without it; gather_buffer:
+    Megatron's, of [s, b, h]; kept: by the layers up to the place; workspace: at the place, above
+    all these.
     """
 
     place: str

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_paradyse.costs.description import ELEMENT_BYTES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_costs import stage_memory
 from megatron_paradyse.planner.from_file import FilePolicies, read_costs
@@ -63,6 +64,19 @@ def test_an_mlp_that_recomputes_in_tiles_needs_no_buffer_of_megatrons(settings):
 
 def test_without_a_head_on_the_stage_only_megatron_ts_has_the_buffer(settings):
     assert problem(settings, 64, has_head=False).gather_bytes == BUFFER * 64
+
+
+def test_a_stage_without_the_embedding_holds_the_input_it_received(settings):
+    made = policies(settings)
+    shape = made.costs.file.table.description
+    received = shape.model.hidden_size * ELEMENT_BYTES[shape.dtype] // shape.p
+    for s, b in ((64, 1), (256, 3)):
+        memory = stage_memory(made.model.operation, made.stage(has_embedding=False))
+        tables = (BUFFER * s * b if made.stage().buffer_free_above >= s * b else 0) + ANGLES * s
+        assert memory.embedding_kept(s, b) == received * s * b + tables
+        assert memory.embedding_peak(s, b) == 0
+        first = stage_memory(made.model.operation, made.stage())
+        assert first.embedding_kept(s, b) == pytest.approx(4 * s * b + tables, abs=b)
 
 
 @pytest.mark.parametrize("case", ["no tiles", "in flight", "experts"])

@@ -117,6 +117,13 @@ def test_explanations_name_costs_fits_peak_and_other_budgets(costs):
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+def test_an_explanation_of_a_later_stage_names_the_input_it_received(costs):
+    setup = make_setup(costs, BUDGET, grid=GRIDS["last of 2"])
+    lines = explanation(setup, forecast(setup, 250)).splitlines()
+    rows = {line.split()[0] for line in lines if line.strip()}
+    assert "input" in rows and "embedding" not in rows
+
+
 def test_reports_are_at_most_100_columns_and_say_where_costs_come_from(costs):
     output = run("plan", costs, "--lengths", "64,256,1M", "--memory-budget", "150MB").output
     text = " ".join(output.split())  # lines break where the file's path lets them
