@@ -143,19 +143,21 @@ class Constants:
     """What a microbatch does not change, of one rank.
 
     static_bytes: parameters, gradients and optimizer state; and what else stays or waits through
-        an iteration: Megatron's gather buffer, of the longest microbatch so far, and the gradient
-        of tied embeddings.
+        an iteration: Megatron's gather buffer, and the gradient of tied embeddings.
     optimizer_seconds: an iteration without its microbatches: gradients made whole and zeroed, the
         step, the reduced loss.
     optimizer_bytes: the peak of that above static_bytes.
     host_bytes_per_second: of copies between the device and host memory, either way, while every
         rank copies; None where it is not known.
+    buffer_tokens: s b of the microbatch for which that gather buffer was made; None where the file
+        does not say: then the longest that was measured.
     """
 
     static_bytes: float
     optimizer_seconds: float
     optimizer_bytes: float = 0.0
     host_bytes_per_second: float | None = None
+    buffer_tokens: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -194,6 +196,13 @@ class CostTable:
                     "table twice: keep one"
                 )
             seen.add(key)
+
+    @property
+    def buffer_tokens(self) -> float:
+        """s b of the microbatch for which the gather buffer in static_bytes was made."""
+        if self.constants.buffer_tokens is not None:
+            return self.constants.buffer_tokens
+        return max((m.seq_length * m.batch_size for m in self.measurements), default=0)
 
     def groups(self) -> Iterator[tuple[str, str, tuple[Measurement, ...]]]:
         """(strategy, operation, what was measured of it) in the table's order."""

@@ -147,11 +147,20 @@ class FilePolicies:
         has_head: bool = True,
         num_in_flight: int = 1,
     ) -> Stage:
-        """share: of the model's parameters. By default the whole model on one stage."""
+        """share: of the model's parameters. By default the whole model on one stage.
+
+        UserError where the file's static bytes are fewer than its gather buffer.
+        """
         table = self.costs.file.table
         token_bytes = self._gather_bytes_per_token
-        longest = max(m.seq_length * m.batch_size for m in table.measurements)
-        own_bytes = table.constants.static_bytes - longest * token_bytes
+        own_bytes = table.constants.static_bytes - table.buffer_tokens * token_bytes
+        if own_bytes < 0:
+            static_bytes = table.constants.static_bytes
+            raise UserError(
+                f"{self.costs.file.path}: static_bytes {static_bytes:,.0f} are fewer than "
+                f"Megatron's gather buffer of {table.buffer_tokens:,.0f} tokens: "
+                "profile into a new file"
+            )
         return Stage(
             budget_bytes=self.budget_bytes if budget is None else budget,
             static_bytes=int(own_bytes * share * self._depth),
@@ -181,8 +190,8 @@ class FilePolicies:
 
     @property
     def _gather_bytes_per_token(self) -> int:
-        """Of the buffer into which Megatron gathers [s, b, h]: in a profile's static bytes it has
-        the length of the longest microbatch."""
+        """Of the buffer into which Megatron gathers [s, b, h]: a profile's static bytes have it,
+        for the tokens that the table says."""
         description = self.costs.file.table.description
         if description.p == 1:
             return 0

@@ -42,7 +42,12 @@ class Journal:
                 f"{self._path} is a profile of something else ({'; '.join(found)}): give another "
                 "--output, or remove the file"
             )
-        self.description, self.constants = table.description, table.constants
+        self.description = table.description
+        if table.measurements:
+            # Where the file does not say for how many tokens its buffer was made, it is said before
+            # longer ones follow.
+            tokens = table.buffer_tokens
+            self.constants = dataclasses.replace(table.constants, buffer_tokens=tokens)
         self._measurements = {_key(m): m for m in table.measurements}
         self._rows = {(m.strategy, m.load): m for m in table.rows}
 

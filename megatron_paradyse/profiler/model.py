@@ -103,8 +103,8 @@ def build_and_measure(
 ) -> tuple[ProfiledModel, Constants]:
     """A model of at most two layers, and the constants of one with num_layers.
 
-    longest_tokens: s b of the longest microbatch. All ranks must call it. The constants are the
-    largest of any rank's.
+    longest_tokens: s b of the longest microbatch, of the gather buffer. All ranks must call it. The
+    constants are the largest of any rank's.
     """
     with meter:
         before = meter.live_bytes
@@ -122,8 +122,8 @@ def build_and_measure(
         before = meter.live_bytes
         grow_gather_buffer(model, longest_tokens)
         constants[0] += meter.live_bytes - before + tied_gradient_bytes(model) + workspace_bytes
-    largest = largest_over_ranks(constants)
-    return model, Constants(*largest)
+    static_bytes, seconds, peak = largest_over_ranks(constants)
+    return model, Constants(static_bytes, seconds, peak, buffer_tokens=longest_tokens)
 
 
 def _multiply_once() -> None:

@@ -102,7 +102,8 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
         with device:
             model = build_layer()
             before = device.live_bytes
-            grow_gather_buffer(model, max(options.lengths) * max(options.batch_sizes))
+            longest_tokens = max(options.lengths) * max(options.batch_sizes)
+            grow_gather_buffer(model, longest_tokens)
             buffer_bytes = device.live_bytes - before
         numbers = static_numbers(model, num_layers=num_layers)
         state_bytes = options.state_bytes or (18 if args.params_dtype.itemsize == 2 else 16)
@@ -111,6 +112,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             static_bytes=numbers * state_bytes + buffer_bytes + tied_gradient_bytes(model),
             optimizer_seconds=numbers * OPTIMIZER_TRAFFIC_BYTES / rate,
             host_bytes_per_second=options.device.host_rate,
+            buffer_tokens=longest_tokens,
         )
         measurements = tuple(_measurements(options, model, device, report))
         rows = tuple(simulated_rows(options, model, device, report)) if options.packed else ()

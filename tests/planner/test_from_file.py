@@ -96,6 +96,33 @@ def test_the_files_static_bytes_hold_the_buffer_of_its_longest_length(settings):
     assert half.static_bytes == (1e8 - BUFFER * max(LENGTHS)) / 2
 
 
+def edited(settings, path, edit):
+    """The settings with a cost file whose content was edited."""
+    content = json.loads(Path(settings.cost_model).read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+    return dataclasses.replace(settings, cost_model=str(path))
+
+
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_the_buffer_in_static_bytes_is_of_the_tokens_that_the_file_says(tokens, settings, tmp_path):
+    """Of fewer where longer lengths were added to a profile, of more where it was cut short."""
+    said = edited(
+        settings, tmp_path / "x.json", lambda file: file["constants"].update(buffer_tokens=tokens)
+    )
+    assert policies(said).stage().static_bytes == 1e8 - BUFFER * tokens
+
+
+def test_static_bytes_below_their_buffer_are_refused(settings, tmp_path):
+    few = edited(
+        settings, tmp_path / "x.json", lambda file: file["constants"].update(static_bytes=1000)
+    )
+    with pytest.raises(
+        UserError, match=r"static_bytes 1,000 are fewer than .* 256 tokens: profile into"
+    ):
+        policies(few).stage()
+
+
 def test_what_is_always_there_must_fit(settings):
     made = policies(settings, 50_000_000)
     with pytest.raises(UserError, match=r"parameters, gradients and optimizer take 0\.09 GiB"):

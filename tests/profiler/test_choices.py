@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_paradyse.profiler.agree import (
     take_note,
 )
 from megatron_paradyse.profiler.flags import megatron_flags
+from megatron_paradyse.profiler.journal import Journal
 from megatron_paradyse.profiler.lengths import (
     check_lengths,
     default_lengths,
@@ -150,3 +152,29 @@ def test_a_rank_that_waits_alone_does_not_say_that_all_is_well():
     """Its note becomes the status of a point that was not measured."""
     assert status_alone(OneRankFailedError("oom")) == "oom"
     assert status_alone(OneRankFailedError("ok")).startswith("unsupported: another rank")
+
+
+def test_longer_lengths_of_a_later_start_leave_the_constants_and_their_buffer(tmp_path):
+    """static_bytes holds the buffer of the first start: of 4,096 tokens, not of those added."""
+    path = tmp_path / "costs.json"
+    table = make_table()
+    longest = max(LENGTHS) * 4
+    for first in (dataclasses.replace(table.constants, buffer_tokens=4096), table.constants):
+        write_cost_file(path, dataclasses.replace(table, constants=first))
+        journal = Journal(path, table.description)
+        journal.complete(dataclasses.replace(first, static_bytes=9e9, buffer_tokens=longest))
+        journal.add(Measurement("metp", MLP, longest, 1, "ok", 1.0, 1.0))
+        journal.save()
+        again = read_cost_file(path).table
+        assert again.constants.static_bytes == table.constants.static_bytes
+        assert again.buffer_tokens == (first.buffer_tokens or table.buffer_tokens) < longest
+
+
+def test_constants_with_which_nothing_was_measured_are_those_of_this_start(tmp_path):
+    path = tmp_path / "costs.json"
+    table = make_table()
+    write_cost_file(path, table.only(lambda measurement: False))
+    journal = Journal(path, table.description)
+    now = dataclasses.replace(table.constants, static_bytes=9e9, buffer_tokens=4096)
+    journal.complete(now)
+    assert journal.constants == now
