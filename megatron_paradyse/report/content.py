@@ -78,6 +78,11 @@ class Content:
     def predicted_seconds(self) -> float:
         return sum(trace.summary.predicted_seconds for trace in self.traces)
 
+    @property
+    def num_packed(self) -> int:
+        """Microbatches that are packed rows, which no estimate covers."""
+        return sum(trace.summary.unpriced for trace in self.traces)
+
     @cached_property
     def fixed(self) -> list[FixedEstimate]:
         """Every strategy alone, summed over the grids; estimates of the cost model."""
@@ -159,7 +164,7 @@ class Content:
             "tokens_per_second": self.main.tokens / self.main.seconds
             if self.main.tokens and self.main.seconds
             else None,
-            "longest_sequence_tokens": max(trace.longest for trace in self.traces),
+            "longest_sequence_tokens": max(trace.longest for trace in self.traces) or None,
             "changes_of_plan": sum(trace.summary.switches for trace in self.traces),
             "layer_shares": self.layer_shares,
             "time_shares": self.time_shares,
@@ -171,8 +176,9 @@ class Content:
             else self.main.corrected.seconds_factors,
             "starts": max(len(trace.runs) for trace in self.traces),
             "memory_budget_bytes": self.run.memory_budget_bytes if self.run else None,
+            "packed_rows": self.num_packed,
             "estimates": None
-            if self.costs is None
+            if self.costs is None or (self.num_packed and not self.predicted_seconds)
             else {
                 "predicted_seconds": self.predicted_seconds,
                 "best_fixed": best and best.name,

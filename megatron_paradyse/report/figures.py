@@ -137,6 +137,12 @@ def _needs_microbatches(content: Content) -> str:
 def _needs_costs(content: Content) -> str:
     if content.costs is None:
         return NEEDS_COSTS
+    return _needs_single_sequences(content)
+
+
+def _needs_single_sequences(content: Content) -> str:
+    if content.num_packed and not any(trace.lengths for trace in content.traces):
+        return "the trace holds packed rows only, and not the lengths of their documents"
     return _needs_microbatches(content)
 
 
@@ -200,7 +206,7 @@ KINDS = (
         "Lengths of the sequences",
         plan_figures.draw_lengths,
         _length_words,
-        _needs_microbatches,
+        _needs_single_sequences,
     ),
     Kind(
         "costs",

@@ -14,6 +14,7 @@ from megatron_paradyse.report.style import short
 
 TEMPLATE = Path(__file__).with_name("page.html")
 TITLE = "Training report"
+NO_LENGTHS = "the lengths of their documents are not in a trace"
 
 
 class Fact(NamedTuple):
@@ -28,6 +29,7 @@ def facts(content: Content) -> list[Fact]:
     """What a reader wants to know first."""
     numbers = content.as_json()
     rate, tokens = numbers["tokens_per_second"], numbers["tokens"]
+    longest = numbers["longest_sequence_tokens"]
     found = [
         Fact("iterations", f"{numbers['iterations']:,}", _starts(numbers["starts"])),
         Fact("tokens", "not in the trace" if tokens is None else f"{tokens:,}"),
@@ -36,7 +38,7 @@ def facts(content: Content) -> list[Fact]:
             "not in the trace" if rate is None else f"{rate:,.0f}",
             f"{numbers['seconds']:,.1f} s of iterations",
         ),
-        Fact("longest document", f"{numbers['longest_sequence_tokens']:,} tokens"),
+        Fact("longest document", "not in the trace" if longest is None else f"{longest:,} tokens"),
         Fact(
             "changes of plan",
             f"{numbers['changes_of_plan']:,}",
@@ -57,6 +59,9 @@ def _saved(content: Content) -> Fact:
     name = "estimated time saved"
     if content.costs is None:
         return Fact(name, "not known", "needs --costs")
+    packed = content.num_packed
+    if not content.predicted_seconds and packed:
+        return Fact(name, "not known", f"{packed:,} packed rows: {NO_LENGTHS}")
     if not content.predicted_seconds:
         return Fact(name, "not known", "no predictions in the trace")
     best = content.best_fixed
@@ -67,7 +72,8 @@ def _saved(content: Content) -> Fact:
         name,
         f"{saved / best.seconds:.1%}",
         f"estimate by the cost model: {content.predicted_seconds:.1f} s of the layers where "
-        f"{short(best.name)}, the best single strategy that fits, takes {best.seconds:.1f} s",
+        f"{short(best.name)}, the best single strategy that fits, takes {best.seconds:.1f} s"
+        + (f"; without {packed:,} packed rows: {NO_LENGTHS}" if packed else ""),
     )
 
 

@@ -50,7 +50,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A microbatch that ran, or that ran out of memory; None: not known."""
+    """A microbatch that ran, or that ran out of memory; None: not known.
+
+    documents: how many a packed row holds, None where it is not packed. Their lengths are not told.
+    """
 
     iteration: int
     batch_size: int
@@ -62,6 +65,11 @@ class Microbatch:
     predicted_peak_bytes: int | None
     seconds: float | None
     peak_bytes: int | None
+    documents: int | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.documents is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +153,7 @@ def _read_microbatch(values: dict[str, Any]) -> Microbatch:
         _optional_bytes(values, "predicted_peak_bytes"),
         _optional(values, "seconds"),
         _optional_bytes(values, "peak_bytes"),
+        _optional_bytes(values, "documents"),
     )
 
 

@@ -66,8 +66,8 @@ class Trace:
     num_out_of_memory: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    longest: int = 0  # sequence, in tokens
-    lengths: Counter[int] = field(default_factory=Counter)  # sequences by 4 log2(tokens)
+    longest: int = 0  # sequence, in tokens; 0: not told
+    lengths: Counter[int] = field(default_factory=Counter)  # single sequences by 4 log2(tokens)
     peak_errors: RunningMedian = field(default_factory=RunningMedian)
     budgets: list[tuple[int, int | None]] = field(default_factory=list)  # from iteration, bytes
     warnings: dict[str, tuple[int, int]] = field(default_factory=dict)  # -> first line, count
@@ -104,8 +104,9 @@ class Trace:
         plan = self._plans.get(row.plan)
         if plan is None:
             plan = self._admit(row.plan)
-        self.longest = max(self.longest, row.seq_length)
-        self.lengths[int(BINS_PER_OCTAVE * math.log2(row.seq_length))] += row.batch_size
+        if not row.is_packed:
+            self.longest = max(self.longest, row.seq_length)
+            self.lengths[int(BINS_PER_OCTAVE * math.log2(row.seq_length))] += row.batch_size
         self.microbatches.add(dataclasses.replace(row, plan=plan))
         self.summary.count(
             row.batch_size,
@@ -115,6 +116,7 @@ class Trace:
             planner_seconds=row.planner_seconds,
             predicted_seconds=row.predicted_seconds,
             seconds=row.seconds,
+            priced=not row.is_packed,
         )
         if row.predicted_peak_bytes and row.peak_bytes:
             self.peak_errors.add(abs(row.predicted_peak_bytes / row.peak_bytes - 1))
@@ -203,6 +205,11 @@ def warning_lines(trace: Trace) -> list[str]:
         lines.append(
             f"{name}: {trace.summary.shapeless:,} microbatches of rare shapes are not in the "
             "estimates"
+        )
+    if trace.summary.unpriced:
+        lines.append(
+            f"{name}: {trace.summary.unpriced:,} packed rows are not in the estimates: the lengths "
+            "of their documents are not in a trace"
         )
     return lines
 

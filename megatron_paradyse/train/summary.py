@@ -81,7 +81,7 @@ class Summary:
     def __init__(self, policies: Sequence[CostPolicy] = ()):
         """policies: those that choose by cost, of which the estimates are asked."""
         self._policies = policies
-        self.microbatches = self.switches = self.shapeless = 0
+        self.microbatches = self.switches = self.shapeless = self.unpriced = 0
         self.seconds = self.planner_seconds = 0.0
         self._shares: defaultdict[str, float] = defaultdict(float)
         self._second_shares: defaultdict[str, float] = defaultdict(float)
@@ -114,8 +114,12 @@ class Summary:
         predicted_seconds: float | None,
         seconds: float | None,
         row: Row | None = None,
+        priced: bool = True,
     ) -> None:
-        """Add one microbatch; seconds are those of its layers, None where they are not known."""
+        """Add one microbatch; seconds are those of its layers, None where they are not known.
+
+        priced: False leaves it out of the estimates, as a packed row of which no more is known.
+        """
         layers, measured = plan.layers, seconds or 0.0
         self.microbatches += 1
         self.switches += switched
@@ -128,6 +132,9 @@ class Summary:
                 self._second_shares[name] += share * measured
         if predicted_seconds and seconds:
             self._errors.add(abs(predicted_seconds / seconds - 1))
+        if not priced:
+            self.unpriced += 1
+            return
         shape = self._shape(batch_size, seq_length, tuple(layers), row)
         if shape not in self._shapes and len(self._shapes) >= MOST_SHAPES:
             self.shapeless += 1
@@ -173,7 +180,7 @@ class Summary:
 
     @property
     def predicted_seconds(self) -> float:
-        """Of all microbatches that have a prediction and a measurement."""
+        """Of all priced microbatches that have a prediction and a measurement."""
         return sum(totals.predicted_seconds for totals in self._shapes.values())
 
     def uniforms(self, shape: Shape) -> dict[str, Uniform]:

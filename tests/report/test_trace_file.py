@@ -6,10 +6,14 @@ import json
 import tracemalloc
 
 import pytest
+from click.testing import CliRunner
 
+from megatron_paradyse.cli import cli
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.report import records as records_module
 from megatron_paradyse.report import trace_file
+from megatron_paradyse.report.content import Content
+from megatron_paradyse.report.page import facts
 from megatron_paradyse.report.trace_file import read_trace, warning_lines
 from megatron_paradyse.train import summary
 from tests.report.samples import RUN, STAGE, fitted, iteration, microbatch, records, write_trace
@@ -51,6 +55,7 @@ BROKEN = {
     "factors of no strategy": json.dumps({**CORRECTION, "seconds_factors": [1.0]}),
     "factor of no number": json.dumps({**CORRECTION, "seconds_factors": {"metp": "2"}}),
     "costs of no text": json.dumps({**RUN, "costs": {**RUN["costs"], "date": 3}}),
+    "documents of no number": json.dumps({**GOOD, "documents": "x"}),
     "too long": json.dumps({**GOOD, "plan": "x" * 100_000}),
 }
 
@@ -76,6 +81,39 @@ def test_estimates_follow_the_costs_as_training_corrected_them(tmp_path):
         seconds.append({one.name: one.seconds for one in trace.summary.fixed_estimates()})
     assert seconds[1]["megatron_ts"] == pytest.approx(2 * seconds[0]["megatron_ts"])
     assert seconds[1]["metp"] == pytest.approx(seconds[0]["metp"])
+
+
+PACKED = {"documents": 64, "tokens": 8000}
+
+
+def test_packed_rows_are_neither_priced_nor_long_documents(tmp_path):
+    """The row of 8,192 tokens would be priced as one document of them, and be the longest."""
+    costs = fitted(tmp_path)
+    packed = [microbatch(1, 8192, **PACKED), iteration(1)]
+    single = [microbatch(2, 128), iteration(2)]
+    content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", packed)), costs)], costs)
+    numbers = content.as_json()
+    assert numbers["estimates"] is None and numbers["packed_rows"] == 1
+    assert numbers["longest_sequence_tokens"] == 990 and numbers["microbatches"] == 1
+    assert numbers["median_error_seconds"] == pytest.approx(0.1)
+    said = {fact.name: fact for fact in facts(content)}["estimated time saved"]
+    assert said.value == "not known" and "1 packed rows" in said.note
+
+    alone = read_trace(str(write_trace(tmp_path / "a.jsonl", single)), costs)
+    both = read_trace(str(write_trace(tmp_path / "b.jsonl", [*packed, *single])), costs)
+    assert both.summary.fixed_estimates() == alone.summary.fixed_estimates()
+    assert "1 packed rows are not in the estimates" in warning_lines(both)[0]
+    assert "without 1 packed rows" in facts(Content([both], costs))[5].note
+
+
+def test_a_page_of_packed_rows_alone_is_drawn(tmp_path):
+    costs = fitted(tmp_path)
+    lines = [RUN, *(microbatch(i, 8192, **PACKED) for i in range(1, 4)), iteration(3)]
+    trace = write_trace(tmp_path / "t.jsonl", lines)
+    arguments = [str(trace), "--costs", costs.path, "--output", str(tmp_path / "page.html")]
+    result = CliRunner().invoke(cli, ["report", *arguments])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("packed rows only") == 2
 
 
 def test_the_unfinished_last_line_is_told_as_such(tmp_path):
