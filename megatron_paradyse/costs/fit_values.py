@@ -20,14 +20,14 @@ edges[k-1] <= s < edges[k].
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from megatron_paradyse.costs.forest import StepTable
 from megatron_paradyse.costs.hybrid import MAX_RESIDUAL, HybridFit
 from megatron_paradyse.costs.laws import MAX_PIECES, NUM_TERMS, Law
-from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
+from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit, timed_ranges
 from megatron_paradyse.costs.offloaded import host_link
 from megatron_paradyse.costs.packed import Packed, PackedFit
 from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
@@ -48,7 +48,10 @@ from megatron_paradyse.costs.table import (
     MAX_SEQ_LENGTH,
     QUANTITIES,
     CostTable,
+    Measurement,
 )
+
+Measured = Mapping[tuple[str, str], Sequence[Measurement]]  # (strategy, operation) -> what is ok
 
 MAX_OPERATIONS = 500
 MAX_EDGES = 500
@@ -106,20 +109,14 @@ def read_model(value: Any, table: CostTable) -> CostModel:
     if kind not in MODELS:
         raise ContentError(f"model.kind must be one of {', '.join(MODELS)}, got {kind!r:.40}")
     items = check_array(values["operations"], "model.operations", max_items=MAX_OPERATIONS)
-    measured = {
-        (strategy, operation): (points[0].seq_length, points[-1].seq_length)
-        for strategy, operation, unsorted in table.groups()
-        if (points := sorted(unsorted, key=lambda m: m.seq_length))
-    }
+    measured = {(strategy, operation): points for strategy, operation, points in table.groups()}
     fits: dict[tuple[str, str], OperationFit] = {}
     for i, item in enumerate(items):
         where = f"model.operations[{i}]"
-        fit = _read_operation(item, where, kind)
+        fit = _read_operation(item, where, kind, measured)
         name = (fit.strategy, fit.operation)
         if name in fits:
             raise ContentError(f"{where} is a second fit of the {fit.operation} of {fit.strategy}")
-        if measured.get(name) != (fit.min_length, fit.max_length):
-            raise ContentError(f"{where} was not fitted to the lengths of these measurements")
         fits[name] = fit
     hybrid = [one for fit in fits.values() for one in fit.fits if isinstance(one, HybridFit)]
     tiles = {one.law.tile_tokens for one in hybrid if one.law.in_tiles}
@@ -158,7 +155,7 @@ def _read_packed(value: Any, table: CostTable, fits: Collection[tuple[str, str]]
     return Packed(sizes.causal, sizes, read)
 
 
-def _read_operation(value: Any, where: str, kind: str) -> OperationFit:
+def _read_operation(value: Any, where: str, kind: str, measured: Measured) -> OperationFit:
     values = check_keys(value, where, OPERATION_KEYS)
     strategy = check_text(values["strategy"], f"{where}.strategy")
     operation = check_text(values["operation"], f"{where}.operation")
@@ -168,6 +165,11 @@ def _read_operation(value: Any, where: str, kind: str) -> OperationFit:
     longest = check_integer(
         values["max_length"], f"{where}.max_length", low=shortest, high=MAX_SEQ_LENGTH
     )
+    points = measured.get((strategy, operation), ())
+    lengths = {m.seq_length for m in points} or {0}
+    timed = timed_ranges(points)
+    if (min(lengths), max(lengths)) != (shortest, longest) or not timed:
+        raise ContentError(f"{where} was not fitted to the lengths of these measurements")
     names = HYBRID_KEYS if kind == HYBRID else QUANTITIES
     fits = check_keys(values["fits"], f"{where}.fits", names)
     read = _read_hybrid if kind == HYBRID else _read_paper
@@ -177,6 +179,7 @@ def _read_operation(value: Any, where: str, kind: str) -> OperationFit:
         shortest,
         longest,
         tuple(read(fits[name], f"{where}.fits.{name}") for name in names),  # type: ignore[arg-type]
+        timed,
     )
 
 

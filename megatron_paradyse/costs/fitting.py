@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
 from megatron_paradyse.costs.laws import Array
-from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit
+from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFit, timed_ranges
 from megatron_paradyse.costs.offloaded import host_link
 from megatron_paradyse.costs.packed import (
     AS_LOCAL,
@@ -112,7 +112,8 @@ def fit_operation(
     else:
         fits = tuple(fit_paper(*where(name), values(name, name)) for name in QUANTITIES)
     lengths = [m.seq_length for m in points]
-    return OperationFit(strategy, operation, min(lengths), max(lengths), fits)
+    shortest, longest = min(lengths), max(lengths)
+    return OperationFit(strategy, operation, shortest, longest, fits, timed_ranges(points))
 
 
 def unfitted(table: CostTable) -> list[str]:

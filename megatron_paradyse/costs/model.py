@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_paradyse.costs.evaluation import HybridEvaluation, PaperEvaluation
@@ -14,7 +14,9 @@ from megatron_paradyse.costs.table import (
     MAX_BATCH_SIZE,
     MAX_SEQ_LENGTH,
     QUANTITIES,
+    TIME_QUANTITIES,
     Constants,
+    Measurement,
     OperationCosts,
 )
 from megatron_paradyse.errors import UserError
@@ -27,13 +29,32 @@ MAX_PREPARED = 64  # batch sizes
 
 @dataclass(frozen=True)
 class OperationFit:
-    """The fits of one operation of one strategy, one per quantity, and the lengths they saw."""
+    """The fits of one operation of one strategy, one per quantity, and the lengths they saw.
+
+    min_length, max_length: of bytes. timed: b, the shortest and the longest length with seconds.
+    """
 
     strategy: str
     operation: str
     min_length: int
     max_length: int
     fits: tuple[HybridFit, ...] | tuple[PaperFit, ...]  # in the order of QUANTITIES
+    timed: tuple[tuple[int, int, int], ...]
+
+    def longest_seen(self, quantity: str) -> int:
+        """The longest length at any b to which the fit of a quantity was made."""
+        if quantity not in TIME_QUANTITIES:
+            return self.max_length
+        return max(longest for _, _, longest in self.timed)
+
+
+def timed_ranges(points: Iterable[Measurement]) -> tuple[tuple[int, int, int], ...]:
+    """b and the shortest and longest length that was timed at it, by ascending b."""
+    lengths: dict[int, list[int]] = {}
+    for m in points:
+        if m.is_timed:
+            lengths.setdefault(m.batch_size, []).append(m.seq_length)
+    return tuple((b, min(found), max(found)) for b, found in sorted(lengths.items()))
 
 
 class CostModel:
@@ -69,6 +90,11 @@ class CostModel:
         """The shortest and the longest length that the fit saw."""
         fit = self.fits[self._row(strategy, operation)]
         return fit.min_length, fit.max_length
+
+    def timed_range(self, strategy: str, operation: str, batch_size: int) -> tuple[int, int] | None:
+        """The shortest and the longest length that was timed at b; None where none was."""
+        timed = self.fits[self._row(strategy, operation)].timed
+        return next(((low, high) for b, low, high in timed if b == batch_size), None)
 
     def with_rows(self, packed: Packed) -> CostModel:
         """The same of single documents, and this of packed rows."""
@@ -148,7 +174,7 @@ class CostModel:
         kind: type[HybridEvaluation] | type[PaperEvaluation]
         kind = HybridEvaluation if self.kind == HYBRID else PaperEvaluation
         fits = [one for fit in self.fits for one in fit.fits]
-        lengths = [fit.max_length for fit in self.fits for _ in fit.fits]
+        lengths = [fit.longest_seen(quantity) for fit in self.fits for quantity in QUANTITIES]
         evaluation = kind(fits, lengths, batch_size)  # type: ignore[arg-type]
         if len(self._prepared) >= MAX_PREPARED:
             self._prepared.pop(next(iter(self._prepared)))

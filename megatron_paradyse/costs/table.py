@@ -218,6 +218,12 @@ class CostTable:
         """The lengths at which anything was measured, ascending."""
         return tuple(sorted({m.seq_length for m in self.measurements if m.is_ok}))
 
+    def timed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The lengths and the batch sizes at which anything was timed, ascending."""
+        points = [m for m in self.measurements if m.is_timed]
+        lengths, sizes = {m.seq_length for m in points}, {m.batch_size for m in points}
+        return tuple(sorted(lengths)), tuple(sorted(sizes))
+
     def only(self, keep: Callable[[Measurement], bool]) -> CostTable:
         """The same table with the measurements for which keep(measurement) holds."""
         kept = tuple(m for m in self.measurements if keep(m))

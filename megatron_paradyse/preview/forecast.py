@@ -39,7 +39,8 @@ class Forecast:
     """What training would run at (b, s): planned_length is s rounded up to the alignment.
 
     edge_seconds: of embedding and head, where the stage has them; profiled: whether the plan's
-    costs were profiled around this length, and not extrapolated. row, load: of packed documents.
+    costs were timed around this length at this b, and not extrapolated. row, load: of packed
+    documents.
     """
 
     batch_size: int
@@ -112,7 +113,7 @@ def _forecast(
         problem,
         outcome,
         edge_seconds(setup, planned, batch_size, forward_only=forward_only),
-        _profiled(setup, outcome, seq_length),
+        _profiled(setup, outcome, seq_length, batch_size),
         found,
         load=load,
     )
@@ -186,7 +187,8 @@ def _best_without(policy: CostPolicy, problem: Problem, chosen: Outcome) -> Riva
     return min(found, key=lambda rival: preference(rival.outcome), default=None)
 
 
-def _profiled(setup: Setup, outcome: Outcome, s: int) -> bool:
+def _profiled(setup: Setup, outcome: Outcome, s: int, b: int) -> bool:
+    """Whether all that this plan does was timed at b, at lengths around s."""
     model = setup.policies.model
     used = {(ATTENTION, c.attention) for c in outcome.plan.layers.values()}
     used |= {(MLP, c.mlp) for c in outcome.plan.layers.values()}
@@ -195,5 +197,5 @@ def _profiled(setup: Setup, outcome: Outcome, s: int) -> bool:
     used |= {(EMBEDDING, MODEL)} if stage.has_embedding else set()
     used |= {(HEAD, MODEL)} if stage.has_head else set()
     known = {(fit.operation, fit.strategy) for fit in model.fits}
-    ranges = [model.profiled_range(name, half) for half, name in used if (half, name) in known]
-    return all(low <= s <= high for low, high in ranges)
+    ranges = [model.timed_range(name, half, b) for half, name in used if (half, name) in known]
+    return all(found is not None and found[0] <= s <= found[1] for found in ranges)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.preview.setup import Setup
 
 WIDTH = 100
@@ -16,6 +17,13 @@ def bytes_text(count: float) -> str:
     if abs(count) >= GIB:
         return f"{count / GIB:,.2f} GiB"
     return f"{count / MIB:,.1f} MiB"
+
+
+def timed_text(costs: CostTable) -> str:
+    """What was timed of all: 128 to 8,192 tokens, 1 or 4 per microbatch."""
+    lengths, sizes = costs.timed()
+    each = " or ".join(f"{b:,}" for b in sizes)
+    return f"{lengths[0]:,} to {lengths[-1]:,} tokens, {each} per microbatch"
 
 
 def seconds_text(seconds: float) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_paradyse.costs.table import LAYER
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.problem import Outcome, Problem
@@ -19,7 +20,9 @@ PARADYSE = "ParaDySe"  # in the place of a strategy's name: plans chosen by cost
 
 @dataclass(frozen=True)
 class Limit:
-    """tokens: 0 where nothing fits; profiled: the longest profiled length of its operations."""
+    """tokens: 0 where nothing fits; profiled: the longest at which all its operations were timed,
+    at this b; 0 where some were not.
+    """
 
     strategy: str
     tokens: int
@@ -80,11 +83,13 @@ def find_longest(setup: Setup, batch_size: int = 1) -> Longest:
 
         tokens = longest(fits, step)
         outcome = alone(problem(tokens), [name]).get(name) if tokens else None
-        single.append(Limit(name, tokens, _profiled(setup, [name]), outcome))
+        single.append(Limit(name, tokens, _profiled(setup, [name], batch_size), outcome))
     tokens = longest(lambda s: planned(s).fits, step)
     found = forecast(setup, tokens, batch_size, rivals=False) if tokens else None
     used = _used(found.outcome) if found else names
-    limit = Limit(PARADYSE, tokens, _profiled(setup, used), found.outcome if found else None)
+    limit = Limit(
+        PARADYSE, tokens, _profiled(setup, used, batch_size), found.outcome if found else None
+    )
     return Longest(batch_size, step, limit, found, tuple(single))
 
 
@@ -118,8 +123,13 @@ def _used(outcome: Outcome) -> list[str]:
     return sorted({name for c in choices for name in (c.attention, c.mlp)})
 
 
-def _profiled(setup: Setup, names: Sequence[str]) -> int:
-    """The longest length at which all that these strategies do, and the edges, were profiled."""
+def _profiled(setup: Setup, names: Sequence[str], b: int) -> int:
+    """The longest length at which all that these strategies do, and the edges, were timed at b.
+
+    0 where something was not.
+    """
+    model = setup.policies.model
     wanted = {"model", *(part for name in names for part in names_of_costs(name))}
-    fits = [fit for fit in setup.policies.model.fits if fit.strategy in wanted]
-    return min(fit.max_length for fit in fits if fit.operation != "layer")
+    fits = [fit for fit in model.fits if fit.strategy in wanted and fit.operation != LAYER]
+    ranges = [model.timed_range(fit.strategy, fit.operation, b) for fit in fits]
+    return min(0 if found is None else found[1] for found in ranges)

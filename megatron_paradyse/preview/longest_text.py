@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_paradyse.preview.layout import bytes_text, heading, seconds_text, table, wrapped
+from megatron_paradyse.preview.layout import (
+    bytes_text,
+    heading,
+    seconds_text,
+    table,
+    timed_text,
+    wrapped,
+)
 from megatron_paradyse.preview.longest import Limit, Longest
 from megatron_paradyse.preview.measured_text import Measured, measured_report, measured_values
 from megatron_paradyse.preview.peak_parts import host_bytes
@@ -67,12 +74,11 @@ def _name(limit: Limit) -> str:
 
 
 def _notes(setup: Setup, found: Longest) -> list[str]:
-    lengths = setup.policies.costs.file.table.lengths()
     notes = [f"Lengths are multiples of {found.alignment:,} tokens."]
     if any(limit.extrapolated for limit in (found.paradyse, *found.single)):
+        timed = timed_text(setup.policies.costs.file.table)
         notes.append(
-            f"* beyond what was profiled of it (of all: {lengths[0]:,} to {lengths[-1]:,} tokens): "
-            "extrapolated by the fitted model."
+            f"* beyond what was timed of it (of all: {timed}): extrapolated by the fitted model."
         )
     if setup.description.source != "measured":
         notes.append(f"These costs are {setup.description.source}, not measured on such ranks.")

@@ -19,6 +19,7 @@ from megatron_paradyse.preview.layout import (
     heading,
     seconds_text,
     table,
+    timed_text,
     wrapped,
 )
 from megatron_paradyse.preview.peak_parts import peak_parts
@@ -103,10 +104,10 @@ def why_it_lost(one: Forecast, other: Outcome) -> str:
 def _notes(setup: Setup, found: Sequence[Forecast]) -> list[str]:
     notes = []
     if any(not one.profiled for one in found):
-        lengths = setup.policies.costs.file.table.lengths()
+        timed = timed_text(setup.policies.costs.file.table)
         notes.append(
-            f"* outside what was profiled of this plan (of all: {lengths[0]:,} to {lengths[-1]:,} "
-            "tokens): extrapolated by the fitted model"
+            f"* outside what was timed of this plan (of all: {timed}): extrapolated by the fitted "
+            "model"
         )
     if any(not one.outcome.fits for one in found):
         notes.append("! no plan fits: see above")

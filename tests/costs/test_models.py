@@ -68,6 +68,30 @@ def test_lengths_without_seconds_change_the_fits_of_bytes_only(kind):
             assert new.fits[2:] == exact.fits[2:]
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_seconds_beyond_the_timed_lengths_are_extrapolated_from_those(kind):
+    """Longer lengths without seconds are no reason to trust the forest there."""
+    steps = make_table(LENGTHS[:-2], STRATEGIES[:2], batch_sizes=(1, 2), noise=0.03, steps=0.3)
+    longer = tuple(
+        replace(m, status=BYTES_ONLY, forward_seconds=0.0, backward_seconds=0.0)
+        for m in make_table(LENGTHS[-2:], STRATEGIES[:2]).measurements
+    )
+    plain = fit_table(steps, kind)
+    more = fit_table(CostTable(DESCRIPTION, (*steps.measurements, *longer), CONSTANTS), kind)
+    for s in (LENGTHS[-3] + 64, LENGTHS[-2], LENGTHS[-1], 3 * LENGTHS[-1]):
+        for b in (1, 2):
+            for strategy in STRATEGIES[:2]:
+                told, expected = (
+                    model.predict(strategy, "attention", "time_seconds", s, b)
+                    for model in (more, plain)
+                )
+                assert told == expected
+    name = STRATEGIES[0]
+    assert more.profiled_range(name, "mlp") == (LENGTHS[0], LENGTHS[-1])
+    assert more.timed_range(name, "mlp", 2) == (LENGTHS[0], LENGTHS[-3])
+    assert more.timed_range(name, "mlp", 3) is None
+
+
 def test_hybrid_finds_a_second_batch_size_from_two_others():
     model = fit_table(make_table(batch_sizes=(1, 4)), "hybrid")
     for s in BETWEEN:

@@ -108,7 +108,7 @@ def test_the_longest_is_found_behind_lengths_that_do_not_fit():
 
 def test_what_is_extrapolated_is_marked(costs):
     output = run(costs, "--memory-budget", "200MB").output
-    assert "extrapolated by the fitted model" in output
+    assert "extrapolated by the fitted model" in " ".join(output.split())
     rows = {line.split()[0]: line for line in output.splitlines() if "%" in line}
     assert "*" in rows["metp+recompute"] and "*" not in rows["megatron_ts"]
     values = json.loads(run(costs, "--memory-budget", "200MB", "--json").output)

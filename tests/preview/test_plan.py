@@ -12,11 +12,14 @@ from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.costs.table import BYTES_ONLY
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.preview import commands
 from megatron_paradyse.preview.explain import explanation
 from megatron_paradyse.preview.forecast import UNIFORM, UNLIMITED_MEMORY, WITHOUT, forecast
 from megatron_paradyse.preview.layout import WIDTH
+from megatron_paradyse.preview.longest import find_longest
 from megatron_paradyse.preview.peak_parts import peak_parts
 from megatron_paradyse.preview.setup import Grid, make_setup
 from megatron_paradyse.settings import GRANULARITY_CHOICES
@@ -81,6 +84,29 @@ def test_rivals_lose_by_time_or_by_memory(costs):
 
 
 GRIDS = {"one stage": Grid(), "first of 2": Grid(2, 1), "last of 2": Grid(2, 2, 8)}
+
+
+def test_what_was_never_timed_is_extrapolated(costs, tmp_path):
+    """A batch size that no measurement has; and lengths of which only bytes were measured."""
+    setup = make_setup(costs, BUDGET)
+    assert forecast(setup, 64).profiled and not forecast(setup, 64, 2).profiled
+    assert find_longest(setup, 2).paradyse.extrapolated
+    table = read_cost_file(costs).table
+    points = [
+        m
+        if m.seq_length <= 128
+        else dataclasses.replace(m, status=BYTES_ONLY, forward_seconds=0.0, backward_seconds=0.0)
+        for m in table.measurements
+    ]
+    table = dataclasses.replace(table, measurements=tuple(points))
+    path = tmp_path / "costs.json"
+    write_cost_file(path, table, fit_table(table))
+    setup = make_setup(str(path), BUDGET)
+    assert forecast(setup, 128).profiled and not forecast(setup, 192).profiled
+    output = " ".join(
+        run("plan", path, "--memory-budget", "150MB", "--lengths", 192).output.split()
+    )
+    assert "what was timed of this plan (of all: 16 to 128 tokens, 1 per microbatch)" in output
 
 
 @pytest.mark.parametrize("grid", GRIDS)
