@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_paradyse.costs.description import Description, Hardware, ModelShape
+from megatron_paradyse.costs.description import OPTIONAL_KEYS, Description, Hardware, ModelShape
 from megatron_paradyse.costs.fit_values import read_model, write_model
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.rows import read_row, row_values
@@ -127,7 +127,7 @@ def _to_json(table: CostTable, model: CostModel | None) -> str:
         model_text += f', "packed": {lines(packed)}}}' if packed else "}"
     return (
         f'{{"schema_version": {SCHEMA_VERSION},\n'
-        f'"description": {json.dumps(_plain(table.description), indent=1)},\n'
+        f'"description": {json.dumps(_known(_plain(table.description)), indent=1)},\n'
         f'"constants": {json.dumps(_known(_plain(table.constants)))},\n'
         f'"measurements": {lines(points)},\n{rows_text}"model": {model_text}}}\n'
     )
@@ -184,7 +184,7 @@ def _read_constants(value: Any) -> dict[str, float]:
 
 
 def _read_description(value: Any) -> Description:
-    values = dict(check_fields(Description, value, "description"))
+    values = dict(check_fields(Description, value, "description", optional=OPTIONAL_KEYS))
     values["model"] = ModelShape(**check_fields(ModelShape, values["model"], "description.model"))
     values["hardware"] = Hardware(
         **check_fields(Hardware, values["hardware"], "description.hardware")

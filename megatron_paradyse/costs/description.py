@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_paradyse import __version__
+from megatron_paradyse.edges.tiles import automatic_tile
 from megatron_paradyse.errors import UserError
 
 CAUSAL = "causal"
@@ -17,6 +18,8 @@ DEVICE_KINDS = ("cpu", "cuda")
 SOURCES = ("measured", "stand-in", "simulated")
 # Two devices of one name may differ by what driver and firmware reserve.
 MEMORY_TOLERANCE = 0.02
+OPTIONAL_KEYS = ("head_tile", "num_experts", "attention_dropout", "attention_window")
+OFF, AUTO = "off", "auto"  # of --head-tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,9 @@ class Description:
         communication from a model; "simulated", without a device.
     versions: library name -> version.
     date: ISO 8601.
+    head_tile: tokens of a tile of the loss head, or "off"; num_experts: 0 of a dense model;
+    attention_dropout: whether there is any; attention_window: "none", or its size and whether all
+        layers have it. Files of earlier versions do not tell these four, which are then None.
     """
 
     model: ModelShape
@@ -67,6 +73,10 @@ class Description:
     source: str
     date: str
     package_version: str = field(default=__version__)
+    head_tile: str | None = None
+    num_experts: int | None = None
+    attention_dropout: bool | None = None
+    attention_window: str | None = None
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -76,6 +86,9 @@ class Description:
         ):
             if value not in choices:
                 raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r:.60}")
+        tile = self.head_tile
+        if tile not in (None, OFF) and not (tile.isascii() and tile.isdigit() and int(tile)):
+            raise UserError(f'head_tile must be tokens above 0 or "{OFF}", got {tile!r:.40}')
         for name, count in _counts(self):
             if count < 1:
                 raise UserError(f"{name} must be at least 1, got {count!r:.40}")
@@ -90,13 +103,31 @@ def _counts(d: Description) -> Iterator[tuple[str, int]]:
                 yield f"{part}.{f.name}", value
 
 
+def tile_text(head_tile: str | int, model: ModelShape, *, p: int, dtype: str) -> str:
+    """A setting of the loss head as descriptions have it: tokens of a tile, or "off".
+
+    UserError for a dtype that has no size here.
+    """
+    if head_tile != AUTO:
+        return str(head_tile)
+    if dtype not in ELEMENT_BYTES:
+        raise UserError(f"dtype must be one of {', '.join(ELEMENT_BYTES)}, got {dtype!r:.40}")
+    shard, element_bytes = model.vocab_size // p, ELEMENT_BYTES[dtype]
+    return str(automatic_tile(h=model.hidden_size, vocab_shard=shard, element_bytes=element_bytes))
+
+
 def differences(of_file: Description, of_run: Description) -> list[str]:
-    """What differs and would make the file's costs wrong for the run, as "key: file, run"."""
+    """What differs and would make the file's costs wrong for the run, as "key: file, run".
+
+    What one of them does not tell is not compared.
+    """
     ours, theirs = _comparable(of_file), _comparable(of_run)
     found = []
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         mine, other = ours.get(key, "none"), theirs.get(key, "none")
         if key == "hardware.memory_bytes" and _close(mine, other):
+            continue
+        if key in OPTIONAL_KEYS and None in (mine, other):
             continue
         if key == "hardware.num_devices" and of_run.hardware.kind == "cuda":
             continue  # replicas of the grid on GPUs of their own; on a CPU they share the cores

@@ -105,11 +105,18 @@ def check_numbers(
     return tuple([check_number(item, where, low=low, high=high) for item in items])
 
 
-def check_fields(cls: type, value: Any, where: str) -> dict[str, Any]:
-    """The values of the fields of a dataclass; those that are int, bool or str are checked."""
-    fields = {field.name: str(field.type) for field in dataclasses.fields(cls)}
-    values = check_keys(value, where, tuple(fields))
-    for name, kind in fields.items():
+def check_fields(
+    cls: type, value: Any, where: str, *, optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The values of the fields of a dataclass; those that are int, bool or str are checked.
+
+    optional: fields that may be missing, and are then None in the dataclass.
+    """
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+    needed = tuple(name for name in kinds if name not in optional)
+    values = check_keys(value, where, needed, optional=optional)
+    for name in values:
+        kind = kinds[name].removesuffix(" | None") if name in optional else kinds[name]
         place = f"{where}.{name}"
         if kind == "int":
             check_integer(values[name], place, low=0, high=MAX_INTEGER)

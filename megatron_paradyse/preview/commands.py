@@ -37,7 +37,7 @@ def policy_options(command: Callable) -> Callable:
             help="No plan keeps inputs of layers in host memory.",
         ),
         click.option("--granularity", type=click.Choice(GRANULARITIES), help="Default operation."),
-        click.option("--head-tile", metavar="TOKENS", help="As in training; default auto."),
+        click.option("--head-tile", metavar="TOKENS", help="As in training; default: the costs'."),
         click.option("--config", metavar="FILE", help="YAML of settings, as --paradyse-config."),
         click.option("--num-layers", type=int, help="If not those of the cost file."),
         click.option("--batch-size", type=click.IntRange(1, 1 << 20), default=1, help="Default 1."),

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_paradyse.costs.description import Description, Hardware
+from megatron_paradyse.costs.cost_file import CostFile
+from megatron_paradyse.costs.description import AUTO, OFF, Description, Hardware, tile_text
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_costs import Stage
 from megatron_paradyse.planner.from_file import (
@@ -86,7 +87,12 @@ def make_setup(
             f"a model has 1 to {MAX_LAYERS:,} layers, got --num-layers {num_layers}: give another"
         )
     budget_bytes, budget = _budget(settings, read.file.table.description.hardware)
-    policies = FilePolicies(settings, read, budget_bytes, num_layers=num_layers)
+    given = settings.head_tile != AUTO or flags.get("head_tile") is not None
+    settings = _with_tile_of(read.file, settings, given=given)
+    experts = bool(read.file.table.description.num_experts)
+    policies = FilePolicies(
+        settings, read, budget_bytes, num_layers=num_layers, megatron_mlp=experts
+    )
     layers = _layers(num_layers, grid)
     first, last = grid.stage == 1, grid.stage == grid.num_stages
     own = parameters(shape, len(layers), edge=first or last)
@@ -114,6 +120,20 @@ def _settings(costs: str, flags: dict[str, Any], config: str | None) -> Settings
             "heuristic:no-prune,no-mix,..."
         )
     return dataclasses.replace(settings, cost_model=costs)
+
+
+def _with_tile_of(file: CostFile, settings: Settings, *, given: bool) -> Settings:
+    """The settings with the loss head of the costs; UserError where another one was given."""
+    d = file.table.description
+    if d.head_tile is None:
+        return settings
+    if given and tile_text(settings.head_tile, d.model, p=d.p, dtype=d.dtype) != d.head_tile:
+        raise UserError(
+            f"--head-tile {settings.head_tile}: the costs in {file.path} are of head tile "
+            f"{d.head_tile}: leave --head-tile out, or profile with --paradyse-head-tile "
+            f"{settings.head_tile}"
+        )
+    return dataclasses.replace(settings, head_tile=OFF if d.head_tile == OFF else int(d.head_tile))
 
 
 def _budget(settings: Settings, hardware: Hardware) -> tuple[int, str]:

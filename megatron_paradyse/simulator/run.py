@@ -187,12 +187,13 @@ def quiet() -> Iterator[None]:
 def _description(options: Options, num_layers: int) -> Description:
     from megatron.training import get_args
 
-    from megatron_paradyse.train.describe import model_shape, versions
+    from megatron_paradyse.train.describe import model_shape, told_options, versions
     from megatron_paradyse.train.model_kind import MASKS
 
     device = options.device
+    model = model_shape(num_layers)
     return Description(
-        model=model_shape(num_layers),
+        model=model,
         p=options.p,
         dtype=str(get_args().params_dtype).removeprefix("torch."),
         attention_mask=MASKS[get_args().paradyse_model],
@@ -204,4 +205,5 @@ def _description(options: Options, num_layers: int) -> Description:
         versions=versions(),
         source="simulated",
         date=datetime.date.today().isoformat(),
+        **told_options(model),
     )

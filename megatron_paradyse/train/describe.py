@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import os
 import platform
+from typing import Any
 
 import torch
 from megatron.training import get_args
 
-from megatron_paradyse.costs.description import Description, Hardware, ModelShape
+from megatron_paradyse.costs.description import Description, Hardware, ModelShape, tile_text
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.train.model_kind import MASKS
 
@@ -18,10 +20,11 @@ from megatron_paradyse.train.model_kind import MASKS
 def describe(num_layers: int) -> Description:
     """Of the arguments that were parsed, for a model of num_layers."""
     args = get_args()
+    model = model_shape(num_layers)
     return Description(
-        model=model_shape(num_layers),
+        model=model,
         p=args.tensor_model_parallel_size,
-        dtype=str(args.params_dtype).removeprefix("torch."),
+        dtype=_dtype(args),
         attention_mask=MASKS[args.paradyse_model],
         attention_kernel=f"{args.transformer_impl}, {_name(args.attention_backend)}",
         hardware=hardware(),
@@ -29,7 +32,30 @@ def describe(num_layers: int) -> Description:
         versions=versions(),
         source="measured",
         date=datetime.date.today().isoformat(),
+        **told_options(model),
     )
+
+
+def told_options(model: ModelShape) -> dict[str, Any]:
+    """What else costs depend on, of the parsed arguments: the values of OPTIONAL_KEYS."""
+    args = get_args()
+    window = args.window_size
+    layers = "some" if args.window_attn_skip_freq else "all"
+    return {
+        "head_tile": tile_text(
+            args.paradyse_settings.head_tile,
+            model,
+            p=args.tensor_model_parallel_size,
+            dtype=_dtype(args),
+        ),
+        "num_experts": args.num_experts or 0,
+        "attention_dropout": args.attention_dropout > 0,
+        "attention_window": "none" if window is None else f"{tuple(window)} of {layers} layers",
+    }
+
+
+def _dtype(args: argparse.Namespace) -> str:
+    return str(args.params_dtype).removeprefix("torch.")
 
 
 def model_shape(num_layers: int) -> ModelShape:

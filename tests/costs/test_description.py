@@ -1,10 +1,12 @@
 """Which cost files fit which runs."""
 
 import dataclasses
+import json
 
 import pytest
 
-from megatron_paradyse.costs.description import check_compatible
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.description import OPTIONAL_KEYS, check_compatible, tile_text
 from megatron_paradyse.costs.table import CostTable, Measurement
 from megatron_paradyse.errors import UserError
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION
@@ -42,6 +44,54 @@ def test_any_difference_is_refused_and_can_be_accepted_knowingly(changes):
     assert "profile this configuration" in str(caught.value)
     (warning,) = check_compatible(MEASURED, changed(**changes), accept=True)
     assert "accepted" in warning
+
+
+TOLD = {
+    "head_tile": ("4096", "off"),
+    "num_experts": (0, 8),
+    "attention_dropout": (False, True),
+    "attention_window": ("none", "(1024, 0) of all layers"),
+}
+
+
+@pytest.mark.parametrize("key", OPTIONAL_KEYS)
+def test_what_one_description_does_not_tell_is_not_compared(key, tmp_path):
+    """Files of earlier versions tell neither head tile, nor experts, dropout, window."""
+    ours, theirs = (changed(**{key: value}) for value in TOLD[key])
+    assert check_compatible(MEASURED, ours) == check_compatible(ours, MEASURED) == []
+    assert check_compatible(ours, ours) == []
+    with pytest.raises(UserError, match=f"{key}: .* in the file, .* in the run"):
+        check_compatible(ours, theirs)
+    for description in (MEASURED, ours, theirs):
+        path = tmp_path / "costs.json"
+        write_cost_file(path, CostTable(description, (), CONSTANTS))
+        assert read_cost_file(path).table.description == description
+        written = json.loads(path.read_text())["description"]
+        assert (key in written) == (description is not MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("head_tile", "auto"), ("head_tile", "0"), ("head_tile", 3), ("num_experts", "8"),
+     ("attention_dropout", 0.1), ("attention_window", None)],
+)  # fmt: skip
+def test_a_description_that_tells_nonsense_is_refused(key, value, tmp_path):
+    path = tmp_path / "costs.json"
+    write_cost_file(path, CostTable(MEASURED, (), CONSTANTS))
+    content = json.loads(path.read_text())
+    content["description"][key] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=key):
+        read_cost_file(path)
+
+
+def test_an_automatic_tile_is_told_in_tokens():
+    assert tile_text("off", DESCRIPTION.model, p=4, dtype="float32") == "off"
+    assert tile_text(2048, DESCRIPTION.model, p=4, dtype="float32") == "2048"
+    shape = dataclasses.replace(DESCRIPTION.model, vocab_size=200_000, hidden_size=1024)
+    # 256 MiB of rows: 50,000 logits and 4 h numbers of 4 bytes
+    expected = 256 * 2**20 // (50_000 * 4 + 4 * 1024 * 4)
+    assert tile_text("auto", shape, p=4, dtype="float32") == str(expected)
 
 
 def test_all_differences_are_told_at_once():

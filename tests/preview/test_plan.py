@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -84,6 +85,26 @@ def test_rivals_lose_by_time_or_by_memory(costs):
 
 
 GRIDS = {"one stage": Grid(), "first of 2": Grid(2, 1), "last of 2": Grid(2, 2, 8)}
+
+
+def test_costs_of_another_loss_head_are_refused_and_their_own_is_taken(costs, tmp_path):
+    told = json.loads(Path(costs).read_text())
+    for tile, other in (("off", "4K"), ("64", "off"), ("64", "auto")):
+        told["description"] |= {"head_tile": tile, "num_experts": 0}
+        path = tmp_path / "costs.json"
+        path.write_text(json.dumps(told))
+        for command in (["plan", "--lengths", "64"], ["max-length"]):
+            result = run(
+                command[0], path, *command[1:], "--memory-budget", "1GB", "--head-tile", other
+            )
+            assert result.exit_code == 1 and len(result.output.splitlines()) == 1
+            assert f"are of head tile {tile}: leave --head-tile out" in result.output
+        setup = make_setup(str(path), BUDGET)
+        assert setup.stage == make_setup(str(path), {**BUDGET, "head_tile": tile}).stage
+        assert setup.stage.buffer_free_above == (None if tile == "off" else 64)
+    told["description"]["num_experts"] = 4
+    path.write_text(json.dumps(told))
+    assert make_setup(str(path), BUDGET).stage.buffer_free_above is None
 
 
 def test_what_was_never_timed_is_extrapolated(costs, tmp_path):

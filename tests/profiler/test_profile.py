@@ -102,6 +102,15 @@ def test_static_bytes_are_parameters_gradients_and_adam(profiled):
     assert constants.optimizer_seconds > 0
 
 
+def test_a_profile_tells_what_else_its_costs_depend_on(profiled):
+    """The head's tile: 256 MiB of rows of 128/2 logits (padded) and four times h, in float32."""
+    description = read_cost_file(profiled[0]).table.description
+    tile = 256 * 2**20 // (4 * (description.model.vocab_size // RANKS + 4 * HIDDEN))
+    assert description.head_tile == str(tile)
+    assert (description.num_experts, description.attention_dropout) == (0, False)
+    assert description.attention_window == "none"
+
+
 def test_a_layer_is_the_sum_of_its_halves(profiled):
     found = profiled[1]
     s = LENGTHS[0]
