@@ -28,7 +28,6 @@ from benchmarks.common import finish, options
 from benchmarks.max_length_real import SHAPES, real
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.offloaded import host_link, offloaded
-from megatron_paradyse.costs.table import Constants, CostTable
 from megatron_paradyse.planner import evaluate
 from megatron_paradyse.planner.from_costs import cost_source, stage_memory
 from megatron_paradyse.planner.policies import OptimalPolicy
@@ -47,7 +46,7 @@ LENGTHS = {
 GOALS = {"gpt": 1 << 20, "llama": 2 << 20, "bert": 9 << 20}
 STATE_BYTES = (16, 8)
 DEVICE, SIMULATED_RANKS = "a100-80g", 8
-SHORT, HALF_BYTES = "8K", 2
+SHORT = "8K"
 VERIFIED = ("gpt", 16)
 COMMAND = [sys.executable, "-m", "megatron_paradyse"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,18 +129,10 @@ def _costs(folder: Path, name: str, state_bytes: int, *, quick: bool) -> Path:
         return path
     first = read_cost_file(_costs(folder, name, STATE_BYTES[0], quick=quick))
     _simulate(raw, name, state_bytes, SHORT, "megatron_ts")
-    table = dataclasses.replace(first.table, constants=_constants(first.table, raw))
+    constants = read_cost_file(raw).table.constants  # with the short length's buffer, as they say
+    table = dataclasses.replace(first.table, constants=constants)
     write_cost_file(path, table, first.require_model())
     return path
-
-
-def _constants(table: CostTable, raw: Path) -> Constants:
-    """Those of a file of one short length, as if it had the table's: the buffer grows with it."""
-    short = read_cost_file(raw).table
-    more = max(table.lengths()) - max(short.lengths())
-    buffer_bytes = more * table.description.model.hidden_size * HALF_BYTES
-    static_bytes = short.constants.static_bytes + buffer_bytes
-    return dataclasses.replace(short.constants, static_bytes=static_bytes)
 
 
 def _simulate(
