@@ -24,9 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_paradyse.edges.cross_entropy import tiled_cross_entropy
 from megatron_paradyse.edges.embedding import tiled_embedding, tiled_positions
-from megatron_paradyse.edges.tiles import automatic_tile
-
-AUTO, OFF = "auto", "off"
+from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 
 
 def attach_edges(

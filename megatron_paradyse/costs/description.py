@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_paradyse import __version__
-from megatron_paradyse.edges.tiles import automatic_tile
+from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 from megatron_paradyse.errors import UserError
 
 CAUSAL = "causal"
@@ -19,7 +19,6 @@ SOURCES = ("measured", "stand-in", "simulated")
 # Two devices of one name may differ by what driver and firmware reserve.
 MEMORY_TOLERANCE = 0.02
 OPTIONAL_KEYS = ("head_tile", "num_experts", "attention_dropout", "attention_window")
-OFF, AUTO = "off", "auto"  # of --head-tile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+AUTO, OFF = "auto", "off"  # instead of the tokens of a tile
 TILE_BYTES = 256 * 2**20
 LEAST_TOKENS = 1024
 

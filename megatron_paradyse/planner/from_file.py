@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
 from megatron_paradyse.costs.description import ELEMENT_BYTES
 from megatron_paradyse.costs.table import MLP
-from megatron_paradyse.edges.tiles import automatic_tile
+from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_costs import (
     Correct,
@@ -204,11 +204,11 @@ class FilePolicies:
         several microbatches in flight the buffer of another may be there.
         """
         tile = self.settings.head_tile
-        if self._megatron_mlp or num_in_flight > 1 or (has_head and tile == "off"):
+        if self._megatron_mlp or num_in_flight > 1 or (has_head and tile == OFF):
             return None
         if not has_head:
             return 0
-        if tile != "auto":
+        if tile != AUTO:
             return int(tile)
         description = self.costs.file.table.description
         return automatic_tile(

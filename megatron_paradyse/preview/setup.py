@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_paradyse.costs.cost_file import CostFile
-from megatron_paradyse.costs.description import AUTO, OFF, Description, Hardware, tile_text
+from megatron_paradyse.costs.description import Description, Hardware, tile_text
+from megatron_paradyse.edges.tiles import AUTO, OFF
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_costs import Stage
 from megatron_paradyse.planner.from_file import (

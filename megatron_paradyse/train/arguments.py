@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_paradyse.data.metadata import read_metadata
+from megatron_paradyse.edges.tiles import OFF
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.from_file import check_policy, read_costs
@@ -191,7 +192,7 @@ def _check_bert(args: argparse.Namespace) -> None:
 
 
 def _check_edges(args: argparse.Namespace) -> None:
-    if args.paradyse_settings.head_tile == "off":
+    if args.paradyse_settings.head_tile == OFF:
         return
     gathers = "gathers the weight in Megatron's own linear"
     refused = {
