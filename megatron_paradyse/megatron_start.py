@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import importlib
 import importlib.util
 import os
 from typing import Any
