@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -63,30 +64,45 @@ def serves() -> bool:
 
 
 class Line:
-    """Requests to a store whose process may be stopped: torch's own would wait for ever."""
+    """Requests to a store whose process may be stopped: torch's own would wait for ever.
+
+    One thread makes them all: at the interpreter's end, when ranks say how they end, no other can
+    be started.
+    """
 
     def __init__(self, topic: str, *, seconds: float):
         """seconds: that an answer may take, later on. UserError if the store cannot be reached."""
         self._topic, self._seconds = topic, seconds
         self._store: torch.distributed.Store | None = meet(topic)  # others may start much later
         self._asking = threading.Lock()
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=f"paradyse-{topic}-line", daemon=True).start()
 
-    def ask(self, request: Callable[[torch.distributed.Store], Any]) -> Any:
-        """What request(store) gives; None where no answer came in time."""
-        answers: list[Any] = []
+    def ask(self, make: Callable[[torch.distributed.Store], Any]) -> Any:
+        """What make(store) gives; None where no answer came in time."""
         if not self._asking.acquire(timeout=self._seconds):  # an earlier request still waits
             return None
-        thread = threading.Thread(target=self._request, args=(request, answers), daemon=True)
-        thread.start()
-        thread.join(self._seconds)
-        return answers[0] if answers else None
+        request = _Request(make)
+        self._requests.put(request)
+        request.over.wait(self._seconds)
+        return request.answer
 
-    def _request(self, request: Callable[[torch.distributed.Store], Any], answers: list) -> None:
-        try:
-            if self._store is None:
-                self._store = meet(self._topic, seconds=self._seconds)
-            answers.append(request(self._store))
-        except (RuntimeError, UserError):
-            self._store = None  # a late answer could be taken for that to the next request
-        finally:
-            self._asking.release()
+    def _serve(self) -> None:
+        while True:
+            request = self._requests.get()
+            try:
+                if self._store is None:
+                    self._store = meet(self._topic, seconds=self._seconds)
+                request.answer = request.make(self._store)
+            except (RuntimeError, UserError):
+                self._store = None  # a late answer could be taken for that to the next request
+            finally:
+                self._asking.release()
+                request.over.set()
+
+
+class _Request:
+    def __init__(self, make: Callable[[torch.distributed.Store], Any]):
+        self.make = make
+        self.answer: Any = None
+        self.over = threading.Event()

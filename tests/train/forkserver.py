@@ -1,10 +1,10 @@
 """Starts the ranks of a training by forking a process that has imported Megatron already.
 
-Importing Megatron takes each rank longer than a small training does. Requests come as one JSON line
-on stdin, {"ranks", "module", "argv", "folder", "timeout_seconds"}; the answer is one line, the exit
-code. Ranks write FOLDER/stdout and FOLDER/stderr. Like torchrun, one failed rank ends the others;
-with "each": true none is ended before the limit, and the answer is the list of the exit codes,
-null for a rank that had to be ended.
+Importing Megatron and its tokenizers takes each rank longer than a small training does. Requests
+come as one JSON line on stdin, {"ranks", "module", "argv", "folder", "timeout_seconds"}; the answer
+is one line, the exit code. Ranks write FOLDER/stdout and FOLDER/stderr. Like torchrun, one failed
+rank ends the others; with "each": true none is ended before the limit, and the answer is the list
+of the exit codes, null for a rank that had to be ended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import time
 from pathlib import Path
 
 from megatron_paradyse.ports import free_port
-from megatron_paradyse.train import watchdog
+
+# No other imports here: the helper process of a rank's first checkpoint repeats them.
 
 
 def serve() -> None:
     from megatron_paradyse.train import plugin
 
     plugin.install()
-    import megatron_paradyse.train.gpt  # noqa: F401
+    import megatron.core.tokenizers.text.libraries  # noqa: F401
+
+    import megatron_paradyse.train.gpt
+    import megatron_paradyse.train.session  # noqa: F401
     import tests.train.compare_plans
     import tests.train.driver  # noqa: F401
 
@@ -94,6 +98,8 @@ def _wait(children: dict[int, int], deadline: float) -> int:
 
 
 def _become_rank(request: dict, rank: int, port: int) -> None:
+    from megatron_paradyse.train import watchdog
+
     code = 1
     os.setpgid(0, 0)
     try:

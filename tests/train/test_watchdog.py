@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
 
+from megatron_paradyse.ports import free_port
 from megatron_paradyse.train.watchdog import EXIT_CODE
 from tests.train.harness import run_each
 
@@ -58,3 +62,24 @@ def test_ranks_that_fail_each_in_its_own_words_say_those_of_the_first(tmp_path):
     assert set(codes) <= {2, EXIT_CODE} and 2 in codes, stderr
     assert len({line.partition("file")[2] for line in errors(stderr)}) == 1, stderr
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_done_first_is_not_missing(rank):
+    """Ranks with interpreters of their own, at whose end no thread can be started any more."""
+    command = [sys.executable, "-m", "tests.train.watched", str(LIMIT), "early", str(rank)]
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            command, env={**os.environ, **launched, "RANK": str(own)}, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )
+        for own in range(2)
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], told
+    assert not any("Traceback" in text or "> paradyse" in text for text in told), told

@@ -1,7 +1,8 @@
 """A rank of the watchdog's tests, without Megatron: watched LIMIT FAULT RANK; it does FAULT there.
 
 Ranks agree on nothing else; all wait in an all_reduce that RANK never joins, or end well; with
-"errors" each ends with another one.
+"errors" each ends with another one; with "early" RANK ends well before the others do, and nobody
+stops its watchdog but the interpreter at its end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import datetime
 import os
 import signal
 import sys
+import time
 
 import torch
 
@@ -36,6 +38,8 @@ def main() -> None:
         raise UserError("this file is wrong: give another")
     if fault == "errors":
         raise UserError(f"file {own} is wrong: give another")
+    if fault == "early":
+        return time.sleep(0 if own == rank else 3 * limit)
     if own == rank and fault == "slow":
         release(own, limit)
     torch.distributed.all_reduce(torch.ones(1))
@@ -46,4 +50,8 @@ def release(own: int, limit: float) -> None:
     """Come late, but come."""
     import threading
 
-    threading.Event().wait(1.5 * limit)
+    threading.Event().wait(1.3 * limit)
+
+
+if __name__ == "__main__":
+    main()
