@@ -96,7 +96,10 @@ for name, strategy in (("first", first), ("second", second)):
     else:
         text = f"{own:.0f} s for the same documents: ParaDySe took {same / own:.2f} of that"
     print(f"{strategy}: {text}")
-difference = max(abs(a["lm loss"] / b["lm loss"] - 1) for a, b in zip(ours, rows))
-print(f"losses: {ours[0]['lm loss']:.3f} -> {ours[-1]['lm loss']:.3f}; from {second}'s they differ by at most {difference:.0e}")
+losses = f"losses: {ours[0]['lm loss']:.3f} -> {ours[-1]['lm loss']:.3f}"
+if rows:
+    difference = max(abs(a["lm loss"] / b["lm loss"] - 1) for a, b in zip(ours, rows))
+    losses += f"; from {second}'s they differ by at most {difference:.0e}"
+print(losses)
 print(f"report: {out}/report.html; logs, traces and costs beside it")
 PY

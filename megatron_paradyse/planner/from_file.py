@@ -255,13 +255,19 @@ class FilePolicies:
             "rows": self.rows(correct),
         }
         if cost_policy_kind(settings) == "optimal":
-            gain = mixing_gain(settings.mixing_gain, self.costs.file.table.description.source)
             return OptimalPolicy(
-                self.costs.strategies, source, memory, gain=gain, gamma=gamma, **common
+                self.costs.strategies, source, memory, gain=self.gain, gamma=gamma, **common
             )
         if smooth and gamma is None and "smoothing" not in ablations(settings):
             gamma = DEFAULT_GAMMA
         return self._heuristic(source, memory, common | {"gamma": gamma})
+
+    @property
+    def gain(self) -> float:
+        """What a plan of several strategies must gain over one of one; 0: anything."""
+        if cost_policy_kind(self.settings) != "optimal":
+            return 0.0
+        return mixing_gain(self.settings.mixing_gain, self.costs.file.table.description.source)
 
     def rows(self, correct: Correct | None = None) -> RowSource | None:
         """Costs of packed rows; None where the file does not tell them."""

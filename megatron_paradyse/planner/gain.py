@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.problem import Choice, Outcome, Planner, Problem, problem_less
 from megatron_paradyse.strategies import base_name
 
@@ -62,6 +63,13 @@ class GainPlanner:
     def _gains(self, best: Outcome, seconds: float) -> bool:
         """Whether the plan takes enough less than these seconds."""
         return best.seconds < seconds * (1 - self._gain)
+
+
+def is_single(problem: Problem, plan: Plan) -> bool:
+    """Whether a plan runs one strategy, with its variants, wherever there is a choice."""
+    halves = {"attention", "mlp"} - _fixed_halves(problem)
+    names = (getattr(choice, half) for choice in plan.layers.values() for half in halves)
+    return len(set(map(base_name, names))) <= 1
 
 
 def _bases(problem: Problem, fixed: set[str]) -> list[str]:

@@ -53,6 +53,12 @@ def policy_options(command: Callable) -> Callable:
 @click.option("--lengths", type=LENGTHS, help="Such as 1K,32K,300K.")
 @click.option("--documents", type=DOCUMENTS, help="Packed into one microbatch, such as 512,1K,4K.")
 @click.option("--policy", metavar="POLICY", help="optimal (default), heuristic[:no-mix,...].")
+@click.option(
+    "--mixing-gain",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="What mixing must gain; default: 0.05 by measured costs.",
+)
 @click.option("--pipeline-stages", type=click.IntRange(1), default=1, help="Default 1.")
 @click.option("--pipeline-stage", type=click.IntRange(1), default=1, help="Which; default 1.")
 @click.option("--microbatches", type=click.IntRange(1), help="Of a pipeline; default: its stages.")

@@ -99,19 +99,25 @@ def _chosen(setup: Setup, one: Forecast) -> str:
         first = fastest.plan[min(fastest.plan.layers)]
         lines.append(
             f"The fastest single strategy, {first.attention}, exceeds the budget by "
-            f"{bytes_text(fastest.exceeds_bytes)}; this is the "
-            f"{'fastest plan' if _exact(setup) else 'best plan that Algorithm 1 tries'} that fits."
+            f"{bytes_text(fastest.exceeds_bytes)}; this is the {_best(setup, one)} that fits."
         )
     bound = one.outcome.bound_seconds
-    if bound is not None and bound < one.outcome.seconds * (1 - 1e-9):
+    if one.kept_single(setup):
+        lines.append(
+            f"Mixing strategies would gain less than the {setup.policies.gain:.0%} that it must "
+            "by these costs (--mixing-gain)."
+        )
+    elif bound is not None and bound < one.outcome.seconds * (1 - 1e-9):
         lines.append(f"Proved to within {one.outcome.seconds / bound - 1:.2%} of the best.")
     text = [wrapped(" ".join(lines))]
     text += [wrapped(f"Lost: {rival_text(one, rival)}.", indent="  ") for rival in one.rivals]
     return "\n".join(text)
 
 
-def _exact(setup: Setup) -> bool:
-    return setup.policies.settings.policy == "optimal"
+def _best(setup: Setup, one: Forecast) -> str:
+    if setup.policies.settings.policy != "optimal":
+        return "best plan that Algorithm 1 tries"
+    return "fastest plan of one strategy" if one.kept_single(setup) else "fastest plan"
 
 
 def _peak(setup: Setup, one: Forecast) -> str:

@@ -13,6 +13,7 @@ from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.planner.from_file import ALIGNMENT, UNLIMITED
+from megatron_paradyse.planner.gain import is_single
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.peak import evaluate
 from megatron_paradyse.planner.policies import CostPolicy
@@ -65,6 +66,17 @@ class Forecast:
     def seconds(self) -> float:
         """Layers, embedding and head, forward and backward."""
         return self.outcome.seconds + self.edge_seconds
+
+    def kept_single(self, setup: Setup) -> bool:
+        """Whether a faster plan that fits gains too little by mixing strategies."""
+        bound = self.outcome.bound_seconds
+        return (
+            setup.policies.gain > 0
+            and self.outcome.fits
+            and is_single(self.problem, self.outcome.plan)
+            and bound is not None
+            and bound < self.outcome.seconds * (1 - 1e-9)
+        )
 
 
 def forecast(

@@ -109,6 +109,12 @@ def _notes(setup: Setup, found: Sequence[Forecast]) -> list[str]:
             f"* outside what was timed of this plan (of all: {timed}): extrapolated by the fitted "
             "model"
         )
+    if any(one.kept_single(setup) for one in found):
+        notes.append(
+            "faster plans of several strategies lost: by these costs they must take "
+            f"{setup.policies.gain:.0%} less time than one of a single strategy "
+            "(--mixing-gain, in training --paradyse-mixing-gain)"
+        )
     if any(not one.outcome.fits for one in found):
         notes.append("! no plan fits: see above")
     notes.append("seconds: a microbatch's layers, embedding and head" + _passes(found))

@@ -22,6 +22,7 @@ from megatron_paradyse.preview.forecast import UNIFORM, UNLIMITED_MEMORY, WITHOU
 from megatron_paradyse.preview.layout import WIDTH
 from megatron_paradyse.preview.longest import find_longest
 from megatron_paradyse.preview.peak_parts import peak_parts
+from megatron_paradyse.preview.plan_text import plan_report
 from megatron_paradyse.preview.setup import Grid, make_setup
 from megatron_paradyse.settings import GRANULARITY_CHOICES
 from tests.train.synthetic_costs import write_costs
@@ -82,6 +83,31 @@ def test_rivals_lose_by_time_or_by_memory(costs):
                     choices = rival.outcome.plan.layers.values()
                     assert name not in {getattr(c, half.lower()) for c in choices}
     assert kinds == {UNIFORM, UNLIMITED_MEMORY, WITHOUT}
+
+
+def test_a_plan_of_one_strategy_that_mixing_gains_too_little_over_says_so(costs):
+    """Nothing is said where mixing gains enough."""
+    exact = forecast(make_setup(costs, {**BUDGET, "mixing_gain": 0.0}), 200)
+    least = 1 - exact.outcome.seconds / best_single(costs, 200)
+    assert least > 0.01
+    for gain, kept in ((least * 1.01, True), (least * 0.99, False), (0.0, False)):
+        setup = make_setup(costs, {**BUDGET, "mixing_gain": gain})
+        one = forecast(setup, 200)
+        assert one.kept_single(setup) == kept
+        assert (one.outcome.seconds == exact.outcome.seconds) != kept
+        assert ("lost: by these costs" in plan_report(setup, [one])) == kept
+        assert ("Mixing strategies would gain less" in explanation(setup, one)) == kept
+        assert "Proved" not in explanation(setup, one)
+
+
+def best_single(costs, tokens: int) -> float:
+    """Seconds of the fastest plan of one strategy, with its variants, that fits."""
+    found = []
+    for names in ("megatron_ts", "ulysses_z", "metp,metp+recompute"):
+        setup = make_setup(costs, {**BUDGET, "strategies": names})
+        outcome = forecast(setup, tokens, rivals=False).outcome
+        found += [outcome.seconds] if outcome.fits else []
+    return min(found)
 
 
 GRIDS = {"one stage": Grid(), "first of 2": Grid(2, 1), "last of 2": Grid(2, 2, 8)}
