@@ -10,6 +10,7 @@ of the exit codes, null for a rank that had to be ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -28,7 +29,11 @@ def serve() -> None:
 
     plugin.install()
     import megatron.core.tokenizers.text.libraries  # noqa: F401
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    filesystem_async.get_write_results_queue = functools.partial(
+        filesystem_async.get_write_results_queue, mp_mode="fork"
+    )  # spawned, what collects the results of a rank's writers would import torch first
     import megatron_paradyse.train.gpt
     import megatron_paradyse.train.session  # noqa: F401
     import tests.train.compare_plans

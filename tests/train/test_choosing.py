@@ -151,11 +151,13 @@ def test_a_run_without_costs_measures_them_once(data, tmp_path):
     """Under torchrun, then on ranks started otherwise: the second start finds what is kept."""
     flags = [*data, *TP2, "--paradyse-policy", "optimal", "--train-iters", 2]
     flags += ["--paradyse-strategies", "megatron_ts,ulysses_z"]
-    first = train_under_torchrun(tmp_path / "a", *flags, ranks=2, timeout_seconds=200)
+    save = ["--save", tmp_path / "saved", "--save-interval", 2]
+    first = train_under_torchrun(tmp_path / "a", *flags, *save, ranks=2, timeout_seconds=200)
     assert first.code == 0 and "Traceback" not in first.stderr, first.stderr[-3000:]
     assert "measuring this model on this machine" in first.stdout
     assert "a quick profile of 4 lengths up to 256" in first.stdout
     assert "estimated by the cost model" in first.stdout
+    assert (tmp_path / "saved" / "iter_0000002").is_dir()
     second = train(tmp_path / "b", *flags, ranks=2)
     assert "> paradyse: costs: kept from" in second.stdout
     assert "measuring" not in second.stdout

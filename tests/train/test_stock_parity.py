@@ -8,6 +8,7 @@ import pytest
 from tests.train.harness import LLAMA, train
 
 OURS = ["--paradyse", "--paradyse-sequences", "fixed", "--paradyse-policy", "fixed:megatron_ts"]
+TWO_LAYERS = ["--mock-data", "--num-layers", 2]
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 GRIDS = {
     "tp1": (1, []),
@@ -21,8 +22,8 @@ GRIDS = {
 @pytest.mark.parametrize("grid", GRIDS)
 def test_losses_and_gradient_norms_equal_stock_megatron(grid, tmp_path):
     ranks, flags = GRIDS[grid]
-    stock = train(tmp_path / "stock", "--mock-data", *flags, ranks=ranks)
-    ours = train(tmp_path / "ours", "--mock-data", *flags, *OURS, ranks=ranks)
+    stock = train(tmp_path / "stock", *TWO_LAYERS, *flags, ranks=ranks)
+    ours = train(tmp_path / "ours", *TWO_LAYERS, *flags, *OURS, ranks=ranks)
     assert len(stock.records) == 4
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(ours.values(name), stock.values(name), rtol=1e-5)
@@ -32,7 +33,7 @@ def test_losses_and_gradient_norms_equal_stock_megatron(grid, tmp_path):
 @pytest.mark.parametrize("first, second", [("stock", "ours"), ("ours", "stock")])
 def test_checkpoint_of_one_continues_in_the_other(first, second, tmp_path):
     """Save after 2 of 4 iterations with one, load with the other: the same last 2 iterations."""
-    flags = [*TP2, "--mock-data"]
+    flags = [*TP2, *TWO_LAYERS]
     extra = {"stock": [], "ours": OURS}
     whole = train(tmp_path / "whole", *flags, *extra[first], ranks=2)
     checkpoint = ["--save", tmp_path / "saved", "--save-interval", 2]

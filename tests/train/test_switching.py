@@ -14,8 +14,8 @@ MODELS = {
     "gpt": (4, TP4),
     "llama": (2, [*TP2, *LLAMA, "--qk-layernorm"]),
     "mqa-dropout": (
-        4,
-        [*TP4, "--group-query-attention", "--num-query-groups", 1, "--attention-dropout", 0.2,
+        2,
+        [*TP2, "--group-query-attention", "--num-query-groups", 1, "--attention-dropout", 0.2,
          "--hidden-dropout", 0.1, "--no-bias-gelu-fusion"],
     ),
 }  # fmt: skip
@@ -35,8 +35,10 @@ def test_every_plan_gives_the_same_loss_and_gradients(model, tmp_path):
     )
     assert code == 0, stdout[-2000:] + stderr[-4000:]
     expected = 2 * len(strategy_names()) + 5
-    if "dropout" not in model:  # also stock Megatron, and what recomputes in tiles
-        expected += 1 + len(strategy_names()) + 1
+    if "dropout" not in model:
+        expected += 1  # stock Megatron
+    if model == "llama":
+        expected += len(strategy_names()) + 1  # what recomputes, in tiles
     assert stdout.count("compared ") == expected, stdout
 
 
@@ -53,7 +55,7 @@ SOME_OFFLOAD = ["--paradyse-strategies", "megatron_ts,ulysses_z+offload,metp+rec
 
 def test_fifty_iterations_of_random_plans_follow_stock_megatron(tmp_path):
     """Another plan for every microbatch, layer and operation; losses within 1e-4 all the way."""
-    flags = ["--mock-data", *TP2, "--train-iters", 50, "--lr", "1e-3", "--num-layers", 3]
+    flags = ["--mock-data", *TP2, "--train-iters", 50, "--lr", "1e-3", "--num-layers", 2]
     flags += ["--global-batch-size", 4]  # two microbatches
     ours = ["--paradyse", "--paradyse-sequences", "fixed", *RANDOM]
     stock = train(tmp_path / "stock", *flags, ranks=2)
