@@ -211,9 +211,11 @@ def _flops(group, case: AttentionCase | MlpCase) -> tuple[int, int]:
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
 def test_flops_are_those_of_the_counted_products(p, strategy, operation):
-    """Of the rank that has most."""
+    """Of the rank that has most, in float32: dtypes have the same products."""
     for name in (strategy, f"{strategy}+recompute"):
         for case in _cases(name, operation, p):
+            if case.dtype != torch.float32:
+                continue
             forward, backward = (max(flops) for flops in zip(*_by_rank(case, _flops), strict=True))
             costs = operation_costs(name, operation, _sizes(case))
             assert forward == costs.forward_flops, case.name
