@@ -25,6 +25,15 @@ from megatron_paradyse.train.ending import is_lost_peer
 from megatron_paradyse.train.helper_processes import managers_end_with_this_process
 from megatron_paradyse.whole_file import write_whole
 
+# What Megatron says of a checkpoint that is whole, but of another run -> the remedy.
+_ITS_FLAGS = "give the flags that it was trained with, or another --load"
+OF_ANOTHER_RUN = {
+    "OptimizerParamScheduler": "give --override-opt-param-scheduler to follow this run's schedule, "
+    "or --use-checkpoint-opt-param-scheduler the checkpoint's",
+    "is not equal to the input argument value": _ITS_FLAGS,
+    "shape mismatch": _ITS_FLAGS,
+}
+
 
 def install() -> None:
     """Wrap save_checkpoint and load_checkpoint where Megatron's training loop looks them up."""
@@ -79,9 +88,11 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
             stopped = isinstance(error, SystemExit) and megatron.exit_on_missing_checkpoint
             if stopped or is_lost_peer(error) or isinstance(error, UserError):
                 raise
+            reason = reason_of(error)
+            remedies = (remedy for words, remedy in OF_ANOTHER_RUN.items() if words in reason)
             raise UserError(
-                f"the checkpoint in {folder} cannot be loaded: {reason_of(error)}: "
-                f"{others(folder, None)}"
+                f"the checkpoint in {folder} cannot be loaded: {reason}: "
+                f"{next(remedies, None) or others(folder, None)}"
             ) from error
 
     return load_whole
@@ -115,4 +126,6 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "Megatron cannot read it"
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {' '.join(first.split())}"[:300]
+    words = " ".join(first.split()).rstrip(".")
+    named = words and isinstance(error, AssertionError)  # a check that says what it wants
+    return (words if named else f"{type(error).__name__}: {words}")[:300]

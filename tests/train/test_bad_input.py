@@ -112,6 +112,42 @@ def test_debug_shows_the_traceback(data, tmp_path):
     assert "Traceback" in stderr and "UserError" in stderr
 
 
+OF_ANOTHER_RUN = {
+    "schedule": (
+        ["--train-iters", 3],
+        "for total number of iterations do not match: give --override-opt-param-scheduler",
+    ),
+    "heads": (
+        ["--num-attention-heads", 4],
+        "not equal to the input argument value (4): give the flags that it was trained with",
+    ),
+    "shape": (
+        ["--ffn-hidden-size", 128],
+        "for key decoder.layers.mlp.linear_fc1.weight: give the flags that it was trained with",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(data, tmp_path_factory):
+    """A checkpoint of one layer and two iterations."""
+    folder = tmp_path_factory.mktemp("saved")
+    flags = ["--num-layers", 1, "--train-iters", 2, "--ffn-hidden-size", 64, "--save", folder]
+    code, stderr = start(folder, *data, *flags, "--save-interval", 2, ranks=1)
+    assert code == 0, stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("case", OF_ANOTHER_RUN)
+def test_a_checkpoint_of_another_run_is_not_taken_for_a_broken_one(case, data, saved, tmp_path):
+    flags, message = OF_ANOTHER_RUN[case]
+    same = {"--num-layers": 1, "--train-iters": 2, "--ffn-hidden-size": 64, "--load": saved}
+    same |= dict([flags])
+    code, stderr = start(tmp_path, *data, *(f for pair in same.items() for f in pair), ranks=1)
+    errors = [line for line in stderr.splitlines() if line.startswith("error")]
+    assert code == 2 and len(errors) == 1 and message in errors[0], stderr[-3000:]
+
+
 def start(folder, *flags, ranks):
     """The exit code and stderr of a training on forked ranks; 124: it was ended at its limit."""
     argv = [str(folder / "record"), "module", *with_defaults(flags)]
