@@ -144,7 +144,11 @@ def _wrap_pretrain(pretrain):
 
             packed_steps.install()
             forward_step = gpt.forward_step  # a script's own knows no packed microbatches
-        result = pretrain(config, provider, model_type, forward_step, *args, **kwargs)
+        try:
+            result = pretrain(config, provider, model_type, forward_step, *args, **kwargs)
+        except SystemExit:  # --exit-interval, --exit-duration-in-mins, a signal: training ends well
+            session.leave()
+            raise
         session.leave()
         return result
 

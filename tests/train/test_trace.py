@@ -51,6 +51,13 @@ def test_a_trace_of_a_fixed_policy_has_neither_costs_nor_stages(data, tmp_path):
     assert trace.summary.layer_shares == {"megatron_ts": 1.0}
 
 
+def test_a_training_that_megatron_ends_early_is_summed_up_too(data, tmp_path):
+    """At --exit-interval, as at a time limit or a signal, it exits out of its loop."""
+    run = train(tmp_path, *data, "--exit-interval", 1, ranks=2)
+    assert len(run.records) == 1
+    assert run.stdout.count("paradyse: 2 microbatches, 0 changes of plan") == 1
+
+
 def test_the_report_aligns_lengths_as_training_does():
     from megatron_paradyse.train import choosing
 
