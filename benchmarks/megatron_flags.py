@@ -1,0 +1,213 @@
+"""Settings of Megatron's flags: a training with switching against stock Megatron's own.
+
+Each setting is trained twice for three iterations on 2 or 4 CPU ranks, in float32 without dropout:
+by stock Megatron, and with a random plan for every layer, operation and microbatch. It is equal
+where every loss is within 1e-4 and every gradient norm within 1e-3 of stock Megatron's; refused
+where one line says why it does not run; else it differs or has failed.
+
+    .venv/bin/python benchmarks/megatron_flags.py --json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import finish, options
+from tests.train.harness import LLAMA, run_forked, with_defaults
+
+ITERATIONS = 3
+LOSS, GRAD_NORM = (
+    1e-4,
+    1e-3,
+)  # float32: plans add in other orders, and Adam divides by what is small
+TIME_LIMIT_SECONDS = 60
+OURS = ["--paradyse", "--paradyse-sequences", "fixed", "--paradyse-policy", "random:1"]
+COMMON = ["--mock-data", "--sequence-parallel", "--train-iters", str(ITERATIONS)]
+
+ROPE = "--position-embedding-type rope"
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+MOE = f"{EXPERTS} --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+PP2 = "--pipeline-model-parallel-size 2"
+VP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+PER_SAVE = "--save SAVE --save-interval 2"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+UNFUSED = "--no-bias-gelu-fusion"
+TWO_RANKS = {
+    "no other flag": "",
+    "GPT without biases": "--disable-bias-linear",
+    "biases of q, k, v alone": "--add-qkv-bias --disable-bias-linear",
+    "LLaMA": " ".join(LLAMA),
+    "LLaMA, query and key norms": " ".join([*LLAMA, "--qk-layernorm"]),
+    "L2 norms of query and key": "--qk-l2-norm",
+    "one key head": "--group-query-attention --num-query-groups 1",
+    "RMSNorm": "--normalization RMSNorm",
+    "epsilon of norms": "--norm-epsilon 1e-3",
+    "unfused": f"{UNFUSED} --no-bias-dropout-fusion --no-masked-softmax-fusion",
+    "squared ReLU": f"--squared-relu {UNFUSED}",
+    "quick GEGLU": f"--quick-geglu {UNFUSED}",
+    "OpenAI's GELU": f"--openai-gelu {UNFUSED}",
+    "clamped SwiGLU": "--swiglu --activation-func-clamp-value 7.0",
+    "head dim": "--kv-channels 16",
+    "ffn": "--ffn-hidden-size 96",
+    "RoPE, half": f"{ROPE} --rotary-percent 0.5",
+    "RoPE, interleaved": f"{ROPE} --rotary-interleaved --no-rope-fusion",
+    "RoPE, scaled": f"{ROPE} --use-rope-scaling",
+    "RoPE, base": f"{ROPE} --rotary-base 50000",
+    "RoPE, interpolated": f"{ROPE} --rotary-seq-len-interpolation-factor 2",
+    "RoPE, not in every layer": f"{ROPE} --no-rope-freq 2",
+    "YaRN": "--position-embedding-type yarn",
+    "no positions": "--position-embedding-type none",
+    "positions restart": "--reset-position-ids",
+    "losses masked": "--eod-mask-loss",
+    "window": "--window-size 8,0",
+    "window, every other layer": "--window-size 8,0 --window-attn-skip-freq 2",
+    "window, by a list": "--window-size 8,0 --window-attn-skip-freq [1,0,1,0]",
+    "softmax in float32": "--attention-softmax-in-fp32",
+    "softmax off by one": "--softmax-type off-by-one",
+    "learnable softmax": "--softmax-type learnable",
+    "gated attention": "--attention-output-gate",
+    "multi-token prediction": f"{ROPE} --mtp-num-layers 1",
+    "MuP": "--use-mup",
+    "hybrid pattern": "--hybrid-layer-pattern *-*-",
+    "untied, own learning rate": "--untie-embeddings-and-output-weights --decoupled-lr 1e-3",
+    "fused cross entropy": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
+    "padded vocabulary": "--make-vocab-size-divisible-by 128",
+    "loss per token": "--calculate-per-token-loss",
+    "SGD": "--optimizer sgd",
+    "no clipping": "--clip-grad 0",
+    "weight decay that grows": "--start-weight-decay 0.1 --end-weight-decay 0.2 "
+    "--weight-decay-incr-style linear",
+    "cosine": "--lr-decay-style cosine --lr-warmup-iters 1",
+    "batch that grows": "--rampup-batch-size 4 4 8",
+    "one sequence": "--micro-batch-size 1",
+    "one microbatch": "--global-batch-size 2",
+    "odd length": "--seq-length 62",
+    "core attention again": f"{SELECTIVE} core_attn",
+    "MLPs of experts again": f"{MOE} {SELECTIVE} moe",
+    "all layers again": f"{FULL} uniform",
+    "some layers again": f"{FULL} block",
+    "experts": MOE,
+    "experts, all-gather": f"{EXPERTS} --moe-router-topk 2 --moe-token-dispatcher-type allgather",
+    "experts in some layers": f"{MOE} --moe-layer-freq [0,1,1,1]",
+    "experts, auxiliary loss": f"{MOE} --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.01",
+    "experts, z loss": f"{MOE} --moe-z-loss-coeff 1e-3",
+    "experts, Sinkhorn": f"{MOE} --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+    "experts, shared": f"{MOE} --moe-shared-expert-intermediate-size 64",
+    "experts, biased": f"{MOE} --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+    "experts, padded to capacity": f"{MOE} --moe-expert-capacity-factor 2.0 "
+    "--moe-pad-expert-input-to-capacity",
+    "every timer": "--timing-log-level 2 --timing-log-option all --log-throughput",
+    "norms logged": "--log-params-norm --log-num-zeros-in-grad",
+    "garbage by hand": "--manual-gc --manual-gc-interval 2 --empty-unused-memory-level 2",
+    "deterministic": "--deterministic-mode",
+    "run twice": "--rerun-mode validate_results",
+    "evaluations": "--eval-iters 1 --eval-interval 2",
+    "profiler": "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2 "
+    "--tensorboard-dir SAVE",
+    "saved": PER_SAVE,
+    "saved in the background": f"{PER_SAVE} --async-save",
+    "saved in torch's format": f"{PER_SAVE} --ckpt-format torch",
+    "FP8": "--fp8-format hybrid",
+}
+FOUR_RANKS = {
+    "4 tensor-parallel ranks": "--tensor-model-parallel-size 4",
+    "replicas": "",
+    "distributed optimizer": "--use-distributed-optimizer",
+    "distributed optimizer, overlapped": "--use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather",
+    "pipeline": PP2,
+    "pipeline, untied": f"{PP2} --untie-embeddings-and-output-weights",
+    "pipeline, interleaved": VP2,
+    "pipeline, interleaved, all layers again": f"{VP2} {FULL} uniform",
+    "pipeline, one layer first": f"{PP2} --decoder-first-pipeline-num-layers 1",
+    "pipeline, embedding as a layer": f"{PP2} --account-for-embedding-in-pipeline-split "
+    "--num-layers 3",
+    "pipeline, loss as a layer": f"{PP2} --account-for-loss-in-pipeline-split --num-layers 3",
+    "pipeline, by a layout": f"{PP2} --pipeline-model-parallel-layout Et|tttL",
+    "context parallelism": "--context-parallel-size 2",
+}
+QUICK = ("no other flag", "YaRN")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Exit code, the lines of errors, and (loss, gradient norm) by iteration."""
+
+    code: int
+    errors: list[str]
+    numbers: list[tuple[float, float]]
+
+
+def train(folder: Path, flags: list[str], ranks: int) -> Ended:
+    record = folder / "record.json"
+    flags = [str(folder / "saved") if flag == "SAVE" else flag for flag in flags]
+    code, _, stderr = run_forked(
+        "tests.train.driver",
+        [str(record), "module", *with_defaults(flags)],
+        ranks=ranks,
+        folder=folder,
+        timeout_seconds=TIME_LIMIT_SECONDS,
+    )
+    records = json.loads(record.read_text()) if record.exists() else []
+    errors = [line for line in stderr.splitlines() if line.startswith("error")]
+    return Ended(code, errors, [(r["loss"], r["grad_norm"]) for r in records])
+
+
+def outcome(folder: Path, text: str, ranks: int) -> dict:
+    """{"is": equal | refused | differs | failed, ...} of one setting."""
+    given = text.split()
+    tensor = "--tensor-model-parallel-size"
+    flags = [*COMMON, *([] if tensor in given else [tensor, "2"]), *given]
+    ours = train(folder / "ours", [*flags, *OURS], ranks)
+    if ours.code:
+        one_line = ours.code == 2 and len(ours.errors) == 1
+        told = ours.errors[0] if ours.errors else f"exit code {ours.code}"
+        return {"is": "refused" if one_line else "failed", "message": told}
+    stock = train(folder / "stock", flags, ranks)
+    if stock.code or len(stock.numbers) != len(ours.numbers) or not stock.numbers:
+        return {"is": "failed", "message": f"stock Megatron ended with {stock.code}"}
+    loss, norm = (
+        max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(ours.numbers, stock.numbers, strict=True))
+        for i in (0, 1)
+    )
+    equal = loss <= LOSS and norm <= GRAD_NORM
+    return {"is": "equal" if equal else "differs", "loss": loss, "grad_norm": norm}
+
+
+def run(names: tuple[str, ...]) -> dict:
+    settings = {name: (2, text) for name, text in TWO_RANKS.items()}
+    settings |= {name: (4, text) for name, text in FOUR_RANKS.items()}
+    rows: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(names or settings):
+            ranks, text = settings[name]
+            rows[name] = outcome(Path(folder, str(number)), text, ranks)
+            print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
+    counts = {k: sum(r["is"] == k for r in rows.values()) for k in ("equal", "refused", "differs")}
+    equal = [row for row in rows.values() if row["is"] == "equal"]
+    return {
+        "settings": len(rows),
+        **counts,
+        "failed": len(rows) - sum(counts.values()),
+        "loss_difference_max": max((row["loss"] for row in equal), default=None),
+        "grad_norm_difference_max": max((row["grad_norm"] for row in equal), default=None),
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    arguments = options(__doc__.splitlines()[0]).parse_args()
+    configuration = {"iterations": ITERATIONS, "policy": "random:1", "dtype": "float32"}
+    finish("megatron_flags", run(QUICK if arguments.quick else ()), configuration, arguments)
+
+
+if __name__ == "__main__":
+    main()
