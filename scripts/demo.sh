@@ -45,7 +45,7 @@ train() {
         --paradyse --paradyse-config configs/demo.yaml --paradyse-memory-budget "$BUDGET" \
         --paradyse-trace "$OUT/$name.jsonl" --data-path "$OUT/corpus" --split 100,0,0 \
         "${model[@]}" "${grid[@]}" --global-batch-size 2 --train-iters "$ITERATIONS" \
-        --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 2 --lr-decay-style cosine \
+        --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters $((ITERATIONS > 2 ? 2 : 0)) --lr-decay-style cosine \
         --log-interval 1 --eval-iters 0 --eval-interval 1000 --num-workers 0 "$@" >"$log" 2>&1 &
     local pid=$!
     # Megatron says much more than a reader wants; all of it is in the log.

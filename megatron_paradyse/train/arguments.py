@@ -107,6 +107,7 @@ def before_validation(args: argparse.Namespace) -> None:
         if hasattr(args, f"paradyse_{name}")
     }
     args.paradyse_settings = make_settings(flags, args.paradyse_config)
+    _check_schedule(args)
     _check_model(args)
     _check_bert(args)
     _check_edges(args)
@@ -134,6 +135,18 @@ def after_validation(args: argparse.Namespace) -> None:
         several = max(args.pipeline_model_parallel_size, args.expert_model_parallel_size) > 1
         if several and args.moe_token_dispatcher_type == "allgather":  # of one length everywhere
             args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it, even if dense
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    """Megatron's own check of it comes once the model is built, and says nothing."""
+    for unit in ("iters", "samples"):
+        total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+        warmup = getattr(args, f"lr_warmup_{unit}")
+        if total and warmup >= total:
+            raise UserError(
+                f"--lr-warmup-{unit} {warmup} with a learning rate of {total} {unit}: give fewer, "
+                f"or more --train-{unit} or --lr-decay-{unit}"
+            )
 
 
 def _check_model(args: argparse.Namespace) -> None:

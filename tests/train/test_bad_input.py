@@ -75,6 +75,11 @@ CASES = {
         "--micro-batch-size 2 with --paradyse-sequences packed: a packed microbatch is one row: "
         "give --micro-batch-size 1",
     ),
+    "warm-up": (
+        [*TP2, "--lr-warmup-iters", 4],
+        "--lr-warmup-iters 4 with a learning rate of 4 iters: give fewer, or more --train-iters or "
+        "--lr-decay-iters",
+    ),
     "megatron's own check": ([*TP2, "--lr", "1e-3", "--min-lr", "1"], "Megatron refuses"),
 }
 
