@@ -10,22 +10,19 @@ where one line says why it does not run; else it differs or has failed.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import finish, options
-from tests.train.harness import LLAMA, run_forked, with_defaults
+from tests.train.harness import LLAMA, Run, attempt
 
 ITERATIONS = 3
-LOSS, GRAD_NORM = (
-    1e-4,
-    1e-3,
-)  # float32: plans add in other orders, and Adam divides by what is small
+LOSS, GRAD_NORM = 1e-4, 1e-3  # plans add in other orders, and Adam divides by small numbers
 TIME_LIMIT_SECONDS = 60
 OURS = ["--paradyse", "--paradyse-sequences", "fixed", "--paradyse-policy", "random:1"]
 COMMON = ["--mock-data", "--sequence-parallel", "--train-iters", str(ITERATIONS)]
@@ -137,28 +134,9 @@ FOUR_RANKS = {
 QUICK = ("no other flag", "YaRN")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Exit code, the lines of errors, and (loss, gradient norm) by iteration."""
-
-    code: int
-    errors: list[str]
-    numbers: list[tuple[float, float]]
-
-
-def train(folder: Path, flags: list[str], ranks: int) -> Ended:
-    record = folder / "record.json"
+def train(folder: Path, flags: list[str], ranks: int) -> Run:
     flags = [str(folder / "saved") if flag == "SAVE" else flag for flag in flags]
-    code, _, stderr = run_forked(
-        "tests.train.driver",
-        [str(record), "module", *with_defaults(flags)],
-        ranks=ranks,
-        folder=folder,
-        timeout_seconds=TIME_LIMIT_SECONDS,
-    )
-    records = json.loads(record.read_text()) if record.exists() else []
-    errors = [line for line in stderr.splitlines() if line.startswith("error")]
-    return Ended(code, errors, [(r["loss"], r["grad_norm"]) for r in records])
+    return attempt(folder, *flags, ranks=ranks, timeout_seconds=TIME_LIMIT_SECONDS)
 
 
 def outcome(folder: Path, text: str, ranks: int) -> dict:
@@ -168,15 +146,16 @@ def outcome(folder: Path, text: str, ranks: int) -> dict:
     flags = [*COMMON, *([] if tensor in given else [tensor, "2"]), *given]
     ours = train(folder / "ours", [*flags, *OURS], ranks)
     if ours.code:
-        one_line = ours.code == 2 and len(ours.errors) == 1
-        told = ours.errors[0] if ours.errors else f"exit code {ours.code}"
+        errors = [line for line in ours.stderr.splitlines() if line.startswith("error")]
+        one_line = ours.code == 2 and len(errors) == 1
+        told = errors[0] if errors else f"exit code {ours.code}"
         return {"is": "refused" if one_line else "failed", "message": told}
     stock = train(folder / "stock", flags, ranks)
-    if stock.code or len(stock.numbers) != len(ours.numbers) or not stock.numbers:
+    if stock.code or len(stock.records) != len(ours.records) or not stock.records:
         return {"is": "failed", "message": f"stock Megatron ended with {stock.code}"}
     loss, norm = (
-        max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(ours.numbers, stock.numbers, strict=True))
-        for i in (0, 1)
+        float(np.abs(ours.values(name) / stock.values(name) - 1).max())
+        for name in ("loss", "grad_norm")
     )
     equal = loss <= LOSS and norm <= GRAD_NORM
     return {"is": "equal" if equal else "differs", "loss": loss, "grad_norm": norm}

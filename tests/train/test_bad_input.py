@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.harness import (
-    run_bounded,
-    run_forked,
-    train_under_torchrun,
-    with_defaults,
-    write_documents,
-)
+from tests.train.harness import attempt, run_bounded, train_under_torchrun, write_documents
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 
@@ -119,15 +113,15 @@ def test_debug_shows_the_traceback(data, tmp_path):
 
 OF_ANOTHER_RUN = {
     "schedule": (
-        ["--train-iters", 3],
+        {"--train-iters": 3},
         "for total number of iterations do not match: give --override-opt-param-scheduler",
     ),
     "heads": (
-        ["--num-attention-heads", 4],
+        {"--num-attention-heads": 4},
         "not equal to the input argument value (4): give the flags that it was trained with",
     ),
     "shape": (
-        ["--ffn-hidden-size", 128],
+        {"--ffn-hidden-size": 128},
         "for key decoder.layers.mlp.linear_fc1.weight: give the flags that it was trained with",
     ),
 }
@@ -147,19 +141,16 @@ def saved(data, tmp_path_factory):
 def test_a_checkpoint_of_another_run_is_not_taken_for_a_broken_one(case, data, saved, tmp_path):
     flags, message = OF_ANOTHER_RUN[case]
     same = {"--num-layers": 1, "--train-iters": 2, "--ffn-hidden-size": 64, "--load": saved}
-    same |= dict([flags])
-    code, stderr = start(tmp_path, *data, *(f for pair in same.items() for f in pair), ranks=1)
+    given = [text for pair in (same | flags).items() for text in pair]
+    code, stderr = start(tmp_path, *data, *given, ranks=1)
     errors = [line for line in stderr.splitlines() if line.startswith("error")]
     assert code == 2 and len(errors) == 1 and message in errors[0], stderr[-3000:]
 
 
 def start(folder, *flags, ranks):
-    """The exit code and stderr of a training on forked ranks; 124: it was ended at its limit."""
-    argv = [str(folder / "record"), "module", *with_defaults(flags)]
-    code, _, stderr = run_forked(
-        "tests.train.driver", argv, ranks=ranks, folder=folder, timeout_seconds=120
-    )
-    return code, stderr
+    """The exit code and stderr of a training on forked ranks."""
+    run = attempt(folder, *flags, ranks=ranks)
+    return run.code, run.stderr
 
 
 HELPER = """

@@ -8,7 +8,7 @@ import torch
 
 from megatron_paradyse.strategies import strategy_names
 from megatron_paradyse.train.masking import NOT_PREDICTED, mask_tokens
-from tests.train.harness import run_forked, train, with_defaults, write_documents
+from tests.train.harness import attempt, run_forked, train, with_defaults, write_documents
 from tests.train.synthetic_costs import write_costs
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -116,12 +116,6 @@ def test_refusals_are_one_line(case, data, tmp_path):
     flags, message = REFUSED[case]
     if "COSTS" in flags:
         flags = [*flags[:-1], write_costs(tmp_path / "costs.json")]
-    code, _, stderr = run_forked(
-        "tests.train.driver",
-        [str(tmp_path / "record.json"), "bert", *with_defaults([*data[:2], *flags])],
-        ranks=1,
-        folder=tmp_path,
-        timeout_seconds=60,
-    )
-    errors = [line for line in stderr.splitlines() if line.startswith("error")]
-    assert code == 2 and len(errors) == 1 and message in errors[0], stderr[-2000:]
+    run = attempt(tmp_path, *data[:2], *flags, ranks=1, entry=("bert",), timeout_seconds=60)
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error")]
+    assert run.code == 2 and len(errors) == 1 and message in errors[0], run.stderr[-2000:]

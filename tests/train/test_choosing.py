@@ -12,6 +12,7 @@ from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.preview.forecast import forecast
 from megatron_paradyse.preview.setup import make_setup
 from tests.train.harness import (
+    attempt,
     run_forked,
     train,
     train_under_torchrun,
@@ -193,11 +194,8 @@ def test_memory_that_ran_out_is_traced_and_teaches_the_next_start(data, tmp_path
     assert "start again with this --paradyse-trace" in errors[0]
     found = records(trace, "out_of_memory")
     assert found and found[0]["predicted_peak_bytes"] <= 3_000_000 < found[0]["peak_bytes"]
-    argv = [str(tmp_path / "record"), "module", *with_defaults(flags)]
-    _, stdout, _ = run_forked(
-        "tests.train.driver", argv, ranks=2, folder=tmp_path, timeout_seconds=120
-    )
-    assert "plans that ran out of memory: the budget is at most" in stdout
+    again = attempt(tmp_path, *flags, ranks=2)
+    assert "plans that ran out of memory: the budget is at most" in again.stdout
 
 
 def test_evaluation_plans_forwards_alone(tmp_path, costs):
@@ -277,12 +275,6 @@ def test_choosing_refuses_with_one_line(case, data, costs, tmp_path):
     flags, message = REFUSED[case]
     flags = [str(costs) if flag == "COSTS" else flag for flag in flags]
     flags = ["--paradyse-policy", "optimal", *flags]
-    code, _, stderr = run_forked(
-        "tests.train.driver",
-        [str(tmp_path / "record.json"), "module", *with_defaults([*data, *TP2, *flags])],
-        ranks=2,
-        folder=tmp_path,
-        timeout_seconds=120,
-    )
-    assert code not in (0, 124)
-    assert message in stderr, stderr[-2000:]
+    run = attempt(tmp_path, *data, *TP2, *flags, ranks=2)
+    assert run.code not in (0, 124)
+    assert message in run.stderr, run.stderr[-2000:]

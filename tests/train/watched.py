@@ -50,7 +50,7 @@ def release(own: int, limit: float) -> None:
     """Come late, but come."""
     import threading
 
-    threading.Event().wait(1.3 * limit)
+    threading.Event().wait(1.5 * limit)
 
 
 if __name__ == "__main__":
