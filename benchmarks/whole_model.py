@@ -2,6 +2,7 @@
 
 Operations and iterations are measured in turns, in the same processes, so that a busy machine
 slows both: the error is that of the arithmetic (parts to whole), without a fitted model between.
+With --differ the layers of the model are of three kinds.
 
     .venv/bin/python benchmarks/whole_model.py --json
 """
@@ -30,6 +31,14 @@ MODEL = {
     "--attention-dropout": 0,
     "--hidden-dropout": 0,
 }
+# Layers 2 and 4 see a window of tokens, layer 3 has no positions.
+DIFFERING = {
+    "--position-embedding-type": "rope",
+    "--no-rope-fusion": "",
+    "--window-size": "255,0",
+    "--window-attn-skip-freq": "[0,1,0,1]",
+    "--no-rope-freq": "[0,0,1,0]",
+}
 RANKS = 4
 NUM_LENGTHS = 20
 
@@ -38,7 +47,9 @@ def main() -> None:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="timed iterations of each plan")
     parser.add_argument("--plans", type=int, default=4, help="plans at each length")
+    parser.add_argument("--differ", action="store_true", help="a model whose layers differ")
     arguments = parser.parse_args()
+    model = MODEL | DIFFERING if arguments.differ else MODEL
     lengths = [128, 512] if arguments.quick else _log_spaced(128, 3072, NUM_LENGTHS)
     task = {"lengths": lengths, "rounds": arguments.rounds, "plans": arguments.plans}
     if arguments.quick:
@@ -46,7 +57,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
         os.environ["WHOLE_MODEL"] = json.dumps({**task, "output": str(output)})
-        flags = [str(text) for pair in MODEL.items() for text in pair]
+        flags = [str(text) for pair in model.items() for text in pair if text != ""]
         spawn("benchmarks.whole_model_rank", flags, ranks=RANKS, timeout_seconds=1800)
         measured = json.loads(output.read_text())
     rows = measured["rows"]
@@ -66,7 +77,8 @@ def main() -> None:
         "lengths": len(lengths),
         "rows": rows,
     }
-    finish("whole_model", result, {"ranks": RANKS, **task, **MODEL}, arguments)
+    name = "whole_model_differ" if arguments.differ else "whole_model"
+    finish(name, result, {"ranks": RANKS, **task, **model}, arguments)
 
 
 def _log_spaced(shortest: int, longest: int, count: int) -> list[int]:

@@ -17,7 +17,7 @@ from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner import evaluate
 from megatron_paradyse.planner.from_costs import Stage, cost_source, model_seconds, stage_memory
-from megatron_paradyse.planner.policies import OptimalPolicy
+from megatron_paradyse.planner.policies import OperationsOf, OptimalPolicy
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
 
 TURN_SECONDS = 0.3
@@ -30,8 +30,10 @@ def main() -> None:
 
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler import model as profiled
+    from megatron_paradyse.train.model_layers import ModelLayers
 
     num_layers = args.num_layers
+    layers = ModelLayers.of_arguments(args, num_layers)
     meter = make_meter()
     model, constants = profiled.build_and_measure(
         num_layers, meter, longest_tokens=max(task["lengths"])
@@ -41,7 +43,7 @@ def main() -> None:
     gc.collect()
     with meter:
         before = meter.live_bytes
-        model = profiled.build_model(num_layers)
+        model = profiled.build_layers(layers)
         profiled.step_without_microbatches(model)
         gc.collect()
         static_bytes = meter.live_bytes - before
@@ -49,7 +51,8 @@ def main() -> None:
     check = Check(model, meter, before - buffer_bytes, constants)
     rows = []
     for index, length in enumerate(task["lengths"]):
-        for row in check.compare(length, _plans(index, num_layers, task["plans"]), task["rounds"]):
+        plans = plans_at(index, num_layers, task["plans"])
+        for row in check.compare(length, plans, task["rounds"]):
             rows.append(row)
             if torch.distributed.get_rank() == 0:
                 print(json.dumps(row), file=sys.stderr, flush=True)
@@ -59,7 +62,7 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def _plans(index: int, num_layers: int, count: int) -> list[Plan]:
+def plans_at(index: int, num_layers: int, count: int) -> list[Plan]:
     """Uniform plans and mixes over layers and operations, others at every length."""
     bases = strategy_names()
     names = [name for base in bases for name in (base, base + RECOMPUTE)]
@@ -83,6 +86,10 @@ class Check:
 
     def __init__(self, model, meter, before_bytes: int, constants):
         self._model, self._meter = model, meter
+        self._operations = model.layers.kinds().operations
+        self._angle_bytes = (
+            4 * model.config.kv_channels if hasattr(model.gpt, "rotary_pos_emb") else 0
+        )
         self._before_bytes, self._static_bytes = before_bytes, constants.static_bytes
         self._optimizer_bytes = constants.optimizer_bytes
 
@@ -92,7 +99,7 @@ class Check:
 
         with self._meter:
             operations = Operations(self._model, length, 1)
-        needed = sorted(_needed(plans))
+        needed = sorted(_needed(plans, self._operations))
         runs = {key: operations.get(key[1], key[0]) for key in needed}
         measured = {key: measure_bytes(run, self._meter) for key, run in runs.items()}
         found = {key: sizes for key, (sizes, _) in measured.items()}
@@ -107,12 +114,13 @@ class Check:
         }
         rows = []
         for number, (plan, peak, times) in enumerate(zip(plans, peaks, iterations, strict=True)):
-            layers = [(choice.attention, choice.mlp) for choice in plan.layers.values()]
             layer_seconds, peak_bytes = self._predicted(plan, length, costs)
             predicted = layer_seconds + optimizer
             measured = statistics.median(times)
             parts = [(MODEL, EMBEDDING), (MODEL, HEAD), "step"]
-            parts += [(a, "attention") for a, _ in layers] + [(m, "mlp") for _, m in layers]
+            parts += [
+                half for number in plan.layers for half in _halves(plan, number, self._operations)
+            ]
             processor = sum(busy[part] for part in parts)
             expected_peak = max(peak_bytes, self._static_bytes + self._optimizer_bytes)
             rows.append(
@@ -138,13 +146,18 @@ class Check:
             return costs[name, operation]
 
         names = tuple({name for c in plan.layers.values() for name in (c.attention, c.mlp)})
-        stage = Stage(budget_bytes=1 << 62, static_bytes=int(self._static_bytes))
+        stage = Stage(
+            budget_bytes=1 << 62,
+            static_bytes=int(self._static_bytes),
+            angle_bytes_per_position=self._angle_bytes,
+        )
         memory = stage_memory(costs_of, stage)
         policy = OptimalPolicy(
             names,
             cost_source(costs_of),
             memory,
             allowed=lambda number, operation: (getattr(plan[number], operation),),
+            operations=self._operations,
         )
         outcome = evaluate(policy.problem(tuple(plan.layers), 1, length, False), plan)
         assert outcome is not None
@@ -230,15 +243,20 @@ def _num_runs(once_seconds: float) -> int:
     return max(1, min(5, int(TURN_SECONDS / once_seconds)))
 
 
-def _needed(plans: list[Plan]) -> set[tuple[str, str]]:
+def _needed(plans: list[Plan], operations: OperationsOf) -> set[tuple[str, str]]:
     """Every operation of the plans; of a recomputed one also what it recomputes."""
     found = {(MODEL, EMBEDDING), (MODEL, HEAD)}
     for plan in plans:
-        for choice in plan.layers.values():
-            for operation in ("attention", "mlp"):
-                name = getattr(choice, operation)
+        for number in plan.layers:
+            for name, operation in _halves(plan, number, operations):
                 found |= {(name, operation), (name.removesuffix(RECOMPUTE), operation)}
     return found
+
+
+def _halves(plan: Plan, number: int, operations: OperationsOf) -> list[tuple[str, str]]:
+    """(strategy, operation) of a layer's attention and MLP."""
+    choice = plan[number]
+    return list(zip((choice.attention, choice.mlp), operations(number), strict=True))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron_paradyse.costs.fitting import MIN_LENGTHS, fit_operation, num_timed_lengths
 from megatron_paradyse.costs.laws import SMALLEST
+from megatron_paradyse.costs.layers import LAYER, half_of
 from megatron_paradyse.costs.model import MODELS, CostModel
 from megatron_paradyse.costs.table import (
     BYTE_QUANTITIES,
@@ -182,7 +183,7 @@ def summarize(errors: Sequence[Errors]) -> dict[str, dict[str, float]]:
                     for e in errors
                     if (e.model, e.scope) == (model, scope)
                     and e.quantity in names
-                    and e.operation != "layer"
+                    and half_of(e.operation) != LAYER
                     for error in e.errors
                 ]
                 if chosen:

@@ -21,8 +21,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_paradyse.costs.description import OPTIONAL_KEYS, Description, Hardware, ModelShape
+from megatron_paradyse.costs.description import (
+    OPTIONAL_KEYS,
+    OTHER_LAYERS,
+    Description,
+    Hardware,
+    ModelShape,
+)
 from megatron_paradyse.costs.fit_values import read_model, write_model
+from megatron_paradyse.costs.layers import MAX_LAYERS
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.rows import read_row, row_values
 from megatron_paradyse.costs.strict import (
@@ -144,7 +151,11 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def _known(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and not (name == OTHER_LAYERS and not value)
+    }
 
 
 def _short(value: Any) -> Any:
@@ -184,7 +195,8 @@ def _read_constants(value: Any) -> dict[str, float]:
 
 
 def _read_description(value: Any) -> Description:
-    values = dict(check_fields(Description, value, "description", optional=OPTIONAL_KEYS))
+    optional = (*OPTIONAL_KEYS, OTHER_LAYERS)
+    values = dict(check_fields(Description, value, "description", optional=optional))
     values["model"] = ModelShape(**check_fields(ModelShape, values["model"], "description.model"))
     values["hardware"] = Hardware(
         **check_fields(Hardware, values["hardware"], "description.hardware")
@@ -195,7 +207,21 @@ def _read_description(value: Any) -> Description:
     for key, version in versions.items():
         check_text(key, "a key of description.versions")
         check_text(version, f"description.versions.{key}")
+    values[OTHER_LAYERS] = _read_layers(values.get(OTHER_LAYERS, {}))
     return Description(**values)
+
+
+def _read_layers(value: Any) -> dict[str, tuple[int, ...]]:
+    where = f"description.{OTHER_LAYERS}"
+    if not isinstance(value, dict) or len(value) > MAX_LAYERS:
+        raise ContentError(f"{where} must be an object of at most {MAX_LAYERS} keys")
+    return {
+        name: tuple(
+            check_integer(number, f"{where}.{name:.40}", low=1, high=MAX_LAYERS)
+            for number in check_array(numbers, f"{where}.{name:.40}", max_items=MAX_LAYERS)
+        )
+        for name, numbers in value.items()
+    }
 
 
 def _read_measurement(value: Any, where: str) -> Measurement:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_paradyse import __version__
+from megatron_paradyse.costs.layers import LayerKinds, ranges_text
 from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 from megatron_paradyse.errors import UserError
 
@@ -19,6 +21,7 @@ SOURCES = ("measured", "stand-in", "simulated")
 # Two devices of one name may differ by what driver and firmware reserve.
 MEMORY_TOLERANCE = 0.02
 OPTIONAL_KEYS = ("head_tile", "num_experts", "attention_dropout", "attention_window")
+OTHER_LAYERS = "other_layers"  # missing where there are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ class Description:
     head_tile: tokens of a tile of the loss head, or "off"; num_experts: 0 of a dense model;
     attention_dropout: whether there is any; attention_window: "none", or its size and whether all
         layers have it. Files of earlier versions do not tell these four, which are then None.
+    other_layers: see layers.py; none of a model whose layers are alike.
     """
 
     model: ModelShape
@@ -76,6 +80,7 @@ class Description:
     num_experts: int | None = None
     attention_dropout: bool | None = None
     attention_window: str | None = None
+    other_layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -91,6 +96,12 @@ class Description:
         for name, count in _counts(self):
             if count < 1:
                 raise UserError(f"{name} must be at least 1, got {count!r:.40}")
+        assert self.layer_kinds is not None  # UserError where other_layers are none
+
+    @functools.cached_property
+    def layer_kinds(self) -> LayerKinds:
+        """Which operations are those of which layer."""
+        return LayerKinds(self.model.num_layers, self.other_layers)
 
 
 def _counts(d: Description) -> Iterator[tuple[str, int]]:
@@ -140,7 +151,9 @@ def _comparable(d: Description) -> dict[str, Any]:
     for key, value in dataclasses.asdict(d).items():
         if key in ("source", "date", "package_version"):
             continue
-        if isinstance(value, dict):
+        if key == OTHER_LAYERS:
+            values |= {f"layers with {name}": ranges_text(layers) for name, layers in value.items()}
+        elif isinstance(value, dict):
             values |= {f"{key}.{inner}": value[inner] for inner in value}
         else:
             values[key] = value

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_paradyse.costs.forest import StepTable, forest_steps
 from megatron_paradyse.costs.laws import NEAR, Array, Law, fit_law, scale_of
-from megatron_paradyse.costs.table import ATTENTION, LAYER
+from megatron_paradyse.costs.layers import ATTENTION, LAYER, half_of
 
 # Times repeat to a percent at best; bytes are counted, and vary with rounding and alignment only.
 TIME_FLOOR, BYTES_FLOOR = 5e-3, 1e-3
@@ -63,7 +63,7 @@ def fit_hybrid(
             b[chosen],
             y[chosen],
             above=None if kept is None else kept[chosen],
-            quadratic=operation in (ATTENTION, LAYER),
+            quadratic=half_of(operation) in (ATTENTION, LAYER),
             max_pieces=TIME_PIECES if is_time else BYTES_PIECES,
             error_floor=TIME_FLOOR if is_time else BYTES_FLOOR,
             exact=not is_time,

@@ -86,6 +86,12 @@ class CostModel:
         """The strategies of which this operation was fitted; +offload follows from +recompute."""
         return tuple(fit.strategy for fit in self.fits if fit.operation == operation)
 
+    def has(self, strategy: str, operation: str) -> bool:
+        """Whether operation() knows it."""
+        name = base_name(strategy) + RECOMPUTE if offloads(strategy) else strategy
+        known = {(strategy, operation), (name, operation)} & self._rows.keys()
+        return bool(known) and (self.host is not None or not offloads(strategy))
+
     def profiled_range(self, strategy: str, operation: str) -> tuple[int, int]:
         """The shortest and the longest length that the fit saw."""
         fit = self.fits[self._row(strategy, operation)]

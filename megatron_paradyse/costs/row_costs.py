@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_paradyse.costs.hybrid import HybridFit
+from megatron_paradyse.costs.layers import half_of
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.packed import (
     AS_LOCAL,
@@ -61,15 +62,17 @@ def _ratio(seconds: float, of: float) -> float:
     return seconds / of if of > 0 else 1.0
 
 
-def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
+def row_terms(model: CostModel, strategy: str, load: Load, operation: str = ATTENTION) -> RowTerms:
     """Those of attention, for all rows of the load's s and p; not of +offload.
 
-    UserError where the strategy has no costs.
+    Rows were measured of the first layer's attention: that of layers that differ, like that of
+    strategies of which none were measured, follows from its single documents. UserError where the
+    strategy has no costs.
     """
     packed, s = model.packed, load.seq_length
     assert packed is not None and not offloads(strategy)
     work = one_document(strategy, load, causal=packed.causal)
-    fit = packed.fits.get(base_name(strategy))
+    fit = packed.fits.get(base_name(strategy)) if operation == ATTENTION else None
     if fit is not None:
         one = alone = model.operation(fit.like, ATTENTION, s)
         name = fit.like
@@ -78,15 +81,15 @@ def row_terms(model: CostModel, strategy: str, load: Load) -> RowTerms:
             one = model.operation(name, ATTENTION, s)
         return RowTerms(strategy, name, one, work, fit.forward, fit.backward, alone)
     # What exchanges less than others takes no longer than the fastest of them.
-    names = like(model, strategy, ATTENTION)
-    name = min(names, key=lambda name: model.operation(name, ATTENTION, s).time_seconds)
-    one = model.operation(name, ATTENTION, s)
+    names = like(model, strategy, operation)
+    name = min(names, key=lambda name: model.operation(name, operation, s).time_seconds)
+    one = model.operation(name, operation, s)
     laws = []
-    fits = model.fits_of(name, ATTENTION)
+    fits = model.fits_of(name, operation)
     for fitted, seconds in zip(fits, (one.forward_seconds, one.backward_seconds), strict=False):
         share = share_of_scores(fitted, s) if isinstance(fitted, HybridFit) else 0.0
         laws.append(RowLaw((share * seconds / work[0], *NOTHING[1:])))
-    first = model.operation(names[0], ATTENTION, s)  # keeps what it does
+    first = model.operation(names[0], operation, s)  # keeps what it does
     one = replace(first, forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds)
     return RowTerms(strategy, names[0], one, work, laws[0], laws[1], one)
 
@@ -117,17 +120,17 @@ class RowCosts:
             return self._model.operation(strategy, operation, s)
         if offloads(strategy):
             return self._model.offloaded(self(base_name(strategy) + RECOMPUTE, operation, s))
-        if operation != ATTENTION:
+        if half_of(operation) != ATTENTION:
             return self._model.operation(like(self._model, strategy, operation)[0], operation, s)
-        terms = row_terms(self._model, strategy, self._load)
+        terms = row_terms(self._model, strategy, self._load, operation)
         forward, backward = terms.seconds(self._load)
         one = replace(terms.one, forward_seconds=forward, backward_seconds=backward)
-        packed, fits = self._model.packed, self._model.fits_of(terms.like, ATTENTION)
+        packed, fits = self._model.packed, self._model.fits_of(terms.like, operation)
         assert packed is not None
-        known = self._model.strategies(ATTENTION)
+        known = self._model.strategies(operation)
         suffix = strategy.removeprefix(base_name(strategy))
         names = [name + suffix for name in AS_LOCAL if name + suffix in known]
-        least = self._model.operation(names[0], ATTENTION, s) if names else None
+        least = self._model.operation(names[0], operation, s) if names else None
         return with_row_bytes(strategy, one, fits, packed.sizes, self._load, least=least)
 
 

@@ -4,8 +4,9 @@ Legend: s sequence length in tokens, b sequences per microbatch, p ranks of the 
 are of one rank, the slowest or largest of the grid.
 
 The operations of a layer are "attention" and "mlp", each with its norm and residual, and
-"layer", both together, as a check of their sum. "embedding" and "head" (final norm, output layer
-and loss) belong to the pseudo-strategy "model".
+"layer", both together, as a check of their sum; where layers differ, layers.py says which are
+whose. "embedding" and "head" (final norm, output layer and loss) belong to the pseudo-strategy
+"model".
 
 What an operation costs, forward and backward:
 
@@ -25,13 +26,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from megatron_paradyse.costs.description import Description
+from megatron_paradyse.costs.layers import ATTENTION, LAYER, MLP, is_of_a_layer
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 
 if TYPE_CHECKING:
     from megatron_paradyse.costs.rows import RowMeasurement
 
-ATTENTION, MLP, LAYER = "attention", "mlp", "layer"
 LAYER_OPERATIONS = (ATTENTION, MLP, LAYER)
 MODEL = "model"  # the pseudo-strategy of the parts that no strategy changes
 EMBEDDING, HEAD = "embedding", "head"
@@ -90,11 +91,13 @@ class Measurement:
             )
 
     def _fault(self) -> str | None:
-        operations = MODEL_OPERATIONS if self.strategy == MODEL else LAYER_OPERATIONS
+        of_model = self.strategy == MODEL
         if not 0 < len(self.strategy) <= MAX_NAME or not self.strategy.isprintable():
             return f"a strategy's name has 1 to {MAX_NAME} printable characters"
-        if self.operation not in operations:
-            return f"operation must be one of {', '.join(operations)}"
+        if of_model and self.operation not in MODEL_OPERATIONS:
+            return f"operation must be one of {', '.join(MODEL_OPERATIONS)}"
+        if not of_model and not is_of_a_layer(self.operation):
+            return f"operation must be one of {', '.join(LAYER_OPERATIONS)}, or such as attention@4"
         if not 1 <= self.seq_length <= MAX_SEQ_LENGTH:
             return f"seq_length must lie in [1, {MAX_SEQ_LENGTH}]"
         if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
@@ -186,6 +189,7 @@ class CostTable:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "measurements", tuple(self.measurements))
+        known = {*MODEL_OPERATIONS, *LAYER_OPERATIONS, *self.description.layer_kinds.measured()}
         object.__setattr__(self, "rows", tuple(self.rows))
         seen = set()
         for m in self.measurements:
@@ -194,6 +198,11 @@ class CostTable:
                 raise UserError(
                     f"{m.strategy} {m.operation} at s={m.seq_length}, b={m.batch_size} is in the "
                     "table twice: keep one"
+                )
+            if m.operation not in known:
+                raise UserError(
+                    f"{m.operation} of {m.strategy} at s={m.seq_length}, b={m.batch_size}: the "
+                    "description tells of no such layer: measure it again"
                 )
             seen.add(key)
 

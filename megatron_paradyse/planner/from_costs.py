@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_paradyse.costs.layers import Operations
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.packed import LOCAL
 from megatron_paradyse.costs.recomputed import recomputed_layer
@@ -65,10 +66,10 @@ def cost_source(costs_of: CostsOf, offloaded: Offloaded | None = None) -> CostSo
     def training(operation: str, strategy: str, s: int, b: int) -> Numbers:
         return _numbers(costs_of(strategy, operation, s, b))
 
-    def pairs(attention: str, mlp: str, s: int, b: int) -> Numbers | None:
+    def pairs(attention: str, mlp: str, s: int, b: int, of: Operations) -> Numbers | None:
         if not (recomputes(attention) and recomputes(mlp)):
             return None
-        costs = recomputed_layer(attention, mlp, lambda name, half: costs_of(name, half, s, b))
+        costs = recomputed_layer(attention, mlp, lambda name, half: costs_of(name, half, s, b), of)
         if offloads(attention):
             assert offloaded is not None, "whoever names +offload gives its costs"
             costs = offloaded(costs)
@@ -128,9 +129,9 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
     def gather_bytes(s: int, b: int) -> int:
         return 0 if always_gathers(s, b) else stage.buffer_bytes_per_token * s * b
 
-    def gathers(operation: str, strategy: str, s: int, b: int) -> bool:
+    def gathers(half: str, strategy: str, s: int, b: int) -> bool:
         limit = stage.mlp_free_above
-        if limit is not None and operation == MLP and recomputes(strategy) and s * b > limit:
+        if limit is not None and half == MLP and recomputes(strategy) and s * b > limit:
             return False  # it goes in tiles, and not through Megatron's own linears
         return base_name(strategy) == MEGATRON_TS
 

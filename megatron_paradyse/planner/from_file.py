@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
 from megatron_paradyse.costs.description import ELEMENT_BYTES
-from megatron_paradyse.costs.table import MLP
+from megatron_paradyse.costs.layers import HALVES, MLP
+from megatron_paradyse.costs.packed import LOCAL
 from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_costs import (
@@ -28,7 +29,7 @@ from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, Opti
 from megatron_paradyse.planner.sources import RowSource
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import PACKED, Settings
-from megatron_paradyse.strategies import offloads, parse_strategy_name, recomputes
+from megatron_paradyse.strategies import base_name, offloads, parse_strategy_name, recomputes
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from megatron_paradyse.units import parse_bytes
 
@@ -132,6 +133,12 @@ class FilePolicies:
         self.model = costs.file.require_model()
         shape = costs.file.table.description.model
         self.num_layers = num_layers or shape.num_layers
+        self.kinds = costs.file.table.description.layer_kinds
+        if self.kinds.others and self.num_layers != shape.num_layers:
+            raise UserError(
+                f"{costs.file.path} is of {shape.num_layers} layers that differ, which does not "
+                f"tell the kinds of {self.num_layers}: profile the model with that many"
+            )
         self._depth = parameters(shape, self.num_layers) / parameters(shape, shape.num_layers)
         self._megatron_mlp, self._experts_shared = megatron_mlp, experts_shared
         if settings.host_memory is not None:
@@ -250,6 +257,7 @@ class FilePolicies:
         common = {
             "granularity": settings.granularity,
             "allowed": self._allowed,
+            "operations": self.kinds.operations,
             "alignment": ALIGNMENT,
             "refuse": settings.over_budget == "refuse",
             "rows": self.rows(correct),
@@ -291,11 +299,23 @@ class FilePolicies:
             **common,
         )
 
+    def _known(self, number: int, operation: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of which the file has costs: where layers differ, not all may run all strategies.
+
+        All where it has none, which says so when they are asked for.
+        """
+        if not self.kinds.others:
+            return names
+        own = self.kinds.operations(number)[HALVES.index(operation)]
+        known = tuple(n for n in names if base_name(n) == LOCAL or self.model.has(n, own))
+        return known or names
+
     def _allowed(self, number: int, operation: str) -> tuple[str, ...]:
         restriction = (self.settings.layers or {}).get(number)
         names = self.settings.strategies or self.costs.strategies
         if restriction is not None:
             names = getattr(restriction, operation)
+        names = self._known(number, operation, names)
         if operation == MLP and self._experts_shared:
             names = tuple(name for name in names if not recomputes(name))
             if not names:

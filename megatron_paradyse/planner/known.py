@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron_paradyse.costs.cost_file import CostFile
+from megatron_paradyse.costs.layers import ATTENTION, HALVES, MLP, half_of
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.packed import AS_LOCAL, LOCAL
-from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import (
@@ -18,15 +18,22 @@ from megatron_paradyse.strategies import (
 
 
 def known_strategies(model: CostModel) -> tuple[str, ...]:
-    """The strategies with costs of both halves; with a host's rate +offload after +recompute."""
-    mlp = set(model.strategies(MLP))
+    """The strategies with costs of both halves of a layer, those of which may be of layers that
+    differ; with a host's rate +offload after +recompute.
+    """
+    of_half = {half: _of_half(model, half) for half in HALVES}
+    mlp = set(of_half[MLP])
     names: list[str] = []
-    for name in model.strategies(ATTENTION):
+    for name in of_half[ATTENTION]:
         if name in mlp:
             names.append(name)
             if name.endswith(RECOMPUTE) and model.host is not None:
                 names.append(base_name(name) + OFFLOAD)
     return tuple(dict.fromkeys(names))
+
+
+def _of_half(model: CostModel, half: str) -> list[str]:
+    return [fit.strategy for fit in model.fits if half_of(fit.operation) == half]
 
 
 def known_for_rows(model: CostModel) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_paradyse.costs.layers import ALIKE, ATTENTION, MLP, Operations, half_of
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.row import Row
@@ -24,8 +25,10 @@ from megatron_paradyse.strategies import offloads
 
 logger = logging.getLogger(__name__)
 
-# of layer number, operation: the strategies that it may run
+# of layer number, "attention" or "mlp": the strategies that it may run
 Allowed = Callable[[int, str], tuple[str, ...]]
+# of layer number: of which operations its halves have the costs
+OperationsOf = Callable[[int], Operations]
 
 
 @dataclass(eq=False)
@@ -38,6 +41,7 @@ class CostPolicy:
     memory: StageMemory
     granularity: str = "operation"
     allowed: Allowed | None = None
+    operations: OperationsOf | None = None
     alignment: int = 1
     gamma: float | None = None
     refuse: bool = False
@@ -131,17 +135,18 @@ class CostPolicy:
             )
         costs = self.costs if load is None else self._rows.costs(load)
         shape = (seq_length, batch_size, forward_only, load)
-        made: dict[tuple[tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
+        made: dict[tuple[Operations, tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
         layers = {}
         most = memory.layers_on_host(seq_length, batch_size)
         for place, number in enumerate(numbers):
-            first, second = self._allowed(number, "attention"), self._allowed(number, "mlp")
+            of = ALIKE if self.operations is None else self.operations(number)
+            first, second = self._allowed(number, ATTENTION), self._allowed(number, MLP)
             if most is not None and place >= most:
                 # What the first layers keep, they keep for longest.
                 first, second = _without_offload(first), _without_offload(second)
-            if (first, second) not in made:
-                made[first, second] = self._options(costs, first, second, *shape)
-            layers[number] = made[first, second]
+            if (of, first, second) not in made:
+                made[of, first, second] = self._options(costs, of, (first, second), *shape)
+            layers[number] = made[of, first, second]
         return Problem(
             layers,
             budget,
@@ -172,10 +177,10 @@ class CostPolicy:
         return self.strategies if self.allowed is None else self.allowed(number, operation)
 
     def _options(
-        self, costs: CostSource, attention, mlp, s: int, b: int, forward_only: bool, load
+        self, costs: CostSource, of: Operations, allowed, s: int, b: int, forward_only: bool, load
     ) -> LayerOptions:
         halves = []
-        for operation, names in (("attention", attention), ("mlp", mlp)):
+        for operation, names in zip(of, allowed, strict=True):
             able = [name for name in names if self.rows is None or self.rows.takes(name, load)]
             half = [self._choice(costs, operation, name, s, b, forward_only) for name in able]
             halves.append(tuple(choice for choice in half if choice is not None))
@@ -193,7 +198,7 @@ class CostPolicy:
             for second in halves[1]:
                 if (first.name, second.name) in same:
                     continue
-                numbers = source(first.name, second.name, s, b)
+                numbers = source(first.name, second.name, s, b, of)
                 if numbers is not None:
                     gathers = first.gathers or second.gathers
                     pair = _make_choice(first.name, numbers, gathers)
@@ -214,7 +219,7 @@ class CostPolicy:
                 numbers = (seconds, 0, kept + forward, 0)
         if numbers is None:
             return None
-        return _make_choice(name, numbers, self.memory.gathers(operation, name, s, b))
+        return _make_choice(name, numbers, self.memory.gathers(half_of(operation), name, s, b))
 
     def _exceeds(self, outcome: Outcome, batch_size: int, seq_length: int) -> None:
         gib = 2.0**30

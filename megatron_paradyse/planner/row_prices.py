@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_paradyse.costs.layers import ALIKE
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.row_costs import RowTerms, like, row_terms
-from megatron_paradyse.costs.table import MLP, OperationCosts
+from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load, load_of, load_of_one
 from megatron_paradyse.packing.row import Row
@@ -27,7 +28,8 @@ MADE_FOR = ((1.0, True), (1 / 8, True), (1 / 8, False), (1 / 64, False))
 PLANS_PER_DOUBLING = 16  # lengths for which plans are made
 CAPACITY = 4096  # lengths that are remembered
 
-Pairs = tuple[tuple[str, str, int], ...]  # attention, MLP, layers
+Half = tuple[str, str]  # strategy, and the operation whose costs it has
+Pairs = tuple[tuple[Half, Half, int], ...]  # attention, MLP, layers
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,13 @@ class RowPrices:
     def _length(self, s: int, p: int) -> _Length:
         load = load_of_one(s, p, causal=self._causal)
         plans = self._plans_for(s, p)
-        names = {part for made in plans for part, _, _ in made.pairs}
-        halves = {part for made in plans for _, part, _ in made.pairs}
         mlp = {}
-        for name in halves:
-            made_from = like(self._model, _on_device(name), MLP)[0]
-            mlp[name] = self._model.operation(made_from, MLP, s)
+        for name, operation in {half for made in plans for _, half, _ in made.pairs}:
+            made_from = like(self._model, _on_device(name), operation)[0]
+            mlp[name, operation] = self._model.operation(made_from, operation, s)
         terms = {}
-        for name in names:
-            terms[name] = row_terms(self._model, _on_device(name), load)
+        for name, operation in {half for made in plans for half, _, _ in made.pairs}:
+            terms[name, operation] = row_terms(self._model, _on_device(name), load, operation)
         return _Length(plans, terms, mlp, self._model.offloaded, self._edge_seconds(s))
 
     def _plans_for(self, s: int, p: int) -> tuple[_Made, ...]:
@@ -121,14 +121,22 @@ class RowPrices:
         outcome = self._policy.planner.plan(problem)
         if not outcome.fits:
             return None
-        return _Made(_pairs(outcome.plan), load.keys_received)
+        return _Made(self._pairs(outcome.plan), load.keys_received)
+
+    def _pairs(self, plan: Plan) -> Pairs:
+        of = self._policy.operations or (lambda number: ALIKE)
+        counted: Counter[tuple[Half, Half]] = Counter()
+        for number, choice in plan.layers.items():
+            attention, mlp = of(number)
+            counted[(choice.attention, attention), (choice.mlp, mlp)] += 1
+        return tuple((*pair, count) for pair, count in sorted(counted.items()))
 
 
 @dataclass(frozen=True)
 class _Length:
     plans: tuple[_Made, ...]
-    terms: dict[str, RowTerms]  # by attention strategy; of +offload those of +recompute
-    mlp: dict[str, OperationCosts]
+    terms: dict[Half, RowTerms]  # of attention; of +offload those of +recompute
+    mlp: dict[Half, OperationCosts]
     offloaded: Callable[[OperationCosts], OperationCosts]
     edge_seconds: float
 
@@ -136,19 +144,22 @@ class _Length:
         fit = [made for made in self.plans if load.keys_received <= made.keys_received]
         if not fit:
             return None
-        attention = {name: terms.seconds(load) for name, terms in self.terms.items()}
+        attention = {half: terms.seconds(load) for half, terms in self.terms.items()}
         return self.edge_seconds + min(
             sum(count * self._pair(attention[a], a, m) for a, m, count in made.pairs)
             for made in fit
         )
 
-    def _pair(self, attention: tuple[float, float], a: str, m: str) -> float:
+    def _pair(self, attention: tuple[float, float], of_attention: Half, of_mlp: Half) -> float:
         """Of a layer; a copy to the host counts with the layer's or the half's forward."""
-        mlp = self.mlp[m]
+        mlp = self.mlp[of_mlp]
+        (a, _), (m, _) = of_attention, of_mlp
         if not (offloads(a) or offloads(m)):
             return sum(attention) + mlp.time_seconds
         first = replace(
-            self.terms[a].one, forward_seconds=attention[0], backward_seconds=attention[1]
+            self.terms[of_attention].one,
+            forward_seconds=attention[0],
+            backward_seconds=attention[1],
         )
         if recomputes(a) and recomputes(m):
             both = replace(
@@ -164,8 +175,3 @@ class _Length:
 def _on_device(name: str) -> str:
     """The strategy; of +offload the +recompute whose costs its own are made from."""
     return base_name(name) + RECOMPUTE if offloads(name) else name
-
-
-def _pairs(plan: Plan) -> Pairs:
-    counted = Counter((choice.attention, choice.mlp) for choice in plan.layers.values())
-    return tuple((*pair, count) for pair, count in sorted(counted.items()))

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_paradyse.costs.layers import Operations
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.row import Row
 
 # (seconds, kept_bytes, forward_bytes, backward_bytes), or None where it cannot run this shape
 Numbers = Sequence[float]
-# of operation ("attention", "mlp"), strategy, s, b
+# of operation ("attention", "mlp@2"), strategy, s, b
 Costs = Callable[[str, str, int, int], Numbers | None]
-# of attention strategy, MLP strategy, s, b: for pairs whose costs are not the sum of the two
-PairCosts = Callable[[str, str, int, int], Numbers | None]
+# of attention strategy, MLP strategy, s, b and the layer's operations: for pairs whose costs are
+# not the sum of the two
+PairCosts = Callable[[str, str, int, int, Operations], Numbers | None]
 Pair = tuple[str, str]
 
 
@@ -31,7 +33,7 @@ class StageMemory:
 
     embedding and head give (s, b) -> bytes: what the embedding, or a received input, and buffers of
     this size keep, the embedding's peak, the head's peak. gather_bytes: of the buffer that is there
-    besides if the plan has a choice for which gathers(operation, strategy, s, b) is true.
+    besides if the plan has a choice for which gathers(half, strategy, s, b) is true.
     host_bytes: what +offload may take of host memory, None without limit; input_bytes: of a layer's
     input, which it keeps there.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from megatron_paradyse.costs.table import ATTENTION, MLP
-from megatron_paradyse.planner.problem import Choice, Outcome
+from megatron_paradyse.costs.layers import ATTENTION, MLP, Operations, ranges_text
+from megatron_paradyse.planner.problem import Choice, LayerOptions, Outcome
 from megatron_paradyse.preview.forecast import Forecast, alone
 from megatron_paradyse.preview.layout import (
     GIB,
@@ -35,8 +35,19 @@ def explanation(setup: Setup, one: Forecast) -> str:
 
 
 def _costs(setup: Setup, one: Forecast) -> str:
-    """Seconds, kept and workspace of the halves of a layer, per strategy."""
-    halves = _halves(one)
+    """Seconds, kept and workspace of the halves of a layer, per strategy; of each kind of layer."""
+    kinds: dict[Operations, list[int]] = {}
+    for number in setup.layers:
+        kinds.setdefault(setup.policies.kinds.operations(number), []).append(number)
+    texts = []
+    for numbers in kinds.values():
+        of = f"layer {numbers[0]}" if len(numbers) == 1 else f"each layer of {ranges_text(numbers)}"
+        of = "one layer" if len(kinds) == 1 else of
+        texts.append(_costs_of(of, _halves([one.problem.layers[n] for n in numbers])))
+    return "\n\n".join(texts)
+
+
+def _costs_of(of: str, halves: dict[str, dict[str, Choice]]) -> str:
     choices = [choice for half in halves.values() for choice in half.values()]
     largest = max(max(c.kept_bytes, c.workspace_bytes) for c in choices)
     unit, name = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
@@ -53,16 +64,16 @@ def _costs(setup: Setup, one: Forecast) -> str:
     rows = [[n, *cells(halves[ATTENTION].get(n)), *cells(halves[MLP].get(n))] for n in names]
     columns = [f"{half} {what}" for half in ("att.", "MLP") for what in (second, "kept", "space")]
     intro = (
-        f"Costs of one layer, forward and backward (kept: {name} from forward to backward; space: "
+        f"Costs of {of}, forward and backward (kept: {name} from forward to backward; space: "
         f"{name} of workspace above that, the larger of the two passes):"
     )
     return f"{wrapped(intro)}\n{table(['strategy', *columns], rows, left=[0])}"
 
 
-def _halves(one: Forecast) -> dict[str, dict[str, Choice]]:
-    """half -> strategy -> choice, of all layers together."""
+def _halves(layers: Sequence[LayerOptions]) -> dict[str, dict[str, Choice]]:
+    """half -> strategy -> choice, of these layers together, whose costs are alike."""
     halves: dict[str, dict[str, Choice]] = {ATTENTION: {}, MLP: {}}
-    for options in one.problem.layers.values():
+    for options in layers:
         for half, choices in ((ATTENTION, options.attention), (MLP, options.mlp)):
             halves[half] |= {choice.name: choice for choice in choices}
     return halves

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.planner.peak import base_bytes, operations, walk
 from megatron_paradyse.preview.forecast import Forecast
 from megatron_paradyse.preview.setup import Setup
@@ -71,16 +70,17 @@ def host_bytes(setup: Setup, found: Forecast) -> int:
     """What a rank's layers keep in host memory when all of them wait for their backward."""
     size = (found.planned_length, found.batch_size)
 
-    def kept(name: str, half: str) -> float:
+    def kept(name: str, operation: str) -> float:
         again = base_name(name) + RECOMPUTE
-        return setup.policies.model.operation(again, half, *size).kept_bytes
+        return setup.policies.model.operation(again, operation, *size).kept_bytes
 
     total = 0.0
-    for choice in found.outcome.plan.layers.values():
+    for number, choice in found.outcome.plan.layers.items():
+        attention, mlp = setup.policies.kinds.operations(number)
         if offloads(choice.attention):
-            total += kept(choice.attention, ATTENTION)
+            total += kept(choice.attention, attention)
         if offloads(choice.mlp) and not recomputes(choice.attention):
-            total += kept(choice.mlp, MLP)
+            total += kept(choice.mlp, mlp)
     return int(total)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_paradyse.costs.cost_file import CostFile
 from megatron_paradyse.costs.description import Description, Hardware, tile_text
+from megatron_paradyse.costs.layers import MAX_LAYERS
 from megatron_paradyse.edges.tiles import AUTO, OFF
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_costs import Stage
@@ -22,8 +23,6 @@ from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.settings import Settings, make_settings
 from megatron_paradyse.units import parse_bytes
-
-MAX_LAYERS = 100_000
 
 
 @dataclass(frozen=True)

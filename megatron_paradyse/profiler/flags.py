@@ -39,7 +39,6 @@ DROPPED = {
     "--decoder-last-pipeline-num-layers": 1,
     "--pipeline-model-parallel-layout": 1,
     "--overlap-p2p-communication-warmup-flush": 0,
-    "--no-rope-freq": 1,
     "--global-batch-size": 1,
     "--rampup-batch-size": None,
     "--step-batch-size-schedule": 1,

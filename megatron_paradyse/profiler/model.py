@@ -2,6 +2,7 @@
 
 A layer's share of what grows with the layers (static bytes, the optimizer) is the difference
 between two layers and one, so that a model of any depth is profiled in the memory of two layers.
+Where layers differ, each kind has such a share, and the profiled model has one layer of each.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+from megatron_paradyse.costs.layers import MLP, half_of, layer_of
 from megatron_paradyse.costs.table import Constants
 from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.live_bytes import Meter
 from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.plan import Plan, uniform_plan
+from megatron_paradyse.submodules import SwitchableMLP
 from megatron_paradyse.train.model_kind import model_config
+from megatron_paradyse.train.model_layers import ModelLayers
 
 OPTIMIZER_STEPS = 7
 
@@ -54,6 +58,7 @@ class ProfiledModel:
     optimizer: Any
     scheduler: Any
     policy: GivenPolicy
+    layers: ModelLayers
 
     @property
     def gpt(self):
@@ -61,7 +66,16 @@ class ProfiledModel:
 
     @property
     def layer(self):
+        """The first."""
         return self.gpt.decoder.layers[0]
+
+    def layer_of(self, operation: str):
+        """The layer whose half or whole has that name, see costs/layers.py."""
+        return self.gpt.decoder.layers[self.layers.numbers.index(layer_of(operation))]
+
+    def switches(self, operation: str) -> bool:
+        """Whether what it runs depends on the strategy: an MLP of experts stays Megatron's."""
+        return half_of(operation) != MLP or isinstance(self.layer_of(operation).mlp, SwitchableMLP)
 
     @property
     def config(self):
@@ -69,8 +83,13 @@ class ProfiledModel:
 
 
 def build_model(num_layers: int) -> ProfiledModel:
-    """Build through Megatron's own setup; afterwards the arguments name that many layers."""
-    container, policy = model_configuration(num_layers)
+    """Of the first layers that the arguments describe, which name so many afterwards."""
+    return build_layers(ModelLayers.of_arguments(get_args(), num_layers))
+
+
+def build_layers(layers: ModelLayers) -> ProfiledModel:
+    """Build through Megatron's own setup; afterwards the arguments are of these layers alone."""
+    container, policy = model_configuration(layers)
     chunks, optimizer, scheduler = training.setup_model_and_optimizer(
         ModelType.encoder_or_decoder,
         cfg_container=container,
@@ -79,16 +98,16 @@ def build_model(num_layers: int) -> ProfiledModel:
     get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
     for chunk in chunks:
         chunk.train()
-    return ProfiledModel(chunks, optimizer, scheduler, policy)
+    return ProfiledModel(chunks, optimizer, scheduler, policy, layers)
 
 
-def model_configuration(num_layers: int) -> tuple[Any, GivenPolicy]:
+def model_configuration(layers: ModelLayers) -> tuple[Any, GivenPolicy]:
     """Megatron's configuration of the model, with the hooks of training, and the policy they ask.
 
-    Afterwards the arguments name that many layers.
+    Afterwards the arguments are of these layers alone.
     """
     args = get_args()
-    args.num_layers = args.encoder_num_layers = num_layers
+    layers.put_into(args)
     policy = GivenPolicy()
     container = pretrain_cfg_container_from_args(args, model_config(args))
     container.model.pre_wrap_hooks += [
@@ -101,7 +120,7 @@ def model_configuration(num_layers: int) -> tuple[Any, GivenPolicy]:
 def build_and_measure(
     num_layers: int, meter: Meter, *, longest_tokens: int
 ) -> tuple[ProfiledModel, Constants]:
-    """A model of at most two layers, and the constants of one with num_layers.
+    """A model with a layer of each kind, and the constants of one with num_layers.
 
     longest_tokens: s b of the longest microbatch, of the gather buffer. All ranks must call it. The
     constants are the largest of any rank's.
@@ -110,14 +129,23 @@ def build_and_measure(
         before = meter.live_bytes
         _multiply_once()
         workspace_bytes = meter.live_bytes - before
-    model, one = _built(1, meter)
+    layers = ModelLayers.of_arguments(get_args(), num_layers)
+    kinds = layers.kinds()
+    chosen = tuple(kinds.first_layers.values())
+    model, one = _built(layers.only(chosen[:1]), meter)
     constants = [*one]
-    if num_layers > 1:
+    for number, count in zip(chosen, kinds.counts().values(), strict=True):
+        more = count - 1 if number == chosen[0] else count  # than the one layer that is there
+        if more:
+            del model
+            gc.collect()
+            model, two = _built(layers.only((chosen[0], number)), meter)
+            shares = [max(0.0, b - a) for a, b in zip(one, two, strict=True)]
+            constants = [a + more * share for a, share in zip(constants, shares, strict=True)]
+    if model.layers.numbers not in (chosen, chosen * 2):
         del model
         gc.collect()
-        model, two = _built(2, meter)
-        more = num_layers - 1
-        constants = [a + more * max(0.0, b - a) for a, b in zip(one, two, strict=True)]
+        model, _ = _built(layers.only(chosen), meter)
     with meter:
         before = meter.live_bytes
         grow_gather_buffer(model, longest_tokens)
@@ -132,11 +160,11 @@ def _multiply_once() -> None:
     (x @ x).sum().backward()
 
 
-def _built(num_layers: int, meter: Meter) -> tuple[ProfiledModel, tuple[float, float, float]]:
+def _built(layers: ModelLayers, meter: Meter) -> tuple[ProfiledModel, tuple[float, float, float]]:
     """A model, and as if it were the whole: static_bytes, optimizer_seconds, optimizer_bytes."""
     with meter:
         before = meter.live_bytes
-        model = build_model(num_layers)
+        model = build_layers(layers)
         step_without_microbatches(model)  # makes the optimizer's states
         gc.collect()
         static_bytes = meter.live_bytes - before

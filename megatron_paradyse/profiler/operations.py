@@ -20,7 +20,8 @@ from megatron.training import get_args
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER
+from megatron_paradyse.costs.layers import LAYER, half_of
+from megatron_paradyse.costs.table import EMBEDDING, HEAD
 from megatron_paradyse.microbatch_params import PlannedMicrobatch
 from megatron_paradyse.model_edges import losses_in_tiles
 from megatron_paradyse.packing.row import Row
@@ -95,18 +96,18 @@ class Operations:
             return Operation(lambda: None, self._embed)
         if operation == HEAD:
             return Operation(self._input, self._head)
-        plan = uniform_plan([self._model.layer.layer_number], strategy)
+        layer, half = self._model.layer_of(operation), half_of(operation)
+        plan = uniform_plan([layer.layer_number], strategy)
         planned = dataclasses.replace(self._layer_kwargs["packed_seq_params"], plan=plan)
         if row is not None:
             planned = self._packed(planned, row)
         kwargs = {**self._layer_kwargs, "packed_seq_params": planned}
-        layer = self._model.layer
 
         def run(x):
             with _as_in_a_block(self._model.config):
-                if operation == LAYER:
+                if half == LAYER:
                     return layer(hidden_states=x, **kwargs)[0], None
-                return layer.run_half(operation, x, kwargs), None
+                return layer.run_half(half, x, kwargs), None
 
         return Operation(self._input, run)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER, LAYER_OPERATIONS, MODEL
+from megatron_paradyse.costs.layers import LAYER, half_of
+from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER_OPERATIONS, MODEL, Measurement
 from megatron_paradyse.profiler.lengths import (
     COUNT,
     check_lengths,
@@ -84,13 +85,14 @@ def points(
     lengths: Mapping[int, bool],
     batch_sizes: Sequence[int],
     strategies: Sequence[str],
+    operations: Sequence[str] = LAYER_OPERATIONS,
     *,
     check_layers: bool = True,
 ) -> Iterator[Point]:
     """Short ones first, so that longer ones can be foreseen; lengths and whether each is timed.
 
-    The layer as a whole is a check, at every other timed length of the shorter half: it follows
-    from its halves, under +recompute too (costs/recomputed.py).
+    operations: of layers. The layer as a whole is a check, at every other timed length of the
+    shorter half: it follows from its halves, under +recompute too (costs/recomputed.py).
     """
     timed = [s for s in lengths if lengths[s]]
     checked = timed[: (len(timed) + 1) // 2 + 1 : 2] if check_layers else []
@@ -99,9 +101,21 @@ def points(
             yield Point(MODEL, EMBEDDING, s, b, is_timed)
             yield Point(MODEL, HEAD, s, b, is_timed)
             for strategy in (name for name in strategies if base_name(name) not in PACKED_ONLY):
-                for operation in LAYER_OPERATIONS:
-                    if operation != LAYER or s in checked:
+                for operation in operations:
+                    if half_of(operation) != LAYER or s in checked:
                         yield Point(strategy, operation, s, b, is_timed)
+
+
+def like_first(measurement: Measurement, strategies: Sequence[str]) -> list[Measurement]:
+    """The same of all strategies that are measured after it, of what no strategy changes.
+
+    None where it is not of the first: of those with +recompute, or of those without.
+    """
+    suffix = measurement.strategy.removeprefix(base_name(measurement.strategy))
+    alike = [name for name in strategies if name.removeprefix(base_name(name)) == suffix]
+    if not alike or alike[0] != measurement.strategy:
+        return []
+    return [replace(measurement, strategy=name) for name in alike[1:]]
 
 
 def strategies_to_profile(names: Sequence[str] | None) -> tuple[str, ...]:

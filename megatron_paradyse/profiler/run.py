@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_paradyse.costs.description import CAUSAL
-from megatron_paradyse.costs.table import BYTES_ONLY
+from megatron_paradyse.costs.rows import RowMeasurement
+from megatron_paradyse.costs.table import BYTES_ONLY, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.points import (
     Options,
     Point,
     choose_lengths,
+    like_first,
     points,
     strategies_to_profile,
 )
@@ -78,7 +80,9 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection need look at it
     runner = Runner(model, meter, journal, agreement, options)
-    single = points(lengths, options.batch_sizes, strategies, check_layers=not options.quick)
+    operations = journal.description.layer_kinds.measured()
+    check_layers = not options.quick
+    single = points(lengths, options.batch_sizes, strategies, operations, check_layers=check_layers)
     todo: list[Point | RowPoint] = [*single]
     if options.packed and p > 1:
         todo += row_points(lengths, strategies, p, causal=causal)
@@ -86,9 +90,15 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     done = 0.0
     rounds = Rounds(runner.seconds_again)
 
+    def record(measurement: Measurement | RowMeasurement) -> None:
+        journal.record(measurement)
+        if isinstance(measurement, Measurement) and not model.switches(measurement.operation):
+            for one in like_first(measurement, strategies):
+                journal.record(one)
+
     def time_again() -> None:
         for measurement in rounds.again():
-            journal.record(measurement)
+            record(measurement)
 
     for number, point in enumerate(todo, 1):
         late = options.budget_seconds and time.monotonic() - start > options.budget_seconds
@@ -102,7 +112,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
             if rounds.begins(point):
                 time_again()
             measurement = runner.run(point)
-            journal.record(measurement)
+            record(measurement)
             if point.is_timed and not options.quick:
                 rounds.add(point, measurement)
             if rank == 0:

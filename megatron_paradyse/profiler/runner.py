@@ -105,7 +105,9 @@ class Runner:
     def _foreseen(self, point: Point | RowPoint) -> str:
         """What can be known before it runs: a shape that cannot, a length that would not fit."""
         if point.strategy != MODEL:
-            shape = attention_shape(self._model.layer.self_attention, training=True)
+            shape = attention_shape(
+                self._model.layer_of(point.operation).self_attention, training=True
+            )
             try:
                 get_strategy(point.strategy).check(shape, tensor_parallel_size())
             except UserError as error:

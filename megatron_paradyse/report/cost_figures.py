@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_paradyse.costs.table import ATTENTION, MLP, MODEL, Measurement, OperationCosts
+from megatron_paradyse.costs.layers import ATTENTION, HALVES, MLP, half_of, layer_of
+from megatron_paradyse.costs.table import MODEL, Measurement, OperationCosts
 from megatron_paradyse.report.content import Content
 from megatron_paradyse.report.records import Microbatch, plan_of
 from megatron_paradyse.report.style import (
@@ -37,16 +38,20 @@ def peak_of(costs: OperationCosts | Measurement) -> float:
 
 
 def draw_cost_curves(figure, content: Content, look: Look) -> None:
-    """Seconds and peak bytes of attention and MLP of one layer, measured and fitted."""
+    """Seconds and peak bytes of attention and MLP of one layer, measured and fitted.
+
+    Where layers differ, of the halves of each kind.
+    """
     assert content.costs is not None
     table, model = content.costs.table, content.costs.require_model()
     smallest = min(m.batch_size for m in table.measurements)
     styles = styles_of([n for n in model.strategies(ATTENTION) if n != MODEL][:MOST_CURVES])
     unit, unit_name = byte_unit(float(np.median([peak_of(m) for m in table.measurements])))
-    panels = figure.subplots(4 // look.columns, look.columns, squeeze=False).T.ravel()
-    for axes, (operation, in_time) in zip(
-        panels, [(o, t) for o in (ATTENTION, MLP) for t in (True, False)], strict=True
-    ):
+    halves = halves_drawn(content)
+    drawn = [(o, t) for o in halves for t in (True, False)]
+    panels = figure.subplots(len(drawn) // look.columns, look.columns, squeeze=False)
+    panels = (panels.T if len(halves) == 2 else panels).ravel()
+    for axes, (operation, in_time) in zip(panels, drawn, strict=True):
         for name, style in styles.items():
             _draw_points(axes, table, (name, operation, smallest), in_time, unit, style)
             if name not in model.strategies(operation):
@@ -60,8 +65,7 @@ def draw_cost_curves(figure, content: Content, look: Look) -> None:
         token_axis(axes.xaxis)
         plain_log_axis(axes.yaxis)
         grid(axes)
-        title = "MLP" if operation == MLP else operation
-        axes.set_title(f"{title}, forward and backward of one layer")
+        axes.set_title(f"{_title(content, operation)}, forward and backward of one layer")
         axes.set_xlabel("sequence length (tokens, K = 1024)")
         axes.set_ylabel("time (ms)" if in_time else f"memory at its peak ({unit_name})")
     figure.legend(
@@ -70,6 +74,23 @@ def draw_cost_curves(figure, content: Content, look: Look) -> None:
         ncols=2 if look.narrow else 5,
         **TIGHT,
     )
+
+
+def halves_drawn(content: Content) -> list[str]:
+    """The kinds of attention, then those of the MLP."""
+    assert content.costs is not None
+    halves = content.costs.table.description.layer_kinds.halves()
+    return sorted(halves, key=lambda name: HALVES.index(half_of(name)))
+
+
+def _title(content: Content, operation: str) -> str:
+    """Where layers differ, with the first layer that has this half."""
+    assert content.costs is not None
+    others = content.costs.table.description.other_layers
+    half = half_of(operation)
+    name = "MLP" if half == MLP else half
+    differ = half in map(half_of, others)
+    return f"{name} as in layer {layer_of(operation)}" if differ else name
 
 
 def _draw_points(axes, table, key: tuple[str, str, int], in_time: bool, unit, style) -> None:

@@ -25,6 +25,7 @@ class Kind:
     words: Callable[[Content], str]
     missing: Callable[[Content], str]
     heights: tuple[float, float] = (4.2, 4.4)  # wide, narrow
+    taller: Callable[[Content], float] = lambda _: 1.0  # times these heights
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def _draw(kind: Kind, content: Content, folder: str) -> Drawn:
         figure = make_figure(
             functools.partial(kind.draw, content=content, look=look),
             look,
-            height=height,
+            height=height * kind.taller(content),
             footer=content.source(),
         )
         if look is WIDE:
@@ -215,5 +216,6 @@ KINDS = (
         _curve_words,
         _needs_measurements,
         (7.4, 12.5),
+        lambda content: len(cost_figures.halves_drawn(content)) / 2,
     ),
 )

@@ -9,7 +9,8 @@ import sys
 
 import click
 
-from megatron_paradyse.costs.table import MLP, CostTable
+from megatron_paradyse.costs.layers import MLP, half_of
+from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, json_option
 from megatron_paradyse.strategies import offloads, recomputes
@@ -146,19 +147,22 @@ def _in_silence(options, flags: list[str]) -> CostTable:
 def summary(table: CostTable) -> dict:
     """Seconds and bytes of a layer under each strategy, by length, for b as given first.
 
-    A layer that is recomputed as a whole keeps one input, not one of each half.
+    Where layers differ, their mean. A layer that is recomputed as a whole keeps one input, not one
+    of each half.
     """
     first = table.measurements[0].batch_size
     refused = {m.strategy for m in table.measurements if not m.is_ok} | {"model"}
+    kinds = table.description.layer_kinds
     layers: dict[str, dict[int, dict[str, float]]] = {}
     for m in table.measurements:
         if m.is_ok and m.batch_size == first and m.strategy not in refused:
             sums = layers.setdefault(m.strategy, {}).setdefault(
                 m.seq_length, {"layer_seconds": 0.0, "layer_kept_bytes": 0.0}
             )
-            sums["layer_seconds"] += m.time_seconds
-            if m.operation == MLP or not recomputes(m.strategy):
-                sums["layer_kept_bytes"] += m.kept_bytes
+            share = kinds.share(m.operation)
+            sums["layer_seconds"] += share * m.time_seconds
+            if half_of(m.operation) == MLP or not recomputes(m.strategy):
+                sums["layer_kept_bytes"] += share * m.kept_bytes
     return {"static_bytes": table.constants.static_bytes, "layers": layers}
 
 

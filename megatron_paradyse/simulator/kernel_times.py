@@ -37,6 +37,7 @@ class KernelTimes:
 
     def __init__(self, device: Device):
         self._device = device
+        self.num_scores: int | None = None  # per head that attention computes, where it is not all
         self._bytes_per_second = device.bandwidth_bytes_per_second * device.bandwidth_efficiency
         self._special: dict[object, Callable[[Sequence, object], float]] = {
             aten.mm: lambda args, _: self._product(args[0], args[1]),
@@ -84,7 +85,9 @@ class KernelTimes:
         """q [b, n, sq, d], k [b, g, sk, d]."""
         b, n, rows, d = q.shape
         device = self._device
-        scores = rows * (rows + 1) // 2 if causal else rows * k.shape[2]
+        scores = self.num_scores
+        if scores is None:
+            scores = rows * (rows + 1) // 2 if causal else rows * k.shape[2]
         efficiency = (
             device.attention_forward_efficiency if forward else device.attention_backward_efficiency
         )

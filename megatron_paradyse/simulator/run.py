@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_paradyse.costs.description import Description, Hardware
+from megatron_paradyse.costs.layers import ATTENTION, half_of
 from megatron_paradyse.costs.table import (
-    ATTENTION,
     EMBEDDING,
     HEAD,
-    MLP,
     MODEL,
     OK,
     QUANTITIES,
@@ -71,17 +70,18 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     from megatron.training import get_args
 
     from megatron_paradyse.profiler.model import grow_gather_buffer, tied_gradient_bytes
-    from megatron_paradyse.simulator.flash_workspace import flash_workspace
+    from megatron_paradyse.simulator.flash_kernel import flash_kernel
     from megatron_paradyse.simulator.rows import simulated_rows
     from megatron_paradyse.simulator.short_loops import short_loops
     from megatron_paradyse.simulator.simulated_device import SimulatedDevice, fused_functions
     from megatron_paradyse.simulator.simulated_rank import (
-        build_layer,
+        build_layers,
         start_megatron,
         static_numbers,
         without_values,
     )
     from megatron_paradyse.simulator.traffic import replaced
+    from megatron_paradyse.train.model_layers import ModelLayers
 
     start_megatron(flags, p=options.p, rank=options.p - 1)
     args = get_args()
@@ -91,6 +91,9 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             "on its values: leave it out, or profile on a device"
         )
     num_layers = args.num_layers
+    layers = ModelLayers.of_arguments(args, num_layers)
+    kinds = layers.kinds()
+    description = _description(options, num_layers)
     device = SimulatedDevice(options.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_values())
@@ -98,14 +101,14 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
         stack.enter_context(short_loops(device.clock))
         if options.fused:
             stack.enter_context(fused_functions(device))
-            stack.enter_context(flash_workspace())
+            stack.enter_context(flash_kernel(device.scores))
         with device:
-            model = build_layer()
+            model = build_layers(layers.only(tuple(kinds.first_layers.values())))
             before = device.live_bytes
             longest_tokens = max(options.lengths) * max(options.batch_sizes)
             grow_gather_buffer(model, longest_tokens)
             buffer_bytes = device.live_bytes - before
-        numbers = static_numbers(model, num_layers=num_layers)
+        numbers = static_numbers(model, tuple(kinds.counts().values()))
         state_bytes = options.state_bytes or (18 if args.params_dtype.itemsize == 2 else 16)
         rate = options.device.bandwidth_bytes_per_second * options.device.bandwidth_efficiency
         constants = Constants(
@@ -114,12 +117,14 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             host_bytes_per_second=options.device.host_rate,
             buffer_tokens=longest_tokens,
         )
-        measurements = tuple(_measurements(options, model, device, report))
+        measurements = tuple(_measurements(options, kinds.halves(), model, device, report))
         rows = tuple(simulated_rows(options, model, device, report)) if options.packed else ()
-    return CostTable(_description(options, num_layers), measurements, constants, rows)
+    return CostTable(description, measurements, constants, rows)
 
 
-def _measurements(options: Options, model, device, report: Report) -> Iterator[Measurement]:
+def _measurements(
+    options: Options, halves: Sequence[str], model, device, report: Report
+) -> Iterator[Measurement]:
     from megatron_paradyse.profiler.operations import Operations
     from megatron_paradyse.simulator.simulated_rank import read_anywhere
 
@@ -132,7 +137,7 @@ def _measurements(options: Options, model, device, report: Report) -> Iterator[M
                 costs = simulated_costs(operations.get(operation, MODEL), device)
                 yield Measurement(MODEL, operation, s, b, OK, **asdict(costs))
             for strategy in (n for n in options.strategies if base_name(n) not in PACKED_ONLY):
-                for operation in (ATTENTION, MLP):
+                for operation in halves:
                     yield _measurement(options, model, device, operations, strategy, operation)
             del operations
 
@@ -145,15 +150,13 @@ def _measurement(options: Options, model, device, operations, strategy: str, ope
     from megatron_paradyse.strategies import get_strategy
 
     s, b = operations.size
+    shape = attention_shape(model.layer_of(operation).self_attention, training=True)
     try:
-        get_strategy(strategy).check(
-            attention_shape(model.layer.self_attention, training=True), options.p
-        )
+        get_strategy(strategy).check(shape, options.p)
     except UserError as error:
         return Measurement(strategy, operation, s, b, status_of(error))
     found = []
-    causal = attention_shape(model.layer.self_attention, training=True).causal
-    for rank in ranks_that_differ(strategy, operation, p=options.p, causal=causal):
+    for rank in ranks_that_differ(strategy, operation, p=options.p, causal=shape.causal):
         with attention_as_rank(model, rank):
             found.append(simulated_costs(operations.get(operation, strategy), device))
     most = {name: max(getattr(costs, name) for costs in found) for name in QUANTITIES}
@@ -166,7 +169,7 @@ def ranks_that_differ(strategy: str, operation: str, *, p: int, causal: bool) ->
     The last rank stands for all elsewhere: no other has more scores to compute or to hold.
     """
     base = base_name(strategy)
-    if operation == ATTENTION and causal and base in ("megatron_cz", "metp"):
+    if half_of(operation) == ATTENTION and causal and base in ("megatron_cz", "metp"):
         return tuple(sorted({0, p // 2}))
     return (p - 1,)
 

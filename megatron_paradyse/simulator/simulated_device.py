@@ -34,6 +34,15 @@ class SimulatedDevice(LiveBytes):
                 self.clock.kernel(seconds)
         return result
 
+    @contextlib.contextmanager
+    def scores(self, count: int) -> Iterator[None]:
+        """Attention inside computes so many scores per head, and not all that are not masked."""
+        self._times.num_scores = count
+        try:
+            yield
+        finally:
+            self._times.num_scores = None
+
     def fused(self, function: Callable) -> Callable:
         """The function as one kernel: reads its arguments and writes its result once.
 

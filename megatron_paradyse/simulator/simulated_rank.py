@@ -28,6 +28,7 @@ from megatron_paradyse.simulator.traffic import Place
 from megatron_paradyse.strategies import aligned_heads
 from megatron_paradyse.train.batch import derive_batch, derive_masked_batch
 from megatron_paradyse.train.model_kind import BERT
+from megatron_paradyse.train.model_layers import ModelLayers
 
 
 def start_megatron(flags: Sequence[str], *, p: int, rank: int) -> None:
@@ -41,9 +42,9 @@ def start_megatron(flags: Sequence[str], *, p: int, rank: int) -> None:
     get_args().check_for_nan_in_loss_and_grad = False  # that check wants a value
 
 
-def build_layer() -> ProfiledModel:
-    """A model of one layer in Megatron's wrappers, without an optimizer."""
-    container, policy = model_configuration(1)
+def build_layers(layers: ModelLayers) -> ProfiledModel:
+    """A model of these layers in Megatron's wrappers, without an optimizer."""
+    container, policy = model_configuration(layers)
     with _parameters_of_dtype(get_args().params_dtype):
         builder = container.model.get_builder_cls()(container.model)
         chunks = builder.build_distributed_models(
@@ -57,7 +58,7 @@ def build_layer() -> ProfiledModel:
         )
     for chunk in chunks:
         chunk.train()
-    return ProfiledModel(chunks, None, None, policy)
+    return ProfiledModel(chunks, None, None, policy, layers)
 
 
 @contextlib.contextmanager
@@ -139,8 +140,9 @@ def read_anywhere(raw: Iterator[dict]) -> dict:
     return derive_batch(payload[:, 1:], lengths, max_position=last)
 
 
-def static_numbers(model: ProfiledModel, *, num_layers: int) -> int:
-    """Parameters that this rank holds of a model of num_layers."""
-    in_layer = sum(p.numel() for p in model.layer.parameters())
+def static_numbers(model: ProfiledModel, counts: Sequence[int]) -> int:
+    """Parameters that this rank holds of a model with so many layers like each of this one's."""
     everything = sum(p.numel() for p in unwrap_model(model.chunks[0]).parameters())
-    return everything + (num_layers - 1) * in_layer
+    for layer, count in zip(model.gpt.decoder.layers, counts, strict=True):
+        everything += (count - 1) * sum(p.numel() for p in layer.parameters())
+    return everything

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_paradyse.costs.table import (
-    ATTENTION,
     EMBEDDING,
     HEAD,
-    MLP,
     MODEL,
     OK,
     OOM,
     Measurement,
 )
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.points import like_first
 from megatron_paradyse.simulator.network import Network
 
 MAX_REPETITIONS = 15
@@ -100,7 +99,8 @@ class StandIn:
     def measure_all(self, s: int, b: int) -> None:
         """Every operation of a length that the journal lacks."""
         wanted = [(MODEL, EMBEDDING), (MODEL, HEAD)]
-        wanted += [(name, o) for name in self._options.strategies for o in (ATTENTION, MLP)]
+        halves = self._journal.description.layer_kinds.halves()
+        wanted += [(name, half) for name in self._options.strategies for half in halves]
         missing = [key for key in wanted if self._journal.get((*key, s, b)) is None]
         if not missing:
             return
@@ -110,7 +110,13 @@ class StandIn:
         with self._meter:
             operations = Operations(self._model, s, b, read=read_anywhere)
         for strategy, operation in missing:
-            self._journal.add(self._point(operations, strategy, operation))
+            if self._journal.get((strategy, operation, s, b)) is not None:
+                continue  # as of another strategy
+            point = self._point(operations, strategy, operation)
+            self._journal.add(point)
+            if not self._model.switches(operation):
+                for one in like_first(point, self._options.strategies):
+                    self._journal.add(one)
 
     def _point(self, operations, strategy: str, operation: str) -> Measurement:
         from megatron_paradyse.profiler.agree import status_of
@@ -139,7 +145,8 @@ class StandIn:
 
         p = self._options.network.p
         if name != MODEL:
-            shape = attention_shape(self._model.layer.self_attention, training=True)
+            attention = self._model.layer_of(operation).self_attention
+            shape = attention_shape(attention, training=True)
             get_strategy(name).check(shape, p)
         most: dict[str, float] = {}
         for rank in ranks_that_differ(name, operation, p=p, causal=True):

@@ -58,13 +58,29 @@ class Block:
         rows = self.q_rows[1] - self.q_rows[0]
         columns = self.k_rows[1] - self.k_rows[0]
         sequences = self.sequences[1] - self.sequences[0]
-        if self.window is None:
-            return sequences * (rows * (rows + 1) // 2 if self.causal else rows * columns)
-        visible = 0
-        for q in range(self.q_start, self.q_start + rows):
-            last = min(q, self.k_start + columns - 1) if self.causal else self.k_start + columns - 1
-            visible += max(0, last - max(self.k_start, q - self.window + 1) + 1)
+        ahead = self.q_start - self.k_start
+        visible = num_visible(rows, columns, ahead=ahead, causal=self.causal, window=self.window)
         return sequences * visible
+
+
+def num_visible(rows: int, columns: int, *, ahead: int, causal: bool, window: int | None) -> int:
+    """The scores of a rectangle that its masks leave, of one head.
+
+    ahead: the position of the first query less that of the first key; 0 where causal, of a square.
+    """
+    if causal:
+        short = rows if window is None else min(rows, window)
+        return short * (short + 1) // 2 + (rows - short) * short
+    if window is None:
+        return rows * columns
+
+    def hidden_before(count: int) -> int:
+        """The sum of min(max(i, 0), columns) over i < count: query i of those hides so many."""
+        some = min(max(count, 0), columns)
+        return some * (some - 1) // 2 + max(count - columns, 0) * columns
+
+    first = ahead - window + 1  # of the keys, that the first query no longer sees
+    return rows * columns - (hidden_before(first + rows) - hidden_before(first))
 
 
 def whole(microbatch: Microbatch) -> tuple[Span, ...]:

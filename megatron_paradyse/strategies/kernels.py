@@ -61,7 +61,7 @@ def _choose(device: str, capability: tuple[int, int], dtype: torch.dtype, head_d
     kernel = TILED
     if device == "cpu":
         kernel = CPU_FLASH
-    elif device == "cuda" and _runs_flash(capability, dtype, head_dim):
+    elif device == "cuda" and runs_flash(capability, dtype, head_dim):
         kernel = _flash_kernel()
     elif device == "cuda" and _runs_efficient(capability, dtype, head_dim):
         kernel = CUDA_EFFICIENT
@@ -76,7 +76,8 @@ def _flash_kernel() -> Kernel:
     return replace(FLASH_ATTN, name=f"{FLASH_ATTN.name} {version}") if version else CUDA_FLASH
 
 
-def _runs_flash(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
+def runs_flash(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
+    """FlashAttention, on a GPU of this compute capability."""
     if dtype not in (torch.bfloat16, torch.float16) or capability < (8, 0):
         return False
     # Its backward for head dims of 193 to 224 needs more shared memory than these chips have.

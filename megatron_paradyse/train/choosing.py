@@ -130,6 +130,7 @@ class CostPolicies:
         return OnlineCorrection(
             self.costs.strategies,
             self._of_file.model,
+            operations=self._of_file.kinds.operations,
             rows=self._of_file.rows(),
             aligned=lambda s: -(-s // ALIGNMENT) * ALIGNMENT,
             static_bytes=lambda: self.made[0][0].static_bytes,

@@ -13,9 +13,9 @@ from megatron.training import print_rank_0
 from megatron_paradyse.costs.correction import Correction, Observation, corrected
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.row_costs import RowCosts
-from megatron_paradyse.costs.table import ATTENTION, MLP
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.planner.from_costs import CostsOf
+from megatron_paradyse.planner.policies import OperationsOf
 from megatron_paradyse.planner.sources import RowSource
 from megatron_paradyse.strategies import base_name
 from megatron_paradyse.train.telemetry import Microbatch
@@ -35,18 +35,19 @@ class OnlineCorrection:
         strategies: Sequence[str],
         model: CostModel,
         *,
+        operations: OperationsOf,
         rows: RowSource | None,
         aligned: Callable[[int], int],
         static_bytes: Callable[[], int],
         margin: float,
         renew: Callable[[], None],
     ):
-        """rows: what packed rows are planned as; aligned: the length that a length is;
-        static_bytes: what a predicted peak holds beside the microbatch. renew is called when other
-        factors are in force.
+        """operations: those of a layer; rows: what packed rows are planned as; aligned: the length
+        that a length is; static_bytes: what a predicted peak holds beside the microbatch. renew is
+        called when other factors are in force.
         """
         self.correction = Correction(strategies)
-        self._model = model
+        self._model, self._operations = model, operations
         self._rows, self._aligned, self._static_bytes = rows, aligned, static_bytes
         self._margin, self._renew = margin, renew
         self._observations: list[Observation] = []
@@ -75,8 +76,9 @@ class OnlineCorrection:
         assert planned.seconds is not None and microbatch.seconds is not None
         parts: defaultdict[str, float] = defaultdict(float)
         s, costs_of = self._aligned(planned.seq_length), self._costs_of(planned.row)
-        for choice in planned.plan.layers.values():
-            for name, operation in ((choice.attention, ATTENTION), (choice.mlp, MLP)):
+        for number, choice in planned.plan.layers.items():
+            halves = (choice.attention, choice.mlp)
+            for name, operation in zip(halves, self._operations(number), strict=True):
                 costs = costs_of(name, operation, s, planned.batch_size)
                 parts[base_name(name)] += costs.time_seconds
         whole = planned.seconds / sum(parts.values())

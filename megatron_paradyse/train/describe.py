@@ -12,9 +12,16 @@ from typing import Any
 import torch
 from megatron.training import get_args
 
-from megatron_paradyse.costs.description import Description, Hardware, ModelShape, tile_text
+from megatron_paradyse.costs.description import (
+    OTHER_LAYERS,
+    Description,
+    Hardware,
+    ModelShape,
+    tile_text,
+)
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.train.model_kind import MASKS
+from megatron_paradyse.train.model_layers import ModelLayers
 
 
 def describe(num_layers: int) -> Description:
@@ -37,7 +44,7 @@ def describe(num_layers: int) -> Description:
 
 
 def told_options(model: ModelShape) -> dict[str, Any]:
-    """What else costs depend on, of the parsed arguments: the values of OPTIONAL_KEYS."""
+    """What else costs depend on, of the parsed arguments: OPTIONAL_KEYS and OTHER_LAYERS."""
     args = get_args()
     window = args.window_size
     layers = "some" if args.window_attn_skip_freq else "all"
@@ -51,6 +58,7 @@ def told_options(model: ModelShape) -> dict[str, Any]:
         "num_experts": args.num_experts or 0,
         "attention_dropout": args.attention_dropout > 0,
         "attention_window": "none" if window is None else f"{tuple(window)} of {layers} layers",
+        OTHER_LAYERS: ModelLayers.of_arguments(args, model.num_layers).kinds().others,
     }
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.costs.layers import ALIKE
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.offloaded import HostLink, offloaded
 from megatron_paradyse.costs.table import OperationCosts
@@ -48,9 +49,9 @@ def test_a_layers_input_waits_where_its_attention_says(mlp):
     fitted = fit_table(make_table())
     model = CostModel(fitted.kind, fitted.fits, fitted.constants, HostLink(2e9, overlaps=True))
     source = cost_source(model.operation, model.offloaded)
-    layer = source.pairs("metp+recompute", "ulysses_z+recompute", 4096, 1)
-    assert source.pairs("metp+recompute", mlp, 4096, 1) == layer
-    seconds, kept, forward, backward = source.pairs("metp+offload", mlp, 4096, 1)
+    layer = source.pairs("metp+recompute", "ulysses_z+recompute", 4096, 1, ALIKE)
+    assert source.pairs("metp+recompute", mlp, 4096, 1, ALIKE) == layer
+    seconds, kept, forward, backward = source.pairs("metp+offload", mlp, 4096, 1, ALIKE)
     x = layer[1]
     assert (kept, forward, backward) == (0, layer[2] + x, layer[3] + x)
     assert seconds == pytest.approx(layer[0] + x / 2e9)  # the way there is hidden

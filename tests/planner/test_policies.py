@@ -141,7 +141,7 @@ def test_microbatches_in_flight_share_the_budget():
 
 
 def test_pairs_have_costs_of_their_own():
-    def pairs(attention, mlp, s, b):
+    def pairs(attention, mlp, s, b, operations):
         return (0.1, 1, 1, 1) if attention == mlp == "metp" else None
 
     chooses = OptimalPolicy(STRATEGIES, CostSource(numbers, pairs=pairs), StageMemory(10**9))

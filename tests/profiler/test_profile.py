@@ -36,7 +36,8 @@ def run_profile(output: Path, *, fault: str = "", code: int = 0, model: dict | N
     """Returns (measurements by key, events, stderr) of a profile, or (None, None, stderr)."""
     options = {"output": str(output), "lengths": LENGTHS, "strategies": STRATEGIES}
     options |= {"seconds_per_point": 0.02, "agree_seconds": 3, **more}
-    flags = [str(text) for pair in (MODEL | (model or {})).items() for text in pair]
+    given = (MODEL | (model or {})).items()
+    flags = [str(text) for pair in given for text in pair if text != ""]
     argv = [json.dumps(options), fault, *megatron_flags(flags, model_path=None, ranks=RANKS)]
     ended, _, stderr = run_forked(
         "tests.profiler.driver", argv, ranks=RANKS, folder=output.parent, timeout_seconds=120

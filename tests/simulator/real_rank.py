@@ -21,10 +21,11 @@ def main() -> None:
 
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler.measure import measure_bytes
-    from megatron_paradyse.profiler.model import build_model, grow_gather_buffer
+    from megatron_paradyse.profiler.model import build_layers, grow_gather_buffer
     from megatron_paradyse.profiler.operations import Operations
     from megatron_paradyse.profiler.run import strategies_to_profile
     from megatron_paradyse.strategies import sizes
+    from megatron_paradyse.train.model_layers import ModelLayers
 
     sizes.TILE_ROWS = tile_rows
     sys.argv = ["profile", *sys.argv[4:]]
@@ -33,14 +34,17 @@ def main() -> None:
     get_args().check_for_nan_in_loss_and_grad = False
     meter = make_meter()
     with meter:
-        model = build_model(1)
+        layers = ModelLayers.of_arguments(get_args(), get_args().num_layers)
+        kinds = layers.kinds()
+        model = build_layers(layers.only(tuple(kinds.first_layers.values())))
         grow_gather_buffer(model, length)
         operations = Operations(model, length, 1)
     names = [("model", "embedding"), ("model", "head")]
-    names += [(s, o) for s in strategies_to_profile(None) for o in ("attention", "mlp", "layer")]
+    names += [(s, o) for s in strategies_to_profile(None) for o in kinds.measured()]
     found = []
     # METP keeps which rows its whole heads have, once for all layers: made before it is measured.
-    measure_bytes(operations.get("attention", "metp"), meter)
+    for operation in kinds.measured():
+        measure_bytes(operations.get(operation, "metp"), meter)
     for strategy, operation in names:
         measured, _ = measure_bytes(operations.get(operation, strategy), meter)
         found.append((strategy, operation, dataclasses.asdict(measured)))

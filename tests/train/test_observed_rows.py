@@ -41,6 +41,7 @@ def test_a_row_s_prediction_is_divided_among_what_its_plan_runs(policies, policy
     online = OnlineCorrection(
         policies.costs.strategies,
         policies.model,
+        operations=policies.kinds.operations,
         rows=policies.rows(),
         aligned=lambda s: -(-s // 64) * 64,
         static_bytes=lambda: 0,

@@ -50,8 +50,8 @@ def test_a_profile_leaves_out_schedules_of_learning_rate_batches_and_stages():
     schedules = ["--lr-warmup-iters", "2000", "--lr-decay-samples", "4000000"]
     schedules += ["--lr-warmup-samples=20000", "--step-batch-size-schedule", "0:1 64:2"]
     schedules += ["--pipeline-model-parallel-layout", "E|tt|tt|L"]
-    schedules += ["--decoder-first-pipeline-num-layers", "1", "--no-rope-freq", "[0,0,0,1]"]
-    plain = ["--num-layers", "4", "--vocab-size", "64"]
+    schedules += ["--decoder-first-pipeline-num-layers", "1"]
+    plain = ["--num-layers", "4", "--vocab-size", "64", "--no-rope-freq", "[0,0,0,1]"]
     kept = megatron_flags(
         [*plain, *schedules, "--lr-decay-style", "cosine"], model_path=None, ranks=1
     )

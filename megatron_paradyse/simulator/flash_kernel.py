@@ -1,0 +1,93 @@
+"""FlashAttention as it is on a GPU, where a simulation runs a kernel of a CPU.
+
+Its backward allocates beside its results, as its version 2 does in its own package and in PyTorch:
+the gradient of q is summed in float32 with its rows rounded up to 128 and d to 32 (beyond 128: to
+64), each row has the sum of out times its gradient, and with grouped heads each head has gradients
+of k and v of its own. And it takes a sliding window, of which it computes the scores that are seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_paradyse.simulator.doors import opened
+from megatron_paradyse.strategies import local_attention
+from megatron_paradyse.strategies.blocks import num_visible
+from megatron_paradyse.strategies.kernels import CPU_FLASH, Kernel, runs_flash
+from megatron_paradyse.strategies.small_calls import in_small_calls
+from megatron_paradyse.strategies.tiled_kernel import BlockRule
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+LEAST = (8, 0)  # compute capability: every device here has more
+
+
+# of the number of scores that a kernel computes per head: as long as it does
+Scores = Callable[[int], AbstractContextManager]
+
+
+@contextlib.contextmanager
+def flash_kernel(scores: Scores = lambda count: contextlib.nullcontext()) -> Iterator[None]:
+    """The attention kernel of half types is FlashAttention's."""
+    choose = local_attention.choose_kernel
+    windowed = _windowed(scores)
+
+    def chosen(q: Tensor, *, window: bool = False, dropout: bool = False) -> Kernel:
+        kernel = choose(q, window=window, dropout=dropout)
+        if q.dtype not in HALF_TYPES or dropout or not runs_flash(LEAST, q.dtype, q.shape[-1]):
+            return kernel
+        return windowed if window else _FLASH
+
+    with opened([(local_attention, "choose_kernel", chosen)]):
+        yield
+
+
+def workspace(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """q [b, n, sq, d], k [b, g, sk, d] -> what the backward holds until its end."""
+    b, n, rows, d = q.shape
+    rows += -rows % 128
+    wide = d + -d % (32 if d <= 128 else 64)
+    held = [
+        q.new_empty((b, rows, n, wide), dtype=torch.float32),
+        q.new_empty((b, n, rows), dtype=torch.float32),
+    ]
+    if k.shape[1] != n:
+        held += [k.new_empty((b, k.shape[2], n, d)) for _ in range(2)]
+    return tuple(held)
+
+
+def _backward(grad_out, q, k, v, out, lse, rule):
+    held = workspace(q, k)
+    grads = CPU_FLASH.backward(grad_out, q, k, v, out, lse, rule)
+    del held
+    return grads
+
+
+_FLASH = replace(CPU_FLASH, name="FlashAttention, simulated", backward=in_small_calls(_backward))
+
+
+def _windowed(scores: Scores) -> Kernel:
+    def forward(q, k, v, rule):
+        with scores(_seen(q, k, rule)):
+            return _FLASH.forward(q, k, v, rule)
+
+    def backward(grad_out, q, k, v, out, lse, rule):
+        with scores(_seen(q, k, rule)):
+            return _FLASH.backward(grad_out, q, k, v, out, lse, rule)
+
+    return replace(_FLASH, forward=forward, backward=backward, has_window=True)
+
+
+def _seen(q: Tensor, k: Tensor, rule: BlockRule) -> int:
+    return num_visible(
+        q.shape[2],
+        k.shape[2],
+        ahead=rule.q_start - rule.k_start,
+        causal=rule.causal,
+        window=rule.window,
+    )

@@ -1,0 +1,76 @@
+"""What Megatron's arguments say of each layer, where layers differ: experts, windows, rotation."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from megatron_paradyse.costs.layers import LayerKinds, kinds_of
+
+EXPERTS, WINDOWS, UNROTATED = "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"
+OF_ATTENTION = (WINDOWS, UNROTATED)
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """Layers of a model, by their numbers in it; a number may be there more than once.
+
+    patterns: by argument, 1 for each layer that has what that gives, 0 for the others; without an
+    argument that was not given, for then all layers are alike in it.
+    """
+
+    numbers: tuple[int, ...]
+    patterns: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of_arguments(cls, args: argparse.Namespace, num_layers: int) -> ModelLayers:
+        """The first num_layers of the model that the arguments describe."""
+        numbers = tuple(range(1, num_layers + 1))
+        patterns = {}
+        if args.num_experts and args.moe_layer_freq != 1:
+            patterns[EXPERTS] = _pattern(args.moe_layer_freq, numbers, _is_first_of)
+        if args.window_size and args.window_attn_skip_freq is not None:
+            freq = args.window_attn_skip_freq
+            windows = (is_layer_window_attention(args.window_size, freq, n) for n in numbers)
+            patterns[WINDOWS] = tuple(map(int, windows))
+        if args.no_rope_freq:
+            patterns[UNROTATED] = _pattern(args.no_rope_freq, numbers, _is_last_of)
+        return cls(numbers, patterns)
+
+    def only(self, numbers: Sequence[int]) -> ModelLayers:
+        """A model of these layers, in this order."""
+        places = [self.numbers.index(number) for number in numbers]
+        patterns = {
+            name: tuple(of[place] for place in places) for name, of in self.patterns.items()
+        }
+        return ModelLayers(tuple(numbers), patterns)
+
+    def kinds(self) -> LayerKinds:
+        """Which of the layers, counted from 1, are alike."""
+        rows = {name: self.patterns.get(name, (0,) * len(self.numbers)) for name in OF_ATTENTION}
+        mlp = self.patterns.get(EXPERTS, (0,) * len(self.numbers))
+        return kinds_of(list(zip(*rows.values(), strict=True)), mlp)
+
+    def put_into(self, args: argparse.Namespace) -> None:
+        """Let the arguments describe these layers alone."""
+        args.num_layers = args.encoder_num_layers = len(self.numbers)
+        for name, pattern in self.patterns.items():
+            setattr(args, name, list(pattern))
+
+
+def _pattern(freq: int | Sequence[int], numbers: Sequence[int], has) -> tuple[int, ...]:
+    """freq as Megatron takes it: one layer of so many, or 0 or 1 for each."""
+    if isinstance(freq, int):
+        return tuple(int(has(number, freq)) for number in numbers)
+    return tuple(int(bool(freq[number - 1])) for number in numbers)
+
+
+def _is_first_of(number: int, freq: int) -> bool:
+    return (number - 1) % freq == 0
+
+
+def _is_last_of(number: int, freq: int) -> bool:
+    return number % freq == 0

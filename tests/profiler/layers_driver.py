@@ -1,0 +1,67 @@
+"""A rank of a model whose layers differ: layers_driver OUTPUT LENGTH PEAKS <Megatron flags>, JSON.
+
+What each built layer is, what the arguments say of it, the constants as a profile finds them and as
+the whole model has them; and where PEAKS is "peaks", predicted and measured peaks of iterations.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.iterations import start_rank
+
+
+def main() -> None:
+    output, length, peaks = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "peaks"
+    sys.argv[1:] = sys.argv[4:]
+    args = start_rank()
+    from megatron_paradyse.live_bytes import make_meter
+    from megatron_paradyse.profiler import model as profiled
+    from megatron_paradyse.train.model_layers import ModelLayers
+
+    layers = ModelLayers.of_arguments(args, args.num_layers)
+    kinds = layers.kinds()
+    meter = make_meter()
+    model, constants = profiled.build_and_measure(args.num_layers, meter, longest_tokens=length)
+    found = {
+        "others": {name: list(numbers) for name, numbers in kinds.others.items()},
+        "profiled": [_what(model.layer_of(name)) for name in kinds.measured()],
+        "static_bytes": constants.static_bytes - profiled.tied_gradient_bytes(model),
+        "optimizer_bytes": constants.optimizer_bytes,
+    }
+    del model
+    gc.collect()
+    with meter:
+        before = meter.live_bytes
+        model = profiled.build_layers(layers)
+        profiled.step_without_microbatches(model)
+        gc.collect()
+        buffer = length * args.hidden_size * args.params_dtype.itemsize
+        found["whole_bytes"] = meter.live_bytes - before + buffer
+        found["layers"] = [_what(layer) for layer in model.gpt.decoder.layers]
+    if peaks:
+        found["peaks"] = _peaks(model, meter, before - buffer, constants, length)
+    if os.environ["RANK"] == "0":
+        output.write_text(json.dumps(found))
+
+
+def _what(layer) -> list:
+    """Of the built module: its MLP's class, its window, whether it leaves the rotation out."""
+    from megatron_paradyse.shapes import attention_shape
+
+    shape = attention_shape(layer.self_attention, training=True)
+    freq = layer.config.no_rope_freq
+    unrotated = bool(freq) and bool(freq[layer.layer_number - 1])
+    return [type(layer.mlp).__name__, shape.window, unrotated]
+
+
+def _peaks(model, meter, before: int, constants, length: int) -> list[list]:
+    from benchmarks.whole_model_rank import Check, plans_at
+
+    check = Check(model, meter, before, constants)
+    rows = check.compare(length, plans_at(1, len(model.layers.numbers), 4), 1)
+    return [[row["plan"], row["predicted_bytes"], row["measured_bytes"]] for row in rows]

@@ -1,0 +1,93 @@
+"""Models whose layers differ, on 2 ranks: what Megatron builds is what the arguments say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_paradyse.costs.layers import kinds_of
+from tests.profiler.test_profile import MODEL, RANKS, run_profile
+from tests.train.harness import run_forked
+
+LENGTH = 128
+ROPE = {"--position-embedding-type": "rope", "--no-rope-fusion": ""}
+WINDOWS = {"--window-size": "31,0"}
+EXPERTS = {"--num-experts": 4, "--moe-router-topk": 2, "--disable-bias-linear": ""}
+# flags, and the layers that differ from the first
+MODELS = {
+    "windows": (
+        {**ROPE, **WINDOWS, "--window-attn-skip-freq": 3, "--no-rope-freq": "[0,0,1,0,1,0]"},
+        {"attention@3": [3], "attention@5": [5], "attention@6": [6]},
+    ),
+    "one in three not rotated": ({**ROPE, "--no-rope-freq": 3}, {"attention@3": [3, 6]}),
+    "experts": ({**EXPERTS, "--moe-layer-freq": "[0,1,1,0,1,1]"}, {"mlp@2": [2, 3, 5, 6]}),
+    "experts in every other layer": (
+        {**ROPE, **WINDOWS, **EXPERTS, "--moe-layer-freq": 2, "--window-attn-skip-freq": 2},
+        {"attention@2": [2, 4, 6], "mlp@2": [2, 4, 6]},
+    ),
+    "alike": ({**EXPERTS, **WINDOWS}, {}),
+}
+
+
+def run(folder: Path, flags: dict, *, peaks: bool) -> dict:
+    output = folder / "layers.json"
+    given = [str(text) for pair in (MODEL | flags).items() for text in pair if text != ""]
+    argv = [str(output), str(LENGTH), "peaks" if peaks else "", *given]
+    code, _, stderr = run_forked(
+        "tests.profiler.layers_driver", argv, ranks=RANKS, folder=folder, timeout_seconds=200
+    )
+    assert code == 0, stderr[-4000:]
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize(("flags", "others"), MODELS.values(), ids=MODELS)
+def test_layers_are_told_apart_as_megatron_builds_them(flags, others, tmp_path):
+    """And a layer of each kind tells the memory of all of them; so do plans' peaks of their costs.
+
+    Which expert gets a token changes what an iteration holds, so those of experts are not compared.
+    """
+    found = run(tmp_path, flags, peaks="--num-experts" not in flags)
+    assert found["others"] == others
+    built = [tuple(what) for what in found["layers"]]
+    halves = [mlp for mlp, _, _ in built], [(window, rope) for _, window, rope in built]
+    kinds = kinds_of(halves[1], halves[0])
+    assert {name: list(numbers) for name, numbers in kinds.others.items()} == others
+    numbers = [int(name.partition("@")[2] or 1) for name in kinds.measured()]
+    assert [tuple(what) for what in found["profiled"]] == [built[n - 1] for n in numbers]
+    assert found["static_bytes"] == pytest.approx(found["whole_bytes"], rel=1e-3)
+    for plan, predicted, measured in found.get("peaks", []):
+        assert predicted == pytest.approx(measured, rel=0.005), plan
+
+
+def test_a_profile_measures_the_halves_of_each_kind(tmp_path):
+    """Windows in two layers of three, experts in all but the first."""
+    flags = {**EXPERTS, **WINDOWS, "--moe-layer-freq": "[0,1,1,1,1,1]"}
+    flags |= {"--window-attn-skip-freq": 3, "--num-layers": 6}
+    strategies = ("megatron_ts", "ulysses_z+recompute")
+    found, _, _ = run_profile(tmp_path / "costs.json", model=flags, strategies=strategies)
+    operations = {operation for strategy, operation, _ in found if strategy == "megatron_ts"}
+    assert operations == {"attention", "mlp", "layer", "mlp@2", "layer@2", "attention@3", "layer@3"}
+    assert all(m.is_ok for m in found.values()), found
+    s = LENGTH // 2
+    dense, experts = (found["megatron_ts", name, s].kept_bytes for name in ("mlp", "mlp@2"))
+    for layer, attention, mlp in (("layer", "attention", dense), ("layer@2", "attention", experts)):
+        halves = found["megatron_ts", attention, s].kept_bytes + mlp
+        whole = found["megatron_ts", layer, s].kept_bytes
+        # of experts other ones get the tokens, where the attention runs before
+        assert whole == pytest.approx(halves, rel=0.002 if layer == "layer" else 0.1)
+    assert experts > 1.2 * dense
+
+
+def test_an_mlp_that_no_strategy_changes_is_measured_once(tmp_path):
+    """With +recompute and without; its costs are the same for all."""
+    flags = {**EXPERTS, "--moe-layer-freq": "[0,1,1,1,1,1]"}
+    names = ("megatron_ts", "ulysses_z", "metp", "metp+recompute", "ulysses_z+recompute")
+    found, events, _ = run_profile(tmp_path / "costs.json", model=flags, strategies=names)
+    measured = [e for e in events if e.get("operation") == "mlp@2" and not e["resumed"]]
+    assert {e["strategy"] for e in measured} == {"megatron_ts", "metp+recompute"}
+    for s in (LENGTH // 2, LENGTH):
+        plain = {found[name, "mlp@2", s].costs for name in names[:3]}
+        assert len(plain) == len({found[name, "mlp@2", s].costs for name in names[3:]}) == 1
+        assert len({found[name, "mlp", s].forward_seconds for name in names[:3]}) == 3

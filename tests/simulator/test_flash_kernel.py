@@ -1,0 +1,129 @@
+"""In a simulation attention holds and computes what FlashAttention does on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_paradyse.live_bytes import LiveBytes
+from megatron_paradyse.simulator.flash_kernel import flash_kernel, workspace
+from megatron_paradyse.simulator.hardware import find_device
+from megatron_paradyse.simulator.simulated_device import SimulatedDevice
+from megatron_paradyse.strategies import local_attention as local_attention_module
+from megatron_paradyse.strategies import small_calls
+from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans, whole
+from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+from megatron_paradyse.strategies.kernels import CPU_FLASH, TILED
+from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
+from megatron_paradyse.strategies.reference import visible_pairs
+from megatron_paradyse.strategies.tiled_kernel import BlockRule
+
+S, B, N, D = 1000, 2, 4, 48  # rounded up: 1024 rows, 64 elements
+ACCUMULATOR, DELTA = B * 1024 * N * 64 * 4, B * 1024 * N * 4
+
+
+@pytest.mark.parametrize(("g", "expanded"), [(4, 0), (2, 2 * B * S * N * D * 2)])
+def test_the_workspace_is_what_its_sources_allocate(g, expanded):
+    q, k = (torch.empty(B, heads, S, D, dtype=torch.bfloat16) for heads in (N, g))
+    assert sum(x.nbytes for x in workspace(q, k)) == ACCUMULATOR + DELTA + expanded
+    wide = torch.empty(1, 1, 128, 136, dtype=torch.bfloat16)
+    assert workspace(wide, wide)[0].shape == (1, 128, 1, 192)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pieces", "more"),
+    [
+        (torch.bfloat16, 1, ACCUMULATOR + DELTA),
+        (torch.bfloat16, 4, (ACCUMULATOR + DELTA) // 4),  # and the gradients of a piece
+        (torch.float32, 1, 0),
+    ],
+)
+def test_a_simulated_backward_holds_it(dtype, pieces, more, monkeypatch):
+    """In pieces beside the gradients of all: each sequence's two halves of the heads."""
+    monkeypatch.setattr(small_calls, "MOST_ELEMENTS", B * 1024 * N * 64 // pieces)
+    plain, simulated = _backward_bytes(dtype), _backward_bytes(dtype, flash_kernel)
+    gradients = 3 * S * B * N * D * dtype.itemsize if pieces > 1 else 0
+    assert simulated - plain == more + gradients // pieces
+
+
+@pytest.mark.parametrize("spans_of", [contiguous_spans, balanced_spans])
+@pytest.mark.parametrize("window", [1, 37, 130, 5000])
+def test_of_a_window_the_scores_that_are_seen_are_computed_by_each_pass(spans_of, window):
+    """By all ranks together, per head; a block without a window computes all that it has."""
+    p, s = 4, 512
+    shape = AttentionShape(2, 2, 16, causal=True, softmax_scale=0.1, window=window)
+    microbatch = Microbatch(s, 1)
+    task = AttentionTask(shape, microbatch)
+    counted, kernels = [], set()
+
+    @contextlib.contextmanager
+    def scores(count):
+        counted.append(count)
+        yield
+
+    whole_blocks = 0
+    with FakeTensorMode(), flash_kernel(scores):
+        for q_rank, k_rank in itertools.product(range(p), repeat=2):
+            q, k, v, grad = (torch.empty(1, 2, s // p, 16, dtype=torch.bfloat16) for _ in range(4))
+            spans = [spans_of(microbatch, p, rank) for rank in (q_rank, k_rank)]
+            for block in task.blocks(*spans):
+                kernel, rule = task.kernel(q, block), task.rule(block)
+                kernels.add(kernel.name)
+                rows, keys = slice(*block.q_rows), slice(*block.k_rows)
+                parts = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+                out, lse = kernel.forward(*parts, rule)
+                kernel.backward(grad[:, :, rows], *parts, out, lse, rule)
+                whole_blocks += block.num_scores if block.window is None else 0
+    assert kernels == {"FlashAttention, simulated"}
+    assert sum(counted) / 2 + whole_blocks == int(visible_pairs(shape, microbatch).sum())
+
+
+def test_attention_takes_as_long_as_the_scores_that_it_computes():
+    device = SimulatedDevice(find_device("a100-80g"))
+    with FakeTensorMode(), device:
+        q, k, v = (torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16) for _ in range(3))
+        seconds = []
+        for count in (8192 * 8192, 8192 * 2048):
+            device.clock.restart()
+            with device.scores(count):
+                CPU_FLASH.forward(q, k, v, BlockRule(scale=0.1))
+            seconds.append(device.clock.reading())
+    assert seconds[0] == pytest.approx(4 * seconds[1], rel=0.05)
+
+
+def test_float32_and_dropout_run_what_a_gpu_runs_of_them():
+    with FakeTensorMode(), flash_kernel():
+        for dtype, options, name in (
+            (torch.float32, {"window": True}, TILED.name),
+            (torch.bfloat16, {"window": True, "dropout": True}, TILED.name),
+            (torch.float32, {}, CPU_FLASH.name),
+        ):
+            q = torch.empty(1, 1, 8, 16, dtype=dtype)
+            assert local_attention_module.choose_kernel(q, **options).name == name
+
+
+def _backward_bytes(dtype, context=None) -> int:
+    """The peak of an attention's backward above what was there before it."""
+    shape = AttentionShape(N, N, D, causal=True, softmax_scale=0.1)
+    task = AttentionTask(shape, Microbatch(S, B))
+    with FakeTensorMode(), LiveBytes() as meter:
+        q, k, v = (torch.empty(S, B, N, D, dtype=dtype, requires_grad=True) for _ in range(3))
+        if context is None:
+            out = local_attention(q, k, v, spans=whole(task.microbatch), task=task)
+            return _peak(meter, out, (q, k, v))
+        with context():
+            out = local_attention(q, k, v, spans=whole(task.microbatch), task=task)
+            return _peak(meter, out, (q, k, v))
+
+
+def _peak(meter: LiveBytes, out, tensors) -> int:
+    grad = torch.empty_like(out)
+    before = meter.live_bytes
+    meter.reset_peak()
+    grads = torch.autograd.grad(out, tensors, grad)
+    del grads
+    return meter.peak_bytes - before
