@@ -3,7 +3,8 @@
 Costs are of the size of real ones: kept and workspace in units of s b h / p values as measured per
 strategy, each also with recomputation, and with that and its input on the host; times with noise.
 "adversarial" rows are costs without structure; "subset sums" are costs where every byte saved has
-the same price, the hardest there are.
+the same price, the hardest there are. "every other" and "one in six": layers of two kinds, of which
+the second has an attention 0.3 times as long, as with a window.
 
     .venv/bin/python benchmarks/planner.py --json
 """
@@ -16,6 +17,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -74,6 +77,25 @@ def realistic(rng: random.Random) -> Problem:
     options = LayerOptions(halves[0], halves[1], pairs, same, frozenset(untried))
     layers = dict.fromkeys(range(1, NUM_LAYERS + 1), options)
     return Problem(layers, 80 * GIB, base_bytes=20 * GIB, head_bytes=4 * unit, embedding_bytes=unit)
+
+
+def of_two_kinds(rng: random.Random, *, every: int) -> Problem:
+    """realistic(), with another attention in one layer of so many."""
+    problem = realistic(rng)
+    options = problem.layers[1]
+    before = {choice.name: choice.seconds for choice in options.attention}
+    attention = tuple(
+        replace(choice, seconds=0.3 * choice.seconds * rng.uniform(0.97, 1.03))
+        for choice in options.attention
+    )
+    after = {choice.name: choice.seconds for choice in attention}
+    pairs = {
+        names: replace(pair, seconds=pair.seconds - before[names[0]] + after[names[0]])
+        for names, pair in options.pairs.items()
+    }
+    other = replace(options, attention=attention, pairs=pairs)
+    layers = {n: other if n % every == 0 else options for n in problem.layers}
+    return replace(problem, layers=layers)
 
 
 def adversarial(rng: random.Random) -> Problem:
@@ -176,6 +198,8 @@ def main() -> None:
         "realistic": measure(realistic, count),
         "adversarial": measure(adversarial, count // 4),
         "subset_sums": measure(subset_sums, 5 if arguments.quick else 20),
+        "every_other": measure(partial(of_two_kinds, every=2), 5 if arguments.quick else 40),
+        "one_in_six": measure(partial(of_two_kinds, every=6), 5 if arguments.quick else 40),
     }
     result = {
         "cold_milliseconds": rows["realistic"]["all"]["median"],
