@@ -96,7 +96,7 @@ class Description:
         for name, count in _counts(self):
             if count < 1:
                 raise UserError(f"{name} must be at least 1, got {count!r:.40}")
-        assert self.layer_kinds is not None  # UserError where other_layers are none
+        LayerKinds(self.model.num_layers, self.other_layers)  # UserError where they contradict
 
     @functools.cached_property
     def layer_kinds(self) -> LayerKinds:

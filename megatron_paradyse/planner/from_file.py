@@ -139,6 +139,7 @@ class FilePolicies:
                 f"{costs.file.path} is of {shape.num_layers} layers that differ, which does not "
                 f"tell the kinds of {self.num_layers}: profile the model with that many"
             )
+        self._found: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
         self._depth = parameters(shape, self.num_layers) / parameters(shape, shape.num_layers)
         self._megatron_mlp, self._experts_shared = megatron_mlp, experts_shared
         if settings.host_memory is not None:
@@ -299,23 +300,25 @@ class FilePolicies:
             **common,
         )
 
-    def _known(self, number: int, operation: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _with_costs(self, operation: str, names: tuple[str, ...]) -> tuple[str, ...]:
         """Those of which the file has costs: where layers differ, not all may run all strategies.
 
         All where it has none, which says so when they are asked for.
         """
-        if not self.kinds.others:
-            return names
-        own = self.kinds.operations(number)[HALVES.index(operation)]
-        known = tuple(n for n in names if base_name(n) == LOCAL or self.model.has(n, own))
-        return known or names
+        key = (operation, names)
+        if key not in self._found:
+            able = [n for n in names if base_name(n) == LOCAL or self.model.has(n, operation)]
+            self._found[key] = tuple(able) or names
+        return self._found[key]
 
     def _allowed(self, number: int, operation: str) -> tuple[str, ...]:
         restriction = (self.settings.layers or {}).get(number)
         names = self.settings.strategies or self.costs.strategies
         if restriction is not None:
             names = getattr(restriction, operation)
-        names = self._known(number, operation, names)
+        if self.kinds.others:
+            own = self.kinds.operations(number)[HALVES.index(operation)]
+            names = self._with_costs(own, names)
         if operation == MLP and self._experts_shared:
             names = tuple(name for name in names if not recomputes(name))
             if not names:

@@ -67,13 +67,18 @@ def heading(setup: Setup) -> str:
     lines = [
         f"costs: {file.path}, {d.source} {d.date}: {d.p} x {d.hardware.name}, {d.interconnect}, "
         f"{d.dtype}, {d.attention_mask}",
-        f"model: {setup.policies.num_layers:,} layers, h {shape.hidden_size:,}, "
+        f"model: {setup.policies.num_layers:,} layers{_kinds(setup)}, h {shape.hidden_size:,}, "
         f"{shape.num_heads} heads{_depth(setup)}{_stage(setup)}",
         f"policy: {settings.policy}, granularity {settings.granularity}, strategies "
         f"{', '.join(setup.policies.costs.strategies)}",
         f"memory budget of a rank: {_budget(setup)}",
     ]
     return "\n".join(wrapped(line) for line in lines)
+
+
+def _kinds(setup: Setup) -> str:
+    count = len(setup.policies.kinds.first_layers)
+    return f" of {count} kinds" if count > 1 else ""
 
 
 def _depth(setup: Setup) -> str:

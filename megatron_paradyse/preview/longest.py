@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.table import LAYER
+from megatron_paradyse.costs.layers import LAYER, half_of
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.problem import Outcome, Problem
@@ -130,6 +130,7 @@ def _profiled(setup: Setup, names: Sequence[str], b: int) -> int:
     """
     model = setup.policies.model
     wanted = {"model", *(part for name in names for part in names_of_costs(name))}
-    fits = [fit for fit in model.fits if fit.strategy in wanted and fit.operation != LAYER]
+    fits = [fit for fit in model.fits if fit.strategy in wanted]
+    fits = [fit for fit in fits if half_of(fit.operation) != LAYER]  # wholes are checks
     ranges = [model.timed_range(fit.strategy, fit.operation, b) for fit in fits]
     return min(0 if found is None else found[1] for found in ranges)

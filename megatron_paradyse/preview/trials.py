@@ -102,13 +102,13 @@ def _start_alone(setup: Setup, flags: Sequence[str], stack: contextlib.ExitStack
 
 def _check_model(setup: Setup) -> None:
     """UserError unless the flags describe the model and the ranks that the costs are of."""
-    from megatron_paradyse.costs.description import OPTIONAL_KEYS, differences
+    from megatron_paradyse.costs.description import OPTIONAL_KEYS, OTHER_LAYERS, differences
     from megatron_paradyse.train.describe import describe
 
     ours = describe(setup.policies.num_layers)
     d = setup.description
     model = replace(d.model, num_layers=setup.policies.num_layers)
-    told = {name: getattr(d, name) for name in ("attention_mask", *OPTIONAL_KEYS)}
+    told = {name: getattr(d, name) for name in ("attention_mask", *OPTIONAL_KEYS, OTHER_LAYERS)}
     theirs = replace(ours, model=model, p=d.p, dtype=d.dtype, **told)
     found = differences(theirs, ours)
     if found:

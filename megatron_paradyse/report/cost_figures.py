@@ -65,7 +65,7 @@ def draw_cost_curves(figure, content: Content, look: Look) -> None:
         token_axis(axes.xaxis)
         plain_log_axis(axes.yaxis)
         grid(axes)
-        axes.set_title(f"{_title(content, operation)}, forward and backward of one layer")
+        axes.set_title(_title(content, operation))
         axes.set_xlabel("sequence length (tokens, K = 1024)")
         axes.set_ylabel("time (ms)" if in_time else f"memory at its peak ({unit_name})")
     figure.legend(
@@ -84,13 +84,14 @@ def halves_drawn(content: Content) -> list[str]:
 
 
 def _title(content: Content, operation: str) -> str:
-    """Where layers differ, with the first layer that has this half."""
+    """Where layers differ, with the first layer that has the half."""
     assert content.costs is not None
     others = content.costs.table.description.other_layers
     half = half_of(operation)
     name = "MLP" if half == MLP else half
     differ = half in map(half_of, others)
-    return f"{name} as in layer {layer_of(operation)}" if differ else name
+    whose = f"as in layer {layer_of(operation)}" if differ else "of one layer"
+    return f"{name} {whose}, forward and backward"
 
 
 def _draw_points(axes, table, key: tuple[str, str, int], in_time: bool, unit, style) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.core.transformer.utils import is_layer_window_attention
-
 from megatron_paradyse.costs.layers import LayerKinds, kinds_of
+from megatron_paradyse.errors import UserError
 
 EXPERTS, WINDOWS, UNROTATED = "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"
 OF_ATTENTION = (WINDOWS, UNROTATED)
@@ -27,17 +26,18 @@ class ModelLayers:
 
     @classmethod
     def of_arguments(cls, args: argparse.Namespace, num_layers: int) -> ModelLayers:
-        """The first num_layers of the model that the arguments describe."""
+        """The first num_layers of the model that the arguments describe; UserError where a list in
+        them has fewer.
+        """
         numbers = tuple(range(1, num_layers + 1))
-        patterns = {}
+        given = {}
         if args.num_experts and args.moe_layer_freq != 1:
-            patterns[EXPERTS] = _pattern(args.moe_layer_freq, numbers, _is_first_of)
+            given[EXPERTS] = lambda freq, number: (number - 1) % freq == 0
         if args.window_size and args.window_attn_skip_freq is not None:
-            freq = args.window_attn_skip_freq
-            windows = (is_layer_window_attention(args.window_size, freq, n) for n in numbers)
-            patterns[WINDOWS] = tuple(map(int, windows))
+            given[WINDOWS] = lambda freq, number: number % freq != 0
         if args.no_rope_freq:
-            patterns[UNROTATED] = _pattern(args.no_rope_freq, numbers, _is_last_of)
+            given[UNROTATED] = lambda freq, number: number % freq == 0
+        patterns = {name: _pattern(args, name, numbers, has) for name, has in given.items()}
         return cls(numbers, patterns)
 
     def only(self, numbers: Sequence[int]) -> ModelLayers:
@@ -61,16 +61,16 @@ class ModelLayers:
             setattr(args, name, list(pattern))
 
 
-def _pattern(freq: int | Sequence[int], numbers: Sequence[int], has) -> tuple[int, ...]:
-    """freq as Megatron takes it: one layer of so many, or 0 or 1 for each."""
+def _pattern(
+    args: argparse.Namespace, name: str, numbers: Sequence[int], has: Callable[[int, int], bool]
+) -> tuple[int, ...]:
+    """An argument as Megatron takes it, as a list of 0 and 1: a layer of so many, or that list."""
+    freq = getattr(args, name)
     if isinstance(freq, int):
-        return tuple(int(has(number, freq)) for number in numbers)
+        return tuple(int(has(freq, number)) for number in numbers)
+    if len(freq) < len(numbers):
+        raise UserError(
+            f"--{name.replace('_', '-')} tells of {len(freq)} layers, and there are "
+            f"{len(numbers)}: give a 0 or 1 for each"
+        )
     return tuple(int(bool(freq[number - 1])) for number in numbers)
-
-
-def _is_first_of(number: int, freq: int) -> bool:
-    return (number - 1) % freq == 0
-
-
-def _is_last_of(number: int, freq: int) -> bool:
-    return number % freq == 0

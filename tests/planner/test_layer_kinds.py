@@ -18,11 +18,13 @@ from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies, read_co
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.preview.explain import explanation
 from megatron_paradyse.preview.forecast import forecast
+from megatron_paradyse.preview.layout import heading
+from megatron_paradyse.preview.longest import find_longest
 from megatron_paradyse.preview.setup import make_setup
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.correcting import OnlineCorrection
 from megatron_paradyse.train.telemetry import Microbatch
-from tests.costs.synthetic import DESCRIPTION, make_table
+from tests.costs.synthetic import DESCRIPTION, LENGTHS, make_table
 from tests.planner.brute_force import best_of_all
 
 BASES = ("megatron_ts", "ulysses_z", "metp")
@@ -55,7 +57,12 @@ def differing_table() -> CostTable:
                 )
             )
     description = dataclasses.replace(DESCRIPTION, other_layers=OTHERS)
-    return CostTable(description, (*alike.measurements, *others), alike.constants)
+    whole = [
+        dataclasses.replace(m, operation="layer@2")  # a check, at shorter lengths
+        for m in alike.measurements
+        if (m.strategy, m.operation) == ("metp", "mlp") and m.seq_length <= LENGTHS[4]
+    ]
+    return CostTable(description, (*alike.measurements, *others, *whole), alike.constants)
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +185,18 @@ def test_what_was_measured_is_divided_by_the_layers_own_costs(path):
     assert seen == pytest.approx({name: value / whole for name, value in seconds.items()})
 
 
+def test_checks_of_whole_layers_say_nothing_of_how_far_the_halves_were_timed(path):
+    setup = make_setup(path, {"memory_budget": "100GiB"})
+    assert read_cost_file(path).require_model().strategies("layer@2") == ("metp",)
+    limits = {limit.strategy: limit.profiled for limit in find_longest(setup).single}
+    assert limits["metp"] == LENGTHS[-1]
+
+
 def test_an_explanation_shows_the_costs_of_each_kind(path):
     setup = make_setup(path, {"memory_budget": "1GiB"})
     one = forecast(setup, 1024)
     text = explanation(setup, one)
     for number in LAYERS:
         assert f"Costs of layer {number}, forward and backward" in text
+    assert "model: 4 layers of 4 kinds, h 256" in heading(setup)
     assert one.profiled

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from megatron_paradyse.costs.layers import kinds_of
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.model_layers import ModelLayers
 from tests.profiler.test_profile import MODEL, RANKS, run_profile
 from tests.train.harness import run_forked
 
@@ -59,6 +62,16 @@ def test_layers_are_told_apart_as_megatron_builds_them(flags, others, tmp_path):
     assert found["static_bytes"] == pytest.approx(found["whole_bytes"], rel=1e-3)
     for plan, predicted, measured in found.get("peaks", []):
         assert predicted == pytest.approx(measured, rel=0.005), plan
+
+
+@pytest.mark.parametrize("name", ["moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"])
+def test_a_list_of_fewer_layers_is_refused(name):
+    given = {"num_experts": 4, "moe_layer_freq": 1, "window_size": (31, 0)}
+    given |= {"window_attn_skip_freq": None, "no_rope_freq": None, name: [0, 1]}
+    args = argparse.Namespace(**given)
+    assert ModelLayers.of_arguments(args, 2).patterns == {name: (0, 1)}
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} tells of 2 layers, and there"):
+        ModelLayers.of_arguments(args, 3)
 
 
 def test_a_profile_measures_the_halves_of_each_kind(tmp_path):
