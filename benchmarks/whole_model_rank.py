@@ -41,12 +41,7 @@ def main() -> None:
     buffer_bytes = max(task["lengths"]) * args.hidden_size * args.params_dtype.itemsize
     del model
     gc.collect()
-    with meter:
-        before = meter.live_bytes
-        model = profiled.build_layers(layers)
-        profiled.step_without_microbatches(model)
-        gc.collect()
-        static_bytes = meter.live_bytes - before
+    model, before, static_bytes = build_whole(layers, meter)
     own = constants.static_bytes - profiled.tied_gradient_bytes(model) - buffer_bytes
     check = Check(model, meter, before - buffer_bytes, constants)
     rows = []
@@ -60,6 +55,18 @@ def main() -> None:
         error = own / static_bytes - 1
         Path(task["output"]).write_text(json.dumps({"rows": rows, "static_error": error}))
     torch.distributed.destroy_process_group()
+
+
+def build_whole(layers, meter):
+    """A model of these layers with its optimizer's states; live bytes before it, and its own."""
+    from megatron_paradyse.profiler import model as profiled
+
+    with meter:
+        before = meter.live_bytes
+        model = profiled.build_layers(layers)
+        profiled.step_without_microbatches(model)
+        gc.collect()
+        return model, before, meter.live_bytes - before
 
 
 def plans_at(index: int, num_layers: int, count: int) -> list[Plan]:

@@ -3,7 +3,8 @@
 Its backward allocates beside its results, as its version 2 does in its own package and in PyTorch:
 the gradient of q is summed in float32 with its rows rounded up to 128 and d to 32 (beyond 128: to
 64), each row has the sum of out times its gradient, and with grouped heads each head has gradients
-of k and v of its own. And it takes a sliding window, of which it computes the scores that are seen.
+of k and v of its own. And it takes a sliding window, of which its tiles of 128 queries compute the
+scores that one of them sees.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron_paradyse.strategies.small_calls import in_small_calls
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
+TILE_ROWS = 128
 LEAST = (8, 0)  # compute capability: every device here has more
 
 
@@ -73,21 +75,22 @@ _FLASH = replace(CPU_FLASH, name="FlashAttention, simulated", backward=in_small_
 
 def _windowed(scores: Scores) -> Kernel:
     def forward(q, k, v, rule):
-        with scores(_seen(q, k, rule)):
+        with scores(_computed(q, k, rule)):
             return _FLASH.forward(q, k, v, rule)
 
     def backward(grad_out, q, k, v, out, lse, rule):
-        with scores(_seen(q, k, rule)):
+        with scores(_computed(q, k, rule)):
             return _FLASH.backward(grad_out, q, k, v, out, lse, rule)
 
     return replace(_FLASH, forward=forward, backward=backward, has_window=True)
 
 
-def _seen(q: Tensor, k: Tensor, rule: BlockRule) -> int:
+def _computed(q: Tensor, k: Tensor, rule: BlockRule) -> int:
+    assert rule.window is not None
     return num_visible(
         q.shape[2],
         k.shape[2],
         ahead=rule.q_start - rule.k_start,
         causal=rule.causal,
-        window=rule.window,
+        window=rule.window + TILE_ROWS - 1,
     )

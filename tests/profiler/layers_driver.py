@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.iterations import start_rank
+from benchmarks.whole_model_rank import Check, build_whole, plans_at
 
 
 def main() -> None:
@@ -35,14 +36,10 @@ def main() -> None:
     }
     del model
     gc.collect()
-    with meter:
-        before = meter.live_bytes
-        model = profiled.build_layers(layers)
-        profiled.step_without_microbatches(model)
-        gc.collect()
-        buffer = length * args.hidden_size * args.params_dtype.itemsize
-        found["whole_bytes"] = meter.live_bytes - before + buffer
-        found["layers"] = [_what(layer) for layer in model.gpt.decoder.layers]
+    model, before, static_bytes = build_whole(layers, meter)
+    buffer = length * args.hidden_size * args.params_dtype.itemsize
+    found["whole_bytes"] = static_bytes + buffer
+    found["layers"] = [_what(layer) for layer in model.gpt.decoder.layers]
     if peaks:
         found["peaks"] = _peaks(model, meter, before - buffer, constants, length)
     if os.environ["RANK"] == "0":
@@ -60,8 +57,6 @@ def _what(layer) -> list:
 
 
 def _peaks(model, meter, before: int, constants, length: int) -> list[list]:
-    from benchmarks.whole_model_rank import Check, plans_at
-
     check = Check(model, meter, before, constants)
     rows = check.compare(length, plans_at(1, len(model.layers.numbers), 4), 1)
     return [[row["plan"], row["predicted_bytes"], row["measured_bytes"]] for row in rows]

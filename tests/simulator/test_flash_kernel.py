@@ -19,7 +19,6 @@ from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 from megatron_paradyse.strategies.kernels import CPU_FLASH, TILED
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
-from megatron_paradyse.strategies.reference import visible_pairs
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
 
 S, B, N, D = 1000, 2, 4, 48  # rounded up: 1024 rows, 64 elements
@@ -52,20 +51,19 @@ def test_a_simulated_backward_holds_it(dtype, pieces, more, monkeypatch):
 
 @pytest.mark.parametrize("spans_of", [contiguous_spans, balanced_spans])
 @pytest.mark.parametrize("window", [1, 37, 130, 5000])
-def test_of_a_window_the_scores_that_are_seen_are_computed_by_each_pass(spans_of, window):
-    """By all ranks together, per head; a block without a window computes all that it has."""
+def test_of_a_window_tiles_compute_the_scores_that_one_of_their_queries_sees(spans_of, window):
+    """In each pass: in the blocks, those of the window and of the 127 rows before it."""
     p, s = 4, 512
     shape = AttentionShape(2, 2, 16, causal=True, softmax_scale=0.1, window=window)
     microbatch = Microbatch(s, 1)
     task = AttentionTask(shape, microbatch)
-    counted, kernels = [], set()
+    counted, expected, kernels = [], [], set()
 
     @contextlib.contextmanager
     def scores(count):
         counted.append(count)
         yield
 
-    whole_blocks = 0
     with FakeTensorMode(), flash_kernel(scores):
         for q_rank, k_rank in itertools.product(range(p), repeat=2):
             q, k, v, grad = (torch.empty(1, 2, s // p, 16, dtype=torch.bfloat16) for _ in range(4))
@@ -77,9 +75,14 @@ def test_of_a_window_the_scores_that_are_seen_are_computed_by_each_pass(spans_of
                 parts = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
                 out, lse = kernel.forward(*parts, rule)
                 kernel.backward(grad[:, :, rows], *parts, out, lse, rule)
-                whole_blocks += block.num_scores if block.window is None else 0
+                if block.window is not None:
+                    of_q = range(block.q_start, block.q_start + rows.stop - rows.start)
+                    of_k = range(block.k_start, block.k_start + keys.stop - keys.start)
+                    near = [q - k for q, k in itertools.product(of_q, of_k) if q - k < window + 127]
+                    seen = sum(distance >= 0 or not block.causal for distance in near)
+                    expected += [seen, seen]
     assert kernels == {"FlashAttention, simulated"}
-    assert sum(counted) / 2 + whole_blocks == int(visible_pairs(shape, microbatch).sum())
+    assert counted == expected and (any(expected) or window > s)
 
 
 def test_attention_takes_as_long_as_the_scores_that_it_computes():
