@@ -29,6 +29,7 @@ from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.train.describe import versions
 from megatron_paradyse.train.meeting import meet
 from megatron_paradyse.train.model_kind import GPT
+from megatron_paradyse.train.model_layers import ModelLayers
 from megatron_paradyse.whole_file import write_whole
 
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
@@ -280,5 +281,7 @@ def _key(args: argparse.Namespace, settings: Settings) -> str:
     values |= {"head_tile": repr(settings.head_tile), "strategies": repr(settings.strategies)}
     values |= {"rows": "measured"} if settings.sequences == PACKED else {}
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
+    others = ModelLayers.of_arguments(args, args.num_layers).kinds().others
+    values |= {"layers": repr(others)} if others else {}
     values |= {"device": device, "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
