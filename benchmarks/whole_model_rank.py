@@ -41,7 +41,7 @@ def main() -> None:
     buffer_bytes = max(task["lengths"]) * args.hidden_size * args.params_dtype.itemsize
     del model
     gc.collect()
-    model, before, static_bytes = build_whole(layers, meter)
+    model, before, static_bytes = profiled.build_under(meter, layers)
     own = constants.static_bytes - profiled.tied_gradient_bytes(model) - buffer_bytes
     check = Check(model, meter, before - buffer_bytes, constants)
     rows = []
@@ -55,18 +55,6 @@ def main() -> None:
         error = own / static_bytes - 1
         Path(task["output"]).write_text(json.dumps({"rows": rows, "static_error": error}))
     torch.distributed.destroy_process_group()
-
-
-def build_whole(layers, meter):
-    """A model of these layers with its optimizer's states; live bytes before it, and its own."""
-    from megatron_paradyse.profiler import model as profiled
-
-    with meter:
-        before = meter.live_bytes
-        model = profiled.build_layers(layers)
-        profiled.step_without_microbatches(model)
-        gc.collect()
-        return model, before, meter.live_bytes - before
 
 
 def plans_at(index: int, num_layers: int, count: int) -> list[Plan]:
@@ -125,9 +113,7 @@ class Check:
             predicted = layer_seconds + optimizer
             measured = statistics.median(times)
             parts = [(MODEL, EMBEDDING), (MODEL, HEAD), "step"]
-            parts += [
-                half for number in plan.layers for half in _halves(plan, number, self._operations)
-            ]
+            parts += plan.halves(self._operations)
             processor = sum(busy[part] for part in parts)
             expected_peak = max(peak_bytes, self._static_bytes + self._optimizer_bytes)
             rows.append(
@@ -254,16 +240,9 @@ def _needed(plans: list[Plan], operations: OperationsOf) -> set[tuple[str, str]]
     """Every operation of the plans; of a recomputed one also what it recomputes."""
     found = {(MODEL, EMBEDDING), (MODEL, HEAD)}
     for plan in plans:
-        for number in plan.layers:
-            for name, operation in _halves(plan, number, operations):
-                found |= {(name, operation), (name.removesuffix(RECOMPUTE), operation)}
+        for name, operation in plan.halves(operations):
+            found |= {(name, operation), (name.removesuffix(RECOMPUTE), operation)}
     return found
-
-
-def _halves(plan: Plan, number: int, operations: OperationsOf) -> list[tuple[str, str]]:
-    """(strategy, operation) of a layer's attention and MLP."""
-    choice = plan[number]
-    return list(zip((choice.attention, choice.mlp), operations(number), strict=True))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_paradyse.errors import UserError
@@ -29,6 +29,11 @@ class Plan:
 
     def __getitem__(self, layer_number: int) -> LayerChoice:
         return self.layers[layer_number]
+
+    def halves(self, operations: Callable[[int], tuple[str, str]]) -> Iterator[tuple[str, str]]:
+        """(strategy, operation) of each layer's attention and MLP; operations: of a layer's two."""
+        for number, choice in self.layers.items():
+            yield from zip((choice.attention, choice.mlp), operations(number), strict=True)
 
     def runs(self) -> str:
         """The plan as runs of like layers: "1-3 megatron_ts, 4 ulysses_z/metp"."""

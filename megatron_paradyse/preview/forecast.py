@@ -202,13 +202,8 @@ def _best_without(policy: CostPolicy, problem: Problem, chosen: Outcome) -> Riva
 def _profiled(setup: Setup, outcome: Outcome, s: int, b: int) -> bool:
     """Whether all that this plan does was timed at b, at lengths around s."""
     model = setup.policies.model
-    used = {
-        used
-        for number, choice in outcome.plan.layers.items()
-        for used in zip(
-            setup.policies.kinds.operations(number), (choice.attention, choice.mlp), strict=True
-        )
-    }
+    halves = outcome.plan.halves(setup.policies.kinds.operations)
+    used = {(operation, name) for name, operation in halves}
     used |= {(operation, part) for operation, name in used for part in names_of_costs(name)}
     stage = setup.stage
     used |= {(EMBEDDING, MODEL)} if stage.has_embedding else set()

@@ -160,14 +160,20 @@ def _multiply_once() -> None:
     (x @ x).sum().backward()
 
 
-def _built(layers: ModelLayers, meter: Meter) -> tuple[ProfiledModel, tuple[float, float, float]]:
-    """A model, and as if it were the whole: static_bytes, optimizer_seconds, optimizer_bytes."""
+def build_under(meter: Meter, layers: ModelLayers) -> tuple[ProfiledModel, int, int]:
+    """A model with its optimizer's states; the live bytes before it, and its own."""
     with meter:
         before = meter.live_bytes
         model = build_layers(layers)
         step_without_microbatches(model)  # makes the optimizer's states
         gc.collect()
-        static_bytes = meter.live_bytes - before
+        return model, before, meter.live_bytes - before
+
+
+def _built(layers: ModelLayers, meter: Meter) -> tuple[ProfiledModel, tuple[float, float, float]]:
+    """A model, and as if it were the whole: static_bytes, optimizer_seconds, optimizer_bytes."""
+    model, before, static_bytes = build_under(meter, layers)
+    with meter:
         meter.reset_peak()
         step_without_microbatches(model)
         optimizer_bytes = meter.peak_bytes - before - static_bytes

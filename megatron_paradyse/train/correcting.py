@@ -76,11 +76,9 @@ class OnlineCorrection:
         assert planned.seconds is not None and microbatch.seconds is not None
         parts: defaultdict[str, float] = defaultdict(float)
         s, costs_of = self._aligned(planned.seq_length), self._costs_of(planned.row)
-        for number, choice in planned.plan.layers.items():
-            halves = (choice.attention, choice.mlp)
-            for name, operation in zip(halves, self._operations(number), strict=True):
-                costs = costs_of(name, operation, s, planned.batch_size)
-                parts[base_name(name)] += costs.time_seconds
+        for name, operation in planned.plan.halves(self._operations):
+            costs = costs_of(name, operation, s, planned.batch_size)
+            parts[base_name(name)] += costs.time_seconds
         whole = planned.seconds / sum(parts.values())
         return Observation(
             {name: seconds * whole for name, seconds in parts.items()},

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.iterations import start_rank
-from benchmarks.whole_model_rank import Check, build_whole, plans_at
+from benchmarks.whole_model_rank import Check, plans_at
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     }
     del model
     gc.collect()
-    model, before, static_bytes = build_whole(layers, meter)
+    model, before, static_bytes = profiled.build_under(meter, layers)
     buffer = length * args.hidden_size * args.params_dtype.itemsize
     found["whole_bytes"] = static_bytes + buffer
     found["layers"] = [_what(layer) for layer in model.gpt.decoder.layers]
