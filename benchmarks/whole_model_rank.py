@@ -31,6 +31,7 @@ def main() -> None:
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler import model as profiled
     from megatron_paradyse.train.model_layers import ModelLayers
+    from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
 
     num_layers = args.num_layers
     layers = ModelLayers.of_arguments(args, num_layers)
@@ -42,7 +43,7 @@ def main() -> None:
     del model
     gc.collect()
     model, before, static_bytes = profiled.build_under(meter, layers)
-    own = constants.static_bytes - profiled.tied_gradient_bytes(model) - buffer_bytes
+    own = constants.static_bytes - waiting_gradient_bytes(model.chunks[0]) - buffer_bytes
     check = Check(model, meter, before - buffer_bytes, constants)
     rows = []
     for index, length in enumerate(task["lengths"]):

@@ -66,3 +66,10 @@ def format_count(count: float) -> str:
                 else (f"{count / KIBI**power:.0f}{symbol}")
             )
     return f"{count:.3g}" if count < 1000 else f"{count:.0f}"
+
+
+def bytes_text(count: float) -> str:
+    """71.25 GiB, or 119.0 MiB below one GiB."""
+    if abs(count) >= KIBI**3:
+        return f"{count / KIBI**3:,.2f} GiB"
+    return f"{count / KIBI**2:,.1f} MiB"

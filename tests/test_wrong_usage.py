@@ -36,7 +36,7 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     (("plan", "costs.json", "--lengths", "9999G"), "'9999G'", "from 1 to 1,099,511,627,776"),
     ((*PLAN, "--batch-size", "0"), "0 is not in the range", "1<=x<="),
     ((*PLAN, "--memory-budget", "76G"), "'76G'", "--memory-budget: a size is written like 76GiB"),
-    ((*PLAN, "--memory-budget", "50MB"), "a memory budget of 0.05 GiB", "use more ranks"),
+    ((*PLAN, "--memory-budget", "50MB"), "a memory budget of 47.7 MiB", "use more ranks"),
     ((*PLAN, "--memory-margin", "3"), "3.0 is not in the range", "'--memory-margin'"),
     ((*PLAN, "--strategies", "metq"), "'metq'", "use one of megatron_ts"),
     ((*PLAN, "--policy", "fastest"), "'fastest'", "give optimal, heuristic"),

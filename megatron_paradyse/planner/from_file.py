@@ -31,7 +31,7 @@ from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.strategies import base_name, offloads, parse_strategy_name, recomputes
 from megatron_paradyse.strategies.sizes import TILE_ROWS
-from megatron_paradyse.units import parse_bytes
+from megatron_paradyse.units import bytes_text, parse_bytes
 
 # Lengths are planned for as the next multiple of this, so that like ones share a plan.
 ALIGNMENT = 64
@@ -151,30 +151,26 @@ class FilePolicies:
         *,
         budget: int | None = None,
         share: float = 1.0,
+        static_bytes: int | None = None,
         has_embedding: bool = True,
         has_head: bool = True,
         num_in_flight: int = 1,
     ) -> Stage:
         """share: of the model's parameters. By default the whole model on one stage.
 
-        UserError where the file's static bytes are fewer than its gather buffer.
+        static_bytes: what the stage holds all the time; None: as the file's grid does, which is
+        wrong where other replicas share the optimizer's states. UserError where the file's static
+        bytes are fewer than its gather buffer.
         """
-        table = self.costs.file.table
-        token_bytes = self._gather_bytes_per_token
-        own_bytes = table.constants.static_bytes - table.buffer_tokens * token_bytes
-        if own_bytes < 0:
-            static_bytes = table.constants.static_bytes
-            raise UserError(
-                f"{self.costs.file.path}: static_bytes {static_bytes:,.0f} are fewer than "
-                f"Megatron's gather buffer of {table.buffer_tokens:,.0f} tokens: "
-                "profile into a new file"
-            )
+        description = self.costs.file.table.description
+        if static_bytes is None:
+            static_bytes = int(self._profiled_bytes * share * self._depth)
         return Stage(
             budget_bytes=self.budget_bytes if budget is None else budget,
-            static_bytes=int(own_bytes * share * self._depth),
-            buffer_bytes_per_token=token_bytes,
+            static_bytes=static_bytes,
+            buffer_bytes_per_token=self._gather_bytes_per_token,
             buffer_free_above=self._buffer_free_above(has_head, num_in_flight),
-            mlp_free_above=TILE_ROWS * table.description.p,
+            mlp_free_above=TILE_ROWS * description.p,
             angle_bytes_per_position=self._angle_bytes_per_position,
             has_embedding=has_embedding,
             has_head=has_head,
@@ -183,6 +179,20 @@ class FilePolicies:
             num_in_flight=num_in_flight,
             margin=self.settings.memory_margin,
         )
+
+    @property
+    def _profiled_bytes(self) -> float:
+        """The file's static bytes, less the gather buffer."""
+        table = self.costs.file.table
+        static_bytes = table.constants.static_bytes
+        own_bytes = static_bytes - table.buffer_tokens * self._gather_bytes_per_token
+        if own_bytes < 0:
+            raise UserError(
+                f"{self.costs.file.path}: static_bytes {static_bytes:,.0f} are fewer than "
+                f"Megatron's gather buffer of {table.buffer_tokens:,.0f} tokens: "
+                "profile into a new file"
+            )
+        return own_bytes
 
     @property
     def _angle_bytes_per_position(self) -> int:
@@ -235,14 +245,18 @@ class FilePolicies:
             )
         return ELEMENT_BYTES[dtype]
 
-    def check_room(self, stage: Stage, share: float = 1.0) -> None:
-        """UserError where what is always there does not fit, whatever the microbatch."""
+    def check_room(self, stage: Stage) -> None:
+        """UserError where what is always there does not fit, whatever the microbatch.
+
+        What an optimizer's step needs besides is taken to grow with the stage's static bytes.
+        """
         optimizer_bytes = self.costs.file.table.constants.optimizer_bytes
-        always = stage.static_bytes + optimizer_bytes * share * self._depth
+        share = stage.static_bytes / self._profiled_bytes if self._profiled_bytes else 0.0
+        always = stage.static_bytes + optimizer_bytes * share
         if always > stage.budget_bytes:
             raise UserError(
-                f"parameters, gradients and optimizer take {always / 2**30:.2f} GiB of a memory "
-                f"budget of {stage.budget_bytes / 2**30:.2f} GiB: use more ranks, "
+                f"parameters, gradients and optimizer take {bytes_text(always)} of a memory "
+                f"budget of {bytes_text(stage.budget_bytes)}: use more ranks, "
                 "--use-distributed-optimizer, or a larger budget"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -22,6 +23,7 @@ from megatron_paradyse.planner.pipeline import shares
 from megatron_paradyse.planner.problem import Choice, LayerOptions, Outcome, Planner, Problem
 from megatron_paradyse.planner.sources import CostSource, Numbers, RowSource, StageMemory
 from megatron_paradyse.strategies import offloads
+from megatron_paradyse.units import bytes_text
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,11 @@ class CostPolicy:
         """Plan anew from now on: the costs give other numbers. What smoothing keeps stays."""
         for planner in self._planners.values():
             planner.clear()
+
+    def hold(self, static_bytes: int) -> None:
+        """Plan from now on with so many bytes held all the time."""
+        self.memory = dataclasses.replace(self.memory, static_bytes=static_bytes)
+        self.renew()
 
     def problem(
         self,
@@ -222,10 +229,9 @@ class CostPolicy:
         return _make_choice(name, numbers, self.memory.gathers(half_of(operation), name, s, b))
 
     def _exceeds(self, outcome: Outcome, batch_size: int, seq_length: int) -> None:
-        gib = 2.0**30
         message = (
             f"no plan for s={seq_length}, b={batch_size} fits: the least peak is "
-            f"{outcome.peak_bytes / gib:.2f} GiB, {outcome.exceeds_bytes / gib:.2f} GiB above the "
+            f"{bytes_text(outcome.peak_bytes)}, {bytes_text(outcome.exceeds_bytes)} above the "
             "budget"
         )
         if self.refuse:

@@ -22,6 +22,11 @@ def policy_options(command: Callable) -> Callable:
         click.option("--memory-budget", metavar="SIZE", help="Memory of a rank, such as 76GiB."),
         click.option("--host-memory", metavar="SIZE", help="A rank's host memory for +offload."),
         click.option(
+            "--static-memory",
+            metavar="SIZE",
+            help="What a rank holds always, as training says at its start; default: as profiled.",
+        ),
+        click.option(
             "--memory-margin",
             type=click.FloatRange(0, 1),
             metavar="SHARE",
@@ -76,6 +81,7 @@ def plan(
     costs: str,
     config: str | None,
     num_layers: int | None,
+    static_memory: str | None,
     batch_size: int,
     as_json: bool,
     **flags: str | float | bool | None,
@@ -95,7 +101,15 @@ def plan(
     if not (lengths or documents):
         raise UserError("nothing to plan: give --lengths, --documents, or both")
     packed = documents is not None
-    setup = make_setup(costs, flags, config, num_layers=num_layers, grid=grid, packed=packed)
+    setup = make_setup(
+        costs,
+        flags,
+        config,
+        num_layers=num_layers,
+        static_memory=static_memory,
+        grid=grid,
+        packed=packed,
+    )
     found = [forecast(setup, s, batch_size, forward_only=forward_only) for s in lengths or ()]
     if documents is not None:
         found.append(forecast_row(setup, documents, forward_only=forward_only))
@@ -145,6 +159,7 @@ def max_length(
     costs: str,
     config: str | None,
     num_layers: int | None,
+    static_memory: str | None,
     batch_size: int,
     as_json: bool,
     flags: tuple[str, ...],
@@ -170,7 +185,13 @@ def max_length(
         )
     if figure is not None:
         check_figure(figure)
-    setup = make_setup(costs, {"policy": "optimal", **settings}, config, num_layers=num_layers)
+    setup = make_setup(
+        costs,
+        {"policy": "optimal", **settings},
+        config,
+        num_layers=num_layers,
+        static_memory=static_memory,
+    )
     found = find_longest(setup, batch_size)
 
     def tell() -> None:

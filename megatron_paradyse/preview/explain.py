@@ -8,8 +8,6 @@ from megatron_paradyse.costs.layers import ATTENTION, MLP, Operations, ranges_te
 from megatron_paradyse.planner.problem import Choice, LayerOptions, Outcome
 from megatron_paradyse.preview.forecast import Forecast, alone
 from megatron_paradyse.preview.layout import (
-    GIB,
-    MIB,
     bytes_text,
     seconds_text,
     table,
@@ -50,7 +48,7 @@ def _costs(setup: Setup, one: Forecast) -> str:
 def _costs_of(of: str, halves: dict[str, dict[str, Choice]]) -> str:
     choices = [choice for half in halves.values() for choice in half.values()]
     largest = max(max(c.kept_bytes, c.workspace_bytes) for c in choices)
-    unit, name = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+    unit, name = (1 << 30, "GiB") if largest >= 1 << 30 else (1 << 20, "MiB")
     slow = max(choice.seconds for choice in choices) >= 1
     scale, second = (1, "s") if slow else (1e3, "ms")
 

@@ -7,16 +7,9 @@ from collections.abc import Sequence
 
 from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.preview.setup import Setup
+from megatron_paradyse.units import bytes_text
 
 WIDTH = 100
-MIB, GIB = 1 << 20, 1 << 30
-
-
-def bytes_text(count: float) -> str:
-    """71.25 GiB, or 119.0 MiB below one GiB."""
-    if abs(count) >= GIB:
-        return f"{count / GIB:,.2f} GiB"
-    return f"{count / MIB:,.1f} MiB"
 
 
 def timed_text(costs: CostTable) -> str:
@@ -71,7 +64,7 @@ def heading(setup: Setup) -> str:
         f"{shape.num_heads} heads{_depth(setup)}{_stage(setup)}",
         f"policy: {settings.policy}, granularity {settings.granularity}, strategies "
         f"{', '.join(setup.policies.costs.strategies)}",
-        f"memory budget of a rank: {_budget(setup)}",
+        f"memory of a rank: budget {_budget(setup)}; {_static(setup)}",
     ]
     return "\n".join(wrapped(line) for line in lines)
 
@@ -85,7 +78,7 @@ def _depth(setup: Setup) -> str:
     measured = setup.description.model.num_layers
     if setup.policies.num_layers == measured:
         return ""
-    return f" (the file's: {measured:,}; static bytes scaled by estimated parameters)"
+    return f" (the file's: {measured:,})"
 
 
 def _stage(setup: Setup) -> str:
@@ -94,8 +87,19 @@ def _stage(setup: Setup) -> str:
         return ""
     return (
         f"; stage {grid.stage} of {grid.num_stages}, layers {setup.layers[0]}-{setup.layers[-1]}, "
-        f"{setup.stage.num_in_flight} microbatches in flight, static bytes by estimated parameters"
+        f"{setup.stage.num_in_flight} microbatches in flight"
     )
+
+
+def _static(setup: Setup) -> str:
+    held = f"static {bytes_text(setup.stage.static_bytes)}"
+    if setup.static_given:
+        return f"{held}, as given"
+    d = setup.description
+    whole = setup.grid.num_stages == 1 and setup.policies.num_layers == d.model.num_layers
+    replicas = max(1, d.hardware.num_devices // d.p)
+    shared = f" by {replicas} replicas" if replicas > 1 else ""
+    return f"{held}, as {d.source}{shared}{'' if whole else ', by estimated parameters'}"
 
 
 def _budget(setup: Setup) -> str:

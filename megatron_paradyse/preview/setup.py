@@ -39,6 +39,7 @@ class Setup:
     """A policy by cost, without smoothing: what was planned before has no part in it.
 
     budget: what the budget is and where it comes from, in words. layers: those of the stage.
+    static_given: whether what it holds always was said, and not taken from the file.
     """
 
     policies: FilePolicies
@@ -47,6 +48,7 @@ class Setup:
     layers: tuple[int, ...]
     budget: str
     grid: Grid
+    static_given: bool = False
 
     @property
     def description(self) -> Description:
@@ -69,13 +71,16 @@ def make_setup(
     config: str | None = None,
     *,
     num_layers: int | None = None,
+    static_memory: str | None = None,
     grid: Grid | None = None,
     packed: bool = False,
 ) -> Setup:
     """flags: values of Settings, None where not given; config: a YAML file of settings.
 
-    packed: plans of packed rows too, which other strategies may run. UserError for a policy that
-    does not choose by cost, a file without costs, or no room.
+    static_memory: what the stage holds always, such as 21GiB; None: as the file's grid does, and of
+    another depth or stage by the parameters that the shape lets one estimate. packed: plans of
+    packed rows too, which other strategies may run. UserError for a policy that does not choose by
+    cost, a file without costs, or no room.
     """
     grid = grid or Grid()
     settings = _settings(costs, flags, config)
@@ -99,15 +104,16 @@ def make_setup(
     share = own / parameters(shape, num_layers) if grid.num_stages > 1 else 1.0
     stage = policies.stage(
         share=share,
+        static_bytes=None if static_memory is None else parse_bytes(static_memory),
         has_embedding=first,
         has_head=last,
         num_in_flight=in_flight(
             grid.stage - 1, grid.num_stages, grid.num_microbatches or grid.num_stages
         ),
     )
-    policies.check_room(stage, share)
+    policies.check_room(stage)
     policy = policies.policy(stage, smooth=False)
-    return Setup(policies, stage, policy, layers, budget, grid)
+    return Setup(policies, stage, policy, layers, budget, grid, static_memory is not None)
 
 
 def _settings(costs: str, flags: dict[str, Any], config: str | None) -> Settings:

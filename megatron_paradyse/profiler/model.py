@@ -35,6 +35,7 @@ from megatron_paradyse.plan import Plan, uniform_plan
 from megatron_paradyse.submodules import SwitchableMLP
 from megatron_paradyse.train.model_kind import model_config
 from megatron_paradyse.train.model_layers import ModelLayers
+from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
 
 OPTIMIZER_STEPS = 7
 
@@ -149,7 +150,8 @@ def build_and_measure(
     with meter:
         before = meter.live_bytes
         grow_gather_buffer(model, longest_tokens)
-        constants[0] += meter.live_bytes - before + tied_gradient_bytes(model) + workspace_bytes
+        waiting = waiting_gradient_bytes(model.chunks[0])
+        constants[0] += meter.live_bytes - before + waiting + workspace_bytes
     static_bytes, seconds, peak = largest_over_ranks(constants)
     return model, Constants(static_bytes, seconds, peak, buffer_tokens=longest_tokens)
 
@@ -193,15 +195,6 @@ def grow_gather_buffer(model: ProfiledModel, tokens: int) -> None:
         return
     shape = [tokens, model.config.hidden_size]
     get_global_memory_buffer().get_tensor(shape, get_args().params_dtype, "mpu")
-
-
-def tied_gradient_bytes(model: ProfiledModel) -> int:
-    """What the output layer's gradient takes while it waits for that of the tied embedding."""
-    if not model.gpt.share_embeddings_and_output_weights:
-        return 0
-    if model.config.gradient_accumulation_fusion:  # then it goes into main_grad at once
-        return 0
-    return model.gpt.shared_embedding_or_output_weight().nbytes
 
 
 def step_without_microbatches(model: ProfiledModel) -> None:

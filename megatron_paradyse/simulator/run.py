@@ -69,7 +69,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     plugin.install()
     from megatron.training import get_args
 
-    from megatron_paradyse.profiler.model import grow_gather_buffer, tied_gradient_bytes
+    from megatron_paradyse.profiler.model import grow_gather_buffer
     from megatron_paradyse.simulator.flash_kernel import flash_kernel
     from megatron_paradyse.simulator.rows import simulated_rows
     from megatron_paradyse.simulator.short_loops import short_loops
@@ -82,6 +82,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     )
     from megatron_paradyse.simulator.traffic import replaced
     from megatron_paradyse.train.model_layers import ModelLayers
+    from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
 
     start_megatron(flags, p=options.p, rank=options.p - 1)
     args = get_args()
@@ -109,10 +110,11 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             grow_gather_buffer(model, longest_tokens)
             buffer_bytes = device.live_bytes - before
         numbers = static_numbers(model, tuple(kinds.counts().values()))
+        waiting_bytes = waiting_gradient_bytes(model.chunks[0])
         state_bytes = options.state_bytes or (18 if args.params_dtype.itemsize == 2 else 16)
         rate = options.device.bandwidth_bytes_per_second * options.device.bandwidth_efficiency
         constants = Constants(
-            static_bytes=numbers * state_bytes + buffer_bytes + tied_gradient_bytes(model),
+            static_bytes=numbers * state_bytes + buffer_bytes + waiting_bytes,
             optimizer_seconds=numbers * OPTIMIZER_TRAFFIC_BYTES / rate,
             host_bytes_per_second=options.device.host_rate,
             buffer_tokens=longest_tokens,

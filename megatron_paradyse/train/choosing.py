@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.budget import budget_bytes, host_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
+from megatron_paradyse.train.static_bytes import largest_by_stage
+from megatron_paradyse.units import bytes_text
 
 
 class CostPolicies:
@@ -36,6 +39,7 @@ class CostPolicies:
         self.costs = read_costs(settings)
         self.made: list[tuple[Stage, CostPolicy]] = []
         self._whole: CostPolicy | None = None
+        self._all_stages_bytes: int | None = None  # None: as the file says
         self._prices: RowPrices | None = None
         run = describe(get_args().num_layers)
         description = self.costs.file.table.description
@@ -60,17 +64,34 @@ class CostPolicies:
     def policy_of(self, block: TransformerBlock, model_chunks: list) -> CostPolicy:
         """The policy of a block of these chunks, with the memory of its pipeline stage."""
         args = get_args()
-        share = _share_of_stage(model_chunks)
         stage = self._of_file.stage(
-            share=share,
+            share=_share_of_stage(model_chunks),
             has_embedding=block.pre_process,
             has_head=block.post_process,
             num_in_flight=_num_in_flight(args),
         )
-        self._of_file.check_room(stage, share)
         policy = self._of_file.policy(stage, correct=self._correct)
         self.made.append((stage, policy))
         return policy
+
+    def hold(self, static_bytes: int) -> None:
+        """Plan with what this rank holds, instead of what the file's grid held.
+
+        static_bytes: see static_bytes.py. All ranks of the job must call it, before anything is
+        planned. UserError where no microbatch can run beside them.
+        """
+        by_stage = largest_by_stage(static_bytes)
+        own = by_stage[mpu.get_pipeline_model_parallel_rank()]
+        self._all_stages_bytes = sum(by_stage)
+        sizes = ", ".join(bytes_text(size) for size in by_stage)
+        print_rank_0(
+            f"> paradyse: parameters, gradients and optimizer hold {sizes} of a rank's memory"
+            f"{', by pipeline stage' if len(by_stage) > 1 else ''}"
+        )
+        for index, (stage, policy) in enumerate(self.made):
+            policy.hold(own)
+            self.made[index] = (dataclasses.replace(stage, static_bytes=own), policy)
+            self._of_file.check_room(self.made[index][0])
 
     def describe(self) -> str:
         """One line: which costs, strategies and budget."""
@@ -106,15 +127,13 @@ class CostPolicies:
             )
         return self._prices.seconds(row)
 
-    def row_fits(self, row: Row) -> bool:
-        """Whether a plan within the budget can run it."""
-        return self.row_seconds(row) is not None
-
     def _whole_policy(self) -> CostPolicy:
         """Of all pipeline stages together; never corrected: data are dealt ahead, on all ranks."""
         if self._whole is None:
             stages = mpu.get_pipeline_model_parallel_world_size()
-            stage = self._of_file.stage(budget=self.budget_bytes * stages)
+            stage = self._of_file.stage(
+                budget=self.budget_bytes * stages, static_bytes=self._all_stages_bytes
+            )
             self._whole = self._of_file.policy(stage, smooth=False)
         return self._whole
 

@@ -24,6 +24,7 @@ from megatron_paradyse.train import bucket_order, checkpoints, watchdog
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.log import IterationLog
 from megatron_paradyse.train.run_record import run_record
+from megatron_paradyse.train.static_bytes import static_bytes
 from megatron_paradyse.train.summary import Summary
 from megatron_paradyse.train.telemetry import Microbatch, Telemetry
 from megatron_paradyse.train.trace import Trace
@@ -65,6 +66,7 @@ class Session:
             margin=self.settings.memory_margin,
             after=self._after_iteration,
         ).install()
+        self._begin_after_setup()
         checkpoints.install()
         bucket_order.install()
         dog = watchdog.current()
@@ -136,9 +138,7 @@ class Session:
         )
         if cost_policy_kind(self.settings) is None:
             policy = make_policy(self.settings)
-            chunks = attach(policy_of=lambda block: policy)
-            self._start_trace(None)
-            return chunks
+            return attach(policy_of=lambda block: policy)
         if mpu.get_tensor_model_parallel_rank() != 0:
             logging.getLogger("megatron_paradyse.planner").setLevel(logging.ERROR)
         trace = self._trace.path if self._trace else None
@@ -147,12 +147,25 @@ class Session:
         self._made.extend(policy for _, policy in policies.made)
         print_rank_0(policies.describe())
         self._forget_at_saves(policies)
-        self._start_trace(policies)
         return chunks
 
-    def _start_trace(self, policies: CostPolicies | None) -> None:
-        if self._trace is not None:
-            self._trace.start(run_record(self.settings, policies))
+    def _begin_after_setup(self) -> None:
+        """Once Megatron has made model and optimizer: plan with what they hold, start the trace.
+
+        Without a meter plans go by what the cost file's grid held.
+        """
+        setup = training.setup_model_and_optimizer
+
+        @functools.wraps(setup)
+        def setup_and_begin(*args, **kwargs):
+            chunks, optimizer, scheduler = setup(*args, **kwargs)
+            if self._policies is not None and self._meter is not None:
+                self._policies.hold(static_bytes(chunks, optimizer, self._meter))
+            if self._trace is not None:
+                self._trace.start(run_record(self.settings, self._policies))
+            return chunks, optimizer, scheduler
+
+        training.setup_model_and_optimizer = setup_and_begin
 
     def _forget_at_saves(self, policies: CostPolicies) -> None:
         """Smoothing begins anew at every checkpoint: a restart from it then plans alike."""

@@ -125,9 +125,9 @@ def test_static_bytes_below_their_buffer_are_refused(settings, tmp_path):
 
 def test_what_is_always_there_must_fit(settings):
     made = policies(settings, 50_000_000)
-    with pytest.raises(UserError, match=r"parameters, gradients and optimizer take 0\.09 GiB"):
+    with pytest.raises(UserError, match=r"parameters, gradients and optimizer take 95\.1 MiB of"):
         made.check_room(made.stage())
-    made.check_room(made.stage(share=0.4), 0.4)
+    made.check_room(made.stage(share=0.4))
 
 
 @pytest.mark.parametrize("source, gain", [("measured", 0.05), ("simulated", 0.0)])

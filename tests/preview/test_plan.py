@@ -217,7 +217,7 @@ def test_json_holds_what_the_table_says(costs):
 
 
 def test_a_cpu_file_has_no_budget_and_a_gpu_file_its_memory_less_a_reserve(costs, tmp_path):
-    assert "memory budget of a rank: none" in run("plan", costs, "--lengths", "64").output
+    assert "memory of a rank: budget none" in run("plan", costs, "--lengths", "64").output
     file = read_cost_file(costs)
     hardware = dataclasses.replace(file.table.description.hardware, kind="cuda")
     description = dataclasses.replace(file.table.description, hardware=hardware)
@@ -252,7 +252,7 @@ REFUSED = {
     "zero budget": (["--lengths", "64", "--memory-budget", "0GiB"], "holds nothing: give"),
     "no room": (
         ["--lengths", "64", "--memory-budget", "50MB"],
-        "parameters, gradients and optimizer take 0.09 GiB of a memory budget of 0.05 GiB",
+        "parameters, gradients and optimizer take 95.1 MiB of a memory budget of 47.7 MiB",
     ),
     "policy": (["--lengths", "64", "--policy", "fixed:metp"], "does not choose by cost: give"),
     "stages": (["--lengths", "64", "--pipeline-stages", "3"], "4 layers do not divide into 3"),

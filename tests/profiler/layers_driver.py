@@ -23,6 +23,7 @@ def main() -> None:
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler import model as profiled
     from megatron_paradyse.train.model_layers import ModelLayers
+    from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
 
     layers = ModelLayers.of_arguments(args, args.num_layers)
     kinds = layers.kinds()
@@ -31,7 +32,7 @@ def main() -> None:
     found = {
         "others": {name: list(numbers) for name, numbers in kinds.others.items()},
         "profiled": [_what(model.layer_of(name)) for name in kinds.measured()],
-        "static_bytes": constants.static_bytes - profiled.tied_gradient_bytes(model),
+        "static_bytes": constants.static_bytes - waiting_gradient_bytes(model.chunks[0]),
         "optimizer_bytes": constants.optimizer_bytes,
     }
     del model

@@ -10,7 +10,7 @@ import pytest
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.preview.forecast import forecast
-from megatron_paradyse.preview.setup import make_setup
+from megatron_paradyse.preview.setup import Grid, make_setup
 from tests.train.harness import (
     attempt,
     run_forked,
@@ -26,7 +26,7 @@ TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
 ONE_EACH = ["--micro-batch-size", 1, "--global-batch-size", 2, "--lr", "1e-3"]
 ONE_EACH += ["--seq-length", 256, "--max-position-embeddings", 256]
-BUDGET = ["--paradyse-memory-budget", "150MB"]
+BUDGET = ["--paradyse-memory-budget", "52MB"]
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +80,22 @@ def test_switching_by_cost_follows_the_losses_of_megatron_ts(grid, data, costs, 
     assert len(list(tmp_path.glob("trace*.jsonl"))) == {"tp4": 1}.get(grid, 2)
     expected = ITERATIONS * {"tp2-pp2": 4 * 2}.get(grid, 2)  # each stage writes its own
     assert len(found) == expected
-    assert all(r["predicted_peak_bytes"] <= 150e6 / 1.03 + 1 for r in found)
+    assert all(r["predicted_peak_bytes"] <= 52e6 / 1.03 + 1 for r in found)
     plans = {r["plan"] for r in found}
     assert any("megatron_ts" in p for p in plans) and any("metp" in p for p in plans)
     assert all(r["seconds"] > 0 for r in found)
-    if grid != "tp2-pp2":  # there the static bytes of a stage are not known beforehand
-        assert all(told_beforehand(costs, r) for r in found)
+    for path in tmp_path.glob("trace*.jsonl"):
+        stages = 2 if grid == "tp2-pp2" else 1
+        where = Grid(stages, 2 if "pp1" in path.name else 1, num_microbatches=4)
+        ((stage,),) = (run["stages"] for run in records(path, "run"))
+        held = f"{stage['static_bytes']}B"
+        assert all(told_beforehand(costs, held, where, r) for r in records(path))
 
 
-def told_beforehand(costs, record) -> bool:
-    """Whether `megatron-paradyse plan` says what the trace does."""
-    setup = make_setup(str(costs), {"memory_budget": BUDGET[1]})
+def told_beforehand(costs, held, where, record) -> bool:
+    """Whether `megatron-paradyse plan --static-memory` says what the trace does."""
+    flags = {"memory_budget": BUDGET[1]}
+    setup = make_setup(str(costs), flags, static_memory=held, grid=where)
     outcome = forecast(setup, record["seq_length"], rivals=False).outcome
     told = (outcome.plan.runs(), outcome.seconds, outcome.peak_bytes)
     return told == tuple(
@@ -255,11 +260,11 @@ REFUSED = {
         "has no costs of megatron_cz: profile it, or choose among megatron_ts",
     ),
     "too small": (
-        ["--paradyse-cost-model", "COSTS", "--paradyse-accept-costs", *BUDGET[:1], "50MB"],
-        "parameters, gradients and optimizer take 0.09 GiB of a memory budget of 0.05 GiB",
+        ["--paradyse-cost-model", "COSTS", "--paradyse-accept-costs", *BUDGET[:1], "1.4MB"],
+        "parameters, gradients and optimizer take 1.8 MiB of a memory budget of 1.3 MiB",
     ),
     "refuse": (
-        ["--paradyse-cost-model", "COSTS", "--paradyse-accept-costs", *BUDGET[:1], "101MB",
+        ["--paradyse-cost-model", "COSTS", "--paradyse-accept-costs", *BUDGET[:1], "3MB",
          "--paradyse-over-budget", "refuse"],
         "fits: the least peak is",
     ),

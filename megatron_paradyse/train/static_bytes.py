@@ -1,0 +1,79 @@
+"""What a rank holds all through its training: parameters, gradients, states of the optimizer.
+
+A cost file tells those of the grid that was profiled. How many replicas share the optimizer's
+states, and which pipeline stage holds what, is the run's own: so training counts them itself.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_paradyse.live_bytes import Meter
+
+
+def static_bytes(chunks: list, optimizer: Any, meter: Meter) -> int:
+    """Of this rank, once Megatron has made model and optimizer; optimizer: None if none is made."""
+    gc.collect()
+    held = meter.live_bytes + _states_to_come(optimizer)
+    return held + sum(waiting_gradient_bytes(chunk) for chunk in chunks)
+
+
+def largest_by_stage(own_bytes: int) -> list[int]:
+    """The most that any rank of each pipeline stage holds. All ranks of the job must call it."""
+    stages = mpu.get_pipeline_model_parallel_world_size()
+    held = torch.zeros(stages, dtype=torch.int64, device=torch.cuda.current_device())
+    held[mpu.get_pipeline_model_parallel_rank()] = own_bytes
+    torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
+    return held.tolist()
+
+
+def waiting_gradient_bytes(chunk: Any) -> int:
+    """What the output layer's gradient takes while it waits for that of the tied embedding."""
+    model = unwrap_model(chunk)
+    if not (model.share_embeddings_and_output_weights and model.pre_process and model.post_process):
+        return 0
+    if get_model_config(chunk).gradient_accumulation_fusion:  # then it goes into main_grad at once
+        return 0
+    return model.shared_embedding_or_output_weight().nbytes
+
+
+def _states_to_come(optimizer: Any) -> int:
+    """Bytes on this device of the states that the optimizer makes in its first step.
+
+    None where a checkpoint brought them.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return sum(
+        parameter.numel() * _state_bytes(made, group, config)
+        for made, config in _optimizers(optimizer)
+        for group in made.param_groups
+        for parameter in group["params"]
+        if parameter.device.type == device and not made.state.get(parameter)
+    )
+
+
+def _optimizers(optimizer: Any) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
+    """PyTorch's optimizers within Megatron's, and their configuration."""
+    if optimizer is None:
+        return
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        made = getattr(one, "optimizer", None)
+        for part in getattr(made, "sub_optimizers", [made]):  # of --optimizer-cpu-offload
+            if part is not None:
+                yield part, one.config
+
+
+def _state_bytes(made: torch.optim.Optimizer, group: dict, config: Any) -> int:
+    """Of one element of a parameter."""
+    if "Adam" not in type(made).__name__:
+        return 4 if group.get("momentum", 1) else 0  # SGD's, Muon's and Lion's momentum
+    total = config.exp_avg_dtype.itemsize + config.exp_avg_sq_dtype.itemsize
+    if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # FusedAdam's own main parameters
+        total += 2 if config.store_param_remainders else config.main_params_dtype.itemsize
+    return total

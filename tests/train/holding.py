@@ -1,0 +1,44 @@
+"""A rank that trains, and tells what it was said to hold and what it holds after each iteration.
+
+holding OUTPUT <Megatron flags>: OUTPUT-RANK.json gets {"told": bytes, "held": [bytes, ...]}
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+from megatron_paradyse.train import plugin
+
+
+def main() -> None:
+    output = Path(f"{sys.argv.pop(1)}-{os.environ['RANK']}.json")
+    plugin.install()
+    from megatron.core.parallel_state import get_global_memory_buffer
+    from megatron.training import training
+
+    from megatron_paradyse.train import session
+    from megatron_paradyse.train.gpt import pretrain
+
+    count, step = session.static_bytes, training.train_step
+    found: dict = {"held": []}
+    meters = []
+
+    def static_bytes(chunks, optimizer, meter):
+        meters.append(meter)
+        found["told"] = count(chunks, optimizer, meter)
+        return found["told"]
+
+    def train_step(*args, **kwargs):
+        result = step(*args, **kwargs)
+        get_global_memory_buffer().buffer.clear()  # plans count it themselves
+        gc.collect()
+        found["held"].append(meters[0].live_bytes)
+        output.write_text(json.dumps(found))
+        return result
+
+    session.static_bytes, training.train_step = static_bytes, train_step
+    pretrain()

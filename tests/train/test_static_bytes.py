@@ -1,0 +1,58 @@
+"""What a rank holds always is counted where it trains, whatever grid the costs were measured on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_paradyse.units import bytes_text
+from tests.train.harness import LLAMA, run_forked, with_defaults, write_documents
+from tests.train.synthetic_costs import write_costs
+
+TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+PP2 = ["--pipeline-model-parallel-size", 2, "--micro-batch-size", 1]
+SHARED = ["--use-distributed-optimizer"]
+WIDE = ["--hidden-size", 128, "--num-layers", 4]
+GRIDS = {
+    "replicas that share the optimizer's states": [*TP2, *SHARED, "--bf16"],
+    "stages of replicas that share": [*PP2, *SHARED, "--bf16"],
+    "stages of tied embeddings": [*TP2, *PP2, "--bf16"],
+    "interleaved stages, momentum": [
+        *(*TP2, *PP2, "--num-layers-per-virtual-pipeline-stage", 1, *LLAMA, "--optimizer", "sgd"),
+    ],
+}
+
+
+LEFT_BYTES = 60_000  # of inputs and losses, when an iteration has ended
+
+
+def held(folder, costs, flags) -> tuple[list[dict], str]:
+    """Of each of 4 ranks, trained by cost within a budget, and what was said."""
+    prefix, output = folder / "corpus", folder / "held"
+    write_documents(prefix, [40] * 40)
+    given = ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--train-iters", 3]
+    given += ["--paradyse-policy", "optimal", "--paradyse-cost-model", costs]
+    given += ["--paradyse-accept-costs", "--paradyse-memory-budget", "300MB", *WIDE]
+    code, stdout, stderr = run_forked(
+        "tests.train.holding",
+        [str(output), *with_defaults([*given, *flags])],
+        ranks=4,
+        folder=folder,
+        timeout_seconds=200,
+    )
+    assert code == 0, stderr[-4000:]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("held-*.json"))], stdout
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_what_a_rank_holds_is_told_before_the_first_iteration(grid, tmp_path):
+    """With the states that the optimizer makes later; the cost file's 100 MB have no part in it."""
+    costs, flags = write_costs(tmp_path / "costs.json"), GRIDS[grid]
+    found, stdout = held(tmp_path, costs, flags)
+    for rank in found:
+        assert len(rank["held"]) == 3
+        assert rank["held"] == pytest.approx([rank["told"]] * 3, abs=LEFT_BYTES)
+    stages = [found[:2], found[2:]] if "--pipeline-model-parallel-size" in flags else [found]
+    most = ", ".join(bytes_text(max(rank["told"] for rank in one)) for one in stages)
+    assert f"> paradyse: parameters, gradients and optimizer hold {most} of a rank's" in stdout
