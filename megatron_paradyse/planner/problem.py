@@ -143,7 +143,7 @@ def problem_less(problem: Problem, drop: Drop) -> Problem | None:
     """The problem without some choices; itself if that is none, None if a half has no other.
 
     A half with one choice counts as fixed where a layer runs one strategy: halves that both have
-    more keep what they share, so that neither becomes fixed beside another's strategy.
+    more keep what is left in both, so that neither becomes fixed beside another's strategy.
     """
     alike = {id(options): options for options in problem.layers.values()}
     fewer = {key: _less(o, drop, problem.granularity) for key, o in alike.items()}
@@ -158,12 +158,15 @@ def _less(options: LayerOptions, drop: Drop, granularity: str) -> LayerOptions |
     halves = {"attention": options.attention, "mlp": options.mlp}
     if not any(drop(half, choice) for half, choices in halves.items() for choice in choices):
         return options
-    shared = {c.name for c in options.attention} & {c.name for c in options.mlp}
-    free = granularity == "operation" or min(map(len, halves.values())) == 1
     attention, mlp = (
-        tuple(c for c in choices if not drop(half, c) and (free or c.name in shared))
+        tuple(choice for choice in choices if not drop(half, choice))
         for half, choices in halves.items()
     )
+    if granularity != "operation" and min(map(len, halves.values())) > 1:
+        shared = {c.name for c in attention} & {c.name for c in mlp}
+        attention, mlp = (
+            tuple(c for c in choices if c.name in shared) for choices in (attention, mlp)
+        )
     return replace(options, attention=attention, mlp=mlp) if attention and mlp else None
 
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from megatron_paradyse.planner import Choice, LayerOptions, OptimalPlanner, Problem
+from megatron_paradyse.planner import Choice, LayerOptions, OptimalPlanner, Outcome, Problem
 from megatron_paradyse.planner.peak import operations, walk
 from tests.planner.brute_force import (
     best_of_all,
@@ -59,48 +59,75 @@ def test_optimal_equals_every_plan_tried(first):
     assert 50 < fitting < 290, "the budgets should not all be generous, nor all tight"
 
 
-def gathering(problem: Problem, names: set[str], gather_bytes: int) -> Problem:
-    """The problem where strategies of these names need a buffer for all together."""
+def gathering(problem: Problem, names: tuple[set[str], set[str]], gather_bytes: int) -> Problem:
+    """The problem where attentions and MLPs of these names need a buffer for all together."""
 
-    def marked(choice: Choice, by: set[str]) -> Choice:
-        return dataclasses.replace(choice, gathers=bool(names & by))
+    def marked(choice: Choice, gathers: bool) -> Choice:
+        return dataclasses.replace(choice, gathers=gathers)
 
     made: dict[int, LayerOptions] = {}
     for options in problem.layers.values():
         halves = [
-            tuple(marked(c, {c.name}) for c in half) for half in (options.attention, options.mlp)
+            tuple(marked(c, c.name in of) for c in half)
+            for half, of in zip((options.attention, options.mlp), names, strict=True)
         ]
-        pairs = {key: marked(choice, set(key)) for key, choice in options.pairs.items()}
+        pairs = {
+            (a, m): marked(choice, a in names[0] or m in names[1])
+            for (a, m), choice in options.pairs.items()
+        }
         made[id(options)] = LayerOptions(halves[0], halves[1], pairs)
     layers = {number: made[id(options)] for number, options in problem.layers.items()}
     return dataclasses.replace(problem, layers=layers, gather_bytes=gather_bytes)
 
 
-def test_a_buffer_of_some_strategies_counts_where_the_plan_names_one():
+def check_with_buffer(problem: Problem, outcome: Outcome, seed: int = 0) -> None:
     """Against every plan, each judged with the buffer only if one of its choices gathers."""
+    costs = []
+    for assignment in every_assignment(problem):
+        seconds, peak = cost(problem, assignment)
+        gathers = any(c.gathers for _, *pair in assignment for c in pair)
+        costs.append((seconds, peak + gathers * problem.gather_bytes))
+    fitting = [c for c in costs if c[1] <= problem.budget_bytes]
+    assert outcome.fits == bool(fitting), seed
+    if fitting:
+        seconds = min(fitting)[0]
+        assert outcome.seconds == pytest.approx(seconds, rel=TOLERANCE, abs=TOLERANCE), seed
+    else:
+        assert outcome.peak_bytes == min(c[1] for c in costs), seed
+
+
+def test_a_buffer_of_some_strategies_counts_where_the_plan_names_one():
     avoided = 0
     for seed in range(600):
         plain = small_problem(seed)
         rng = random.Random(seed)
         names = {f"s{i}" for i in range(rng.randint(1, 2))}
-        problem = gathering(plain, names, rng.randint(0, plain.budget_bytes))
-        costs = []
-        for assignment in every_assignment(problem):
-            seconds, peak = cost(problem, assignment)
-            gathers = any(c.gathers for _, *pair in assignment for c in pair)
-            costs.append((seconds, peak + gathers * problem.gather_bytes, gathers))
+        of_mlp = names if seed % 2 else {"s0"}  # an MLP in tiles needs none
+        problem = gathering(plain, (names, of_mlp), rng.randint(0, plain.budget_bytes))
         outcome = PLANNER.plan(problem)
-        fitting = [c for c in costs if c[1] <= problem.budget_bytes]
-        assert outcome.fits == bool(fitting), seed
-        if fitting:
-            seconds = min(fitting)[0]
-            assert outcome.seconds == pytest.approx(seconds, rel=TOLERANCE, abs=TOLERANCE), seed
-        else:
-            assert outcome.peak_bytes == min(c[1] for c in costs), seed
+        check_with_buffer(problem, outcome, seed)
         run = operations(problem, outcome.plan)
         assert outcome.peak_bytes == max(walk(problem, run)), seed
         avoided += not any(choice.gathers for choice in run)
     assert 100 < avoided < 500, "some plans should gather, some not"
+
+
+def test_one_strategy_a_layer_where_the_buffer_leaves_an_attention_no_choice():
+    """Its MLP recomputes in tiles without the buffer, but not beside another's attention."""
+    recompute = "megatron_ts+recompute"
+
+    def half(seconds: dict[str, float], gathers: set[str]) -> tuple[Choice, ...]:
+        return tuple(Choice(name, t, 1, 1, 1, name in gathers) for name, t in seconds.items())
+
+    attention = half(
+        {"megatron_ts": 1.0, recompute: 2.0, "ulysses_z": 1.5}, {"megatron_ts", recompute}
+    )
+    mlp = half({"megatron_ts": 1.0, recompute: 1.2, "ulysses_z": 9.0}, {"megatron_ts"})
+    layers = dict.fromkeys((1, 2), LayerOptions(attention, mlp))
+    problem = Problem(layers, 20, gather_bytes=100, granularity="layer")
+    outcome = PLANNER.plan(problem)
+    assert outcome.plan.runs() == "1-2 ulysses_z"
+    check_with_buffer(problem, outcome)
 
 
 @pytest.mark.parametrize("classes", [1, 2, 3])
