@@ -20,7 +20,7 @@ from megatron_paradyse.costs.table import (
     OperationCosts,
 )
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies import RECOMPUTE, base_name, offloads
+from megatron_paradyse.strategies import RECOMPUTE, base_name, names_of_costs, offloads
 
 HYBRID, PAPER = "hybrid", "paper"
 MODELS = (HYBRID, PAPER)
@@ -87,10 +87,9 @@ class CostModel:
         return tuple(fit.strategy for fit in self.fits if fit.operation == operation)
 
     def has(self, strategy: str, operation: str) -> bool:
-        """Whether operation() knows it."""
-        name = base_name(strategy) + RECOMPUTE if offloads(strategy) else strategy
-        known = {(strategy, operation), (name, operation)} & self._rows.keys()
-        return bool(known) and (self.host is not None or not offloads(strategy))
+        """Whether it has all costs that plans of this name need."""
+        needed = {(name, operation) for name in names_of_costs(strategy)}
+        return needed <= self._rows.keys() and (self.host is not None or not offloads(strategy))
 
     def profiled_range(self, strategy: str, operation: str) -> tuple[int, int]:
         """The shortest and the longest length that the fit saw."""

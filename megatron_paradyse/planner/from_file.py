@@ -29,7 +29,13 @@ from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, Opti
 from megatron_paradyse.planner.sources import RowSource
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import PACKED, Settings
-from megatron_paradyse.strategies import base_name, offloads, parse_strategy_name, recomputes
+from megatron_paradyse.strategies import (
+    base_name,
+    names_of_costs,
+    offloads,
+    parse_strategy_name,
+    recomputes,
+)
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from megatron_paradyse.units import bytes_text, parse_bytes
 
@@ -71,14 +77,23 @@ def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
     for name in names:
         parse_strategy_name(name)
         if name not in known:
-            why = "" if model.host or not offloads(name) else ", nor a rate of copies to the host"
-            raise UserError(
-                f"{settings.cost_model} has no costs of {name}{why}: profile "
-                f"{'again' if why else 'it'}, or choose among {', '.join(known)}"
-            )
+            raise _without_costs(name, known, settings.cost_model)
     if not names:
         raise UserError(f"{settings.cost_model} has no strategy with costs of both operations")
     return Costs(file, names)
+
+
+def _without_costs(name: str, known: tuple[str, ...], path: str) -> UserError:
+    lacks = next((part for part in names_of_costs(name) if part not in known), name)
+    why, what = "", "it"
+    if lacks != name:
+        why = f", which {name} needs"
+    elif offloads(name):
+        why, what = ", nor a rate of copies to the host", "again"
+    choice = ", ".join(known)
+    return UserError(
+        f"{path} has no costs of {lacks}{why}: profile {what}, or choose among {choice}"
+    )
 
 
 def check_policy(settings: Settings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_paradyse.costs.cost_file import CostFile
-from megatron_paradyse.costs.layers import ATTENTION, HALVES, MLP, half_of
+from megatron_paradyse.costs.layers import ATTENTION, HALVES, half_of
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.packed import AS_LOCAL, LOCAL
 from megatron_paradyse.errors import UserError
@@ -18,22 +18,22 @@ from megatron_paradyse.strategies import (
 
 
 def known_strategies(model: CostModel) -> tuple[str, ...]:
-    """The strategies with costs of both halves of a layer, those of which may be of layers that
-    differ; with a host's rate +offload after +recompute.
+    """The strategies with all costs that their plans need, of both halves of a layer, those of
+    which may be of layers that differ; with a host's rate +offload after +recompute.
     """
-    of_half = {half: _of_half(model, half) for half in HALVES}
-    mlp = set(of_half[MLP])
-    names: list[str] = []
-    for name in of_half[ATTENTION]:
-        if name in mlp:
-            names.append(name)
-            if name.endswith(RECOMPUTE) and model.host is not None:
-                names.append(base_name(name) + OFFLOAD)
-    return tuple(dict.fromkeys(names))
-
-
-def _of_half(model: CostModel, half: str) -> list[str]:
-    return [fit.strategy for fit in model.fits if half_of(fit.operation) == half]
+    operations = dict.fromkeys(fit.operation for fit in model.fits)
+    of_half = {half: [o for o in operations if half_of(o) == half] for half in HALVES}
+    names: dict[str, None] = {}
+    for fit in model.fits:
+        if half_of(fit.operation) == ATTENTION:
+            names[fit.strategy] = None
+            if fit.strategy.endswith(RECOMPUTE):
+                names[base_name(fit.strategy) + OFFLOAD] = None
+    return tuple(
+        name
+        for name in names
+        if all(any(model.has(name, o) for o in of_half[half]) for half in HALVES)
+    )
 
 
 def known_for_rows(model: CostModel) -> tuple[str, ...]:

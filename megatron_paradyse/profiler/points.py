@@ -19,6 +19,7 @@ from megatron_paradyse.strategies import (
     base_name,
     parse_strategy_name,
     strategy_names,
+    with_names_of_costs,
 )
 
 QUICK_COUNT = 4  # lengths
@@ -119,7 +120,8 @@ def like_first(measurement: Measurement, strategies: Sequence[str]) -> list[Meas
 
 
 def strategies_to_profile(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The named strategies; without names all, each with and without +recompute.
+    """The named strategies, and those whose costs theirs need; without names all, each with and
+    without +recompute.
 
     The costs of +offload follow from these (costs/offloaded.py); named, it is measured.
     """
@@ -127,4 +129,4 @@ def strategies_to_profile(names: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(name for base in strategy_names() for name in (base, base + RECOMPUTE))
     for name in names:
         parse_strategy_name(name)
-    return tuple(dict.fromkeys(names))
+    return with_names_of_costs(names)

@@ -8,6 +8,7 @@ strategy's and whose value is `module:OBJECT`, a Strategy.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -65,6 +66,11 @@ def names_of_costs(name: str) -> tuple[str, ...]:
     """The names whose measured costs those of this name are made from."""
     base = base_name(name)
     return (base, base + RECOMPUTE) if recomputes(name) else (base,)
+
+
+def with_names_of_costs(names: Iterable[str]) -> tuple[str, ...]:
+    """The names, each once, and before each those that names_of_costs gives."""
+    return tuple(dict.fromkeys(part for name in names for part in (*names_of_costs(name), name)))
 
 
 def parse_strategy_name(name: str) -> tuple[str, bool]:

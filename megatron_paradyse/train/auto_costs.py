@@ -26,6 +26,7 @@ from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.settings import PACKED, Settings
+from megatron_paradyse.strategies import with_names_of_costs
 from megatron_paradyse.train.describe import versions
 from megatron_paradyse.train.meeting import meet
 from megatron_paradyse.train.model_kind import GPT
@@ -131,8 +132,8 @@ class Search:
         command += ["--quick", "--budget-seconds", str(BUDGET_SECONDS)]
         command += ["--batch-sizes", str(self._args.micro_batch_size)]
         command += ["--packed"] if self._settings.sequences == PACKED else []
-        if self._settings.strategies:
-            command += ["--strategies", ",".join(self._settings.strategies)]
+        strategies = _strategies(self._settings)
+        command += ["--strategies", ",".join(strategies)] if strategies else []
         command += ["--", *sys.argv[1:], "--paradyse-head-tile", str(self._settings.head_tile)]
         command += ["--paradyse-model", self._args.paradyse_model]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
@@ -270,6 +271,15 @@ class Search:
             time.sleep(0.05)
 
 
+def _strategies(settings: Settings) -> tuple[str, ...] | None:
+    """Those to measure: what plans may name, and what the costs of that need; None: all."""
+    if not settings.strategies:
+        return None
+    layers = (settings.layers or {}).values()
+    of_layers = (name for layer in layers for name in (*layer.attention, *layer.mlp))
+    return with_names_of_costs((*settings.strategies, *of_layers))
+
+
 def _key(args: argparse.Namespace, settings: Settings) -> str:
     """Of everything that the costs may depend on: an argument that is not known counts."""
     values = {
@@ -278,7 +288,7 @@ def _key(args: argparse.Namespace, settings: Settings) -> str:
         if not WITHOUT_EFFECT.fullmatch(name)
     }
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
-    values |= {"head_tile": repr(settings.head_tile), "strategies": repr(settings.strategies)}
+    values |= {"head_tile": repr(settings.head_tile), "strategies": repr(_strategies(settings))}
     values |= {"rows": "measured"} if settings.sequences == PACKED else {}
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
     others = ModelLayers.of_arguments(args, args.num_layers).kinds().others

@@ -130,6 +130,39 @@ def test_what_is_always_there_must_fit(settings):
     made.check_room(made.stage(share=0.4))
 
 
+def unfitted(settings, path, strategy, operations):
+    """The settings with a file that has no costs of a strategy's operations."""
+
+    def edit(file):
+        fits = file["model"]["operations"]
+        left = [f for f in fits if f["strategy"] != strategy or f["operation"] not in operations]
+        assert len(left) == len(fits) - len(operations)
+        file["model"]["operations"] = left
+
+    return edited(settings, path, edit)
+
+
+@pytest.mark.parametrize("operations", [("attention", "mlp"), ("attention",)])
+def test_recomputation_without_the_strategys_own_costs_is_not_offered(
+    operations, settings, tmp_path
+):
+    """A layer of which both halves recompute runs the attention again: its costs are needed."""
+    without = unfitted(settings, tmp_path / "x.json", "metp", operations)
+    made = policies(without, 1 << 40)
+    assert made.costs.strategies == ("megatron_ts", "ulysses_z")
+    policy = made.policy(made.stage(), smooth=False)
+    assert policy.outcome(1, 128, LAYERS).fits
+    with pytest.raises(UserError, match=r"no costs of metp, which metp\+recompute needs: profile"):
+        read_costs(dataclasses.replace(without, strategies=("metp+recompute",)))
+
+
+def test_only_what_is_named_is_offered_though_its_costs_need_others(settings):
+    made = policies(dataclasses.replace(settings, strategies=("metp+recompute",)))
+    found = made.policy(made.stage(), smooth=False).problem(LAYERS, 1, 128, False)
+    for options in found.layers.values():
+        assert {c.name for c in (*options.attention, *options.mlp)} == {"metp+recompute"}
+
+
 @pytest.mark.parametrize("source, gain", [("measured", 0.05), ("simulated", 0.0)])
 def test_measured_costs_mix_for_a_gain_of_5_percent(source, gain, settings, tmp_path):
     text = json.loads(Path(settings.cost_model).read_text())

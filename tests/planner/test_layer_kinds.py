@@ -122,6 +122,18 @@ def test_a_layer_is_offered_what_its_halves_can_run(path):
     assert "ulysses_z" in policies(path).costs.strategies
 
 
+def test_recomputation_is_offered_where_its_strategy_has_costs_of_that_attention(tmp_path):
+    path = str(tmp_path / "costs.json")
+    table = differing_table().only(lambda m: (m.strategy, m.operation) != ("metp", "attention@2"))
+    write_cost_file(path, table, fit_table(table))
+    made = policy(path)
+    problem = made.problem(LAYERS, 1, 1024, False)
+    for number, options in problem.layers.items():
+        names = {choice.name for choice in options.attention}
+        assert ("metp+recompute" in names) == (number in (1, 3))
+    assert made.outcome(1, 1024, LAYERS).fits
+
+
 @pytest.mark.parametrize("budget_mib", [130, 160, 200, 1 << 20])
 def test_plans_are_the_best_of_all(path, budget_mib):
     made = policy(path, budget_mib << 20, strategies=("megatron_ts", "metp", "metp+recompute"))

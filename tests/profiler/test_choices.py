@@ -88,6 +88,12 @@ def test_layers_are_checked_at_every_other_length():
         strategies_to_profile(("meta",))
 
 
+def test_what_the_costs_of_a_named_strategy_need_is_profiled_too():
+    assert strategies_to_profile(("ulysses_z+recompute",)) == ("ulysses_z", "ulysses_z+recompute")
+    found = strategies_to_profile(("metp+offload", "megatron_ts", "metp"))
+    assert found == ("metp", "metp+recompute", "metp+offload", "megatron_ts")
+
+
 def test_flags_of_a_training_become_those_of_a_profile():
     given = ["--num-layers", "4", "--vocab-size", "9", "--paradyse-policy", "random:1"]
     given += ["--load", "x", "--rampup-batch-size", "1", "2", "3", "--swiglu", "--save=y"]

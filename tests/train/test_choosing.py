@@ -156,7 +156,7 @@ def parts(costs, record) -> dict[str, float]:
 def test_a_run_without_costs_measures_them_once(data, tmp_path):
     """Under torchrun, then on ranks started otherwise: the second start finds what is kept."""
     flags = [*data, *TP2, "--paradyse-policy", "optimal", "--train-iters", 2]
-    flags += ["--paradyse-strategies", "megatron_ts,ulysses_z"]
+    flags += ["--paradyse-strategies", "megatron_ts,ulysses_z+recompute"]
     save = ["--save", tmp_path / "saved", "--save-interval", 2]
     first = train_under_torchrun(tmp_path / "a", *flags, *save, ranks=2, timeout_seconds=200)
     assert first.code == 0 and "Traceback" not in first.stderr, first.stderr[-3000:]
