@@ -49,10 +49,14 @@ UNLIMITED = 1 << 62  # a CPU without --paradyse-memory-budget
 
 @dataclass(frozen=True)
 class Costs:
-    """A cost file, and the strategies that plans may name."""
+    """A cost file, and the strategies that plans may name.
+
+    strategies: of any layer; default: of the layers for which the settings name none.
+    """
 
     file: CostFile
     strategies: tuple[str, ...]
+    default: tuple[str, ...]
 
 
 def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
@@ -70,9 +74,10 @@ def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
     model = file.require_model()
     packed = settings.sequences == PACKED if packed is None else packed
     known = known_for_rows(model) if packed else known_strategies(model)
-    names = settings.strategies or default_strategies(settings, file, known)
+    default = settings.strategies or default_strategies(settings, file, known)
+    names = default
     for restriction in (settings.layers or {}).values():
-        names += tuple(n for n in restriction.attention + restriction.mlp if n not in names)
+        names += restriction.attention + restriction.mlp
     names = tuple(dict.fromkeys(names))
     for name in names:
         parse_strategy_name(name)
@@ -80,7 +85,7 @@ def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
             raise _without_costs(name, known, settings.cost_model)
     if not names:
         raise UserError(f"{settings.cost_model} has no strategy with costs of both operations")
-    return Costs(file, names)
+    return Costs(file, names, tuple(dict.fromkeys(default)))
 
 
 def _without_costs(name: str, known: tuple[str, ...], path: str) -> UserError:
@@ -342,7 +347,7 @@ class FilePolicies:
 
     def _allowed(self, number: int, operation: str) -> tuple[str, ...]:
         restriction = (self.settings.layers or {}).get(number)
-        names = self.settings.strategies or self.costs.strategies
+        names = self.costs.default
         if restriction is not None:
             names = getattr(restriction, operation)
         if self.kinds.others:

@@ -26,11 +26,11 @@ def cost_policies(
     model = costs.require_model()
     known = known_strategies(model)
     chosen = [name for name in run.strategies if name in known] if run is not None else []
-    measured = [name for name in known if not offloads(name)]
+    names = tuple(chosen or (name for name in known if not offloads(name)))
     budget = None if run is None else run.memory_budget_bytes
     policies = FilePolicies(
         Settings(memory_margin=0.0 if run is None else run.memory_margin),
-        Costs(costs, tuple(chosen or measured)),
+        Costs(costs, names, names),
         UNLIMITED if budget is None else budget,
     )
     correction = Correction(known)

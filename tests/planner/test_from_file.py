@@ -12,7 +12,7 @@ from megatron_paradyse.costs.description import ELEMENT_BYTES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_costs import stage_memory
 from megatron_paradyse.planner.from_file import FilePolicies, read_costs
-from megatron_paradyse.settings import Settings
+from megatron_paradyse.settings import Restriction, Settings
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.train.synthetic_costs import LENGTHS, write_costs
 
@@ -161,6 +161,30 @@ def test_only_what_is_named_is_offered_though_its_costs_need_others(settings):
     found = made.policy(made.stage(), smooth=False).problem(LAYERS, 1, 128, False)
     for options in found.layers.values():
         assert {c.name for c in (*options.attention, *options.mlp)} == {"metp+recompute"}
+
+
+def test_what_one_layer_may_run_is_not_offered_to_the_others(settings, tmp_path):
+    """Against offload: false, and where a CPU's default has no +offload."""
+    moves = edited(
+        settings, tmp_path / "x.json", lambda f: f["constants"].update(host_bytes_per_second=5e8)
+    )
+    only = {2: Restriction(("metp+offload",), ("metp", "metp+recompute"))}
+    for said in (
+        {"offload": False},
+        {},
+        {"strategies": ("metp", "ulysses_z")},
+        {"strategies": ("metp", "ulysses_z"), "policy": "heuristic"},
+    ):
+        made = policies(dataclasses.replace(moves, layers=only, **said), 1 << 40)
+        default = said.get("strategies", ("megatron_ts", "ulysses_z", "metp", "metp+recompute"))
+        assert {*made.costs.strategies} == {*default, "metp+offload", "metp+recompute"}
+        policy = made.policy(made.stage(), smooth=False)
+        found = policy.problem(LAYERS, 1, 128, False).layers
+        for number in (1, 3, 4):
+            for choices in (found[number].attention, found[number].mlp):
+                assert tuple(choice.name for choice in choices) == default
+        assert [choice.name for choice in found[2].attention] == ["metp+offload"]
+        assert "metp+offload" not in policy.uniforms(1, 128, LAYERS)
 
 
 @pytest.mark.parametrize("source, gain", [("measured", 0.05), ("simulated", 0.0)])

@@ -40,7 +40,7 @@ def file(tmp_path_factory):
 
 def policies(file, names=(*LOCAL, *NAMES), **settings):
     settings = Settings(policy="optimal", memory_margin=0.0, **settings)
-    return FilePolicies(settings, Costs(file, names), 0)
+    return FilePolicies(settings, Costs(file, names, names), 0)
 
 
 def policy(file, budget_mib=1 << 20, names=(*LOCAL, *NAMES), *, correct=None, **settings):
