@@ -39,10 +39,10 @@ SIMULATION_SECONDS = 300
 SAID_ERROR = re.compile(r"error(?: \(rank \d+\))?: (.*)")
 # Arguments that change no cost: what is learnt, logged, saved, read, and how long.
 WITHOUT_EFFECT = re.compile(
-    r"(rank|local_rank|seed|.*lr.*|weight_decay.*|adam_.*|clip_grad|init_method.*|loss_scale.*|"
-    r"train_.*|eval_.*|full_validation|exit_.*|save.*|load.*|.*ckpt.*|log_.*|tensorboard.*|wandb.*|"
-    r"timing_.*|data_path|split|.*data_path|data_args.*|data_cache.*|num_workers|"
-    r"global_batch_size|rampup.*|consumed.*|iteration|skipped.*|paradyse.*|start_.*|"
+    r"(rank|local_rank|seed|(.*_)?lr(_.*)?|weight_decay.*|adam_.*|clip_grad|init_method.*|"
+    r"loss_scale.*|train_.*|eval_.*|full_validation|exit_.*|save.*|load.*|.*ckpt.*|log_.*|"
+    r"tensorboard.*|wandb.*|timing_.*|data_path|split|.*data_path|data_args.*|data_cache.*|"
+    r"num_workers|global_batch_size|rampup.*|consumed.*|iteration|skipped.*|paradyse.*|start_.*|"
     r"tokenizer_model|metadata.*|do_.*|non_.*|phase_.*|num_dataset.*)"
 )
 
