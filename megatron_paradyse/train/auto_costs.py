@@ -134,8 +134,7 @@ class Search:
         command += ["--packed"] if self._settings.sequences == PACKED else []
         strategies = _strategies(self._settings)
         command += ["--strategies", ",".join(strategies)] if strategies else []
-        command += ["--", *sys.argv[1:], "--paradyse-head-tile", str(self._settings.head_tile)]
-        command += ["--paradyse-model", self._args.paradyse_model]
+        command += self._flags()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
         environment |= {
             "MASTER_PORT": port,
@@ -181,10 +180,14 @@ class Search:
         command = [sys.executable, "-m", "megatron_paradyse", "simulate", "--gpu", str(self._gpu())]
         command += ["--ranks", str(p), "-o", str(raw), "--max-length", str(self._args.seq_length)]
         command += ["--batch-sizes", str(self._args.micro_batch_size)]
-        command += ["--dtype", str(dtype).removeprefix("torch."), "--", *sys.argv[1:]]
-        command += ["--paradyse-model", self._args.paradyse_model]
+        command += ["--dtype", str(dtype).removeprefix("torch."), *self._flags()]
         self._run(command, SIMULATION_SECONDS, "the simulation failed")
         self._fit(raw)
+
+    def _flags(self) -> list[str]:
+        """The model's: those of the run, and what its script or its YAML file says."""
+        flags = ["--", *sys.argv[1:], "--paradyse-head-tile", str(self._settings.head_tile)]
+        return [*flags, "--paradyse-model", self._args.paradyse_model]
 
     def _fit(self, raw: Path, remedy: str = "") -> None:
         command = [

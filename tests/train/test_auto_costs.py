@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 
 import pytest
+import torch
 
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.simulator.models import model_flags
 from megatron_paradyse.train import auto_costs, plugin
+from megatron_paradyse.train.model_kind import GPT
 from tests.train.harness import with_defaults
 
 # Of the fields that shape a model and its buffers: what its weights begin as, and what is logged.
@@ -45,3 +50,32 @@ def test_no_argument_that_costs_depend_on_is_left_out_of_their_name(names):
 )
 def test_a_learning_rate_leaves_costs_as_they_are(name, names):
     assert name in names and auto_costs.WITHOUT_EFFECT.fullmatch(name)
+
+
+def search(folder, monkeypatch, **settings) -> auto_costs.Search:
+    """Of a run of one rank, with a settings file."""
+    monkeypatch.setenv("MEGATRON_PARADYSE_CACHE", str(folder))
+    monkeypatch.setattr(auto_costs, "_key", lambda *_: "key")
+    flags = ["--num-layers", "4", "--vocab-size", "9", "--paradyse-config", "settings.yaml"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags])
+    args = argparse.Namespace(
+        world_size=1,
+        tensor_model_parallel_size=2,
+        params_dtype=torch.bfloat16,
+        seq_length=4096,
+        micro_batch_size=1,
+        paradyse_model=GPT,
+    )
+    return auto_costs.Search(args, Settings(**settings))
+
+
+def test_simulated_costs_are_of_the_loss_head_that_the_settings_file_says(tmp_path, monkeypatch):
+    """A simulation reads no settings file, as its flags say."""
+    ran: list[list[str]] = []
+    one = search(tmp_path, monkeypatch, head_tile=128)
+    monkeypatch.setattr(one, "_gpu", lambda: "h200")
+    monkeypatch.setattr(one, "_run", lambda command, *_: ran.append(command))
+    one._simulate()
+    given = ran[0][ran[0].index("--") + 1 :]
+    text = " ".join(model_flags(None, given, ranks=2, dtype="bfloat16"))
+    assert "--paradyse-head-tile 128" in text and "settings.yaml" not in text
