@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import socket
 from collections.abc import Iterator
 
 from megatron_paradyse.errors import UserError
@@ -20,11 +22,8 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
     path = os.fspath(path)
     check_output(path)
     folder, name = os.path.split(path)
-    suffix = os.path.splitext(name)[1].lower()
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp{suffix}")
+    temporary = temporary_path(path) + os.path.splitext(name)[1].lower()
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
@@ -40,6 +39,16 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
     # The name itself must survive a crash; some file systems cannot sync a folder.
     with contextlib.suppress(OSError):
         sync(folder or ".")
+
+
+def temporary_path(path: str | os.PathLike[str]) -> str:
+    """A hidden name beside path that no other process takes, of any machine that sees the folder.
+
+    In containers process ids are alike.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    unique = f"{socket.gethostname()}.{secrets.token_hex(8)}"
+    return os.path.join(folder, f".{name}.{unique}.tmp")
 
 
 def sync(path: str) -> None:

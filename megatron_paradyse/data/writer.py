@@ -14,7 +14,7 @@ import numpy as np
 from megatron_paradyse.data.metadata import DatasetMetadata
 from megatron_paradyse.data.tokenizers import TokenArray
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.whole_file import sync
+from megatron_paradyse.whole_file import sync, temporary_path
 
 MAX_DOCUMENT_TOKENS = np.iinfo(np.int32).max  # .idx keeps lengths as int32
 SUFFIXES = (".bin", ".idx", ".json")
@@ -57,7 +57,7 @@ class DatasetWriter:
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise UserError(f"{folder} is not a folder: choose another prefix than {self.prefix}")
         os.makedirs(folder or ".", exist_ok=True)
-        temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+        temporary = temporary_path(self.prefix)
         self._temporary = {suffix: temporary + suffix for suffix in SUFFIXES}
 
     def __enter__(self) -> Self:

@@ -21,6 +21,7 @@ import torch
 from megatron_paradyse.costs.table import OK, OOM, UNSUPPORTED
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.ending import is_out_of_memory
+from megatron_paradyse.whole_file import temporary_path
 
 RESTART_CODE = 75
 WAIT_SECONDS = 120.0
@@ -91,7 +92,7 @@ def note_path(output: Path) -> Path:
 def leave_note(output: Path, key: tuple, status: str) -> None:
     """The first to speak is right: others fail later, because it has closed its sockets."""
     path = note_path(output)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial = Path(temporary_path(path))
     partial.write_text(json.dumps({"point": key, "status": status}))
     with contextlib.suppress(FileExistsError):
         os.link(partial, path)

@@ -14,6 +14,7 @@ from megatron_paradyse.simulator.models import model_flags
 from megatron_paradyse.train import auto_costs, plugin
 from megatron_paradyse.train.model_kind import GPT
 from tests.train.harness import with_defaults
+from tests.train.synthetic_costs import write_costs
 
 # Of the fields that shape a model and its buffers: what its weights begin as, and what is logged.
 DROPPED = {"init_method_std", "log_max_attention_logit"}
@@ -79,3 +80,20 @@ def test_simulated_costs_are_of_the_loss_head_that_the_settings_file_says(tmp_pa
     given = ran[0][ran[0].index("--") + 1 :]
     text = " ".join(model_flags(None, given, ranks=2, dtype="bfloat16"))
     assert "--paradyse-head-tile 128" in text and "settings.yaml" not in text
+
+
+def test_ranks_write_what_the_first_found_where_it_is_not_there_yet(tmp_path, monkeypatch):
+    """With a home that all machines share it is; every rank of each would write it again."""
+    monkeypatch.setenv("RANK", "1")
+    costs = write_costs(tmp_path / "costs.json").read_text()
+    kept = tmp_path / "costs-key.json"
+    written = []
+    for before in ("other costs", costs):
+        kept.write_text(before)
+        inode = kept.stat().st_ino
+        one = search(tmp_path, monkeypatch)
+        one._say_all("way", "cached")
+        one._say_all("costs", costs)
+        assert one.run() == (kept, True) and kept.read_text() == costs
+        written.append(kept.stat().st_ino != inode)
+    assert written == [True, False]

@@ -1,0 +1,40 @@
+"""Files that are there whole or not at all, whoever else writes them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron_paradyse.data.writer import DatasetWriter
+from megatron_paradyse.whole_file import whole_file, write_whole
+
+
+def test_two_that_write_one_file_at_once_do_not_meet(tmp_path, monkeypatch):
+    """As on two machines with one home, whose containers give both the same process id."""
+    monkeypatch.setattr(os, "getpid", lambda: 17)
+    path = tmp_path / "costs.json"
+    with whole_file(path) as first:
+        with open(first, "x") as stream:
+            stream.write("first")
+        write_whole(path, "second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    assert os.listdir(tmp_path) == ["costs.json"]
+
+
+def test_two_that_prepare_one_data_set_have_files_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 17)
+    first, second = (DatasetWriter(str(tmp_path / "x"), 256) for _ in range(2))
+    assert not {*first._temporary.values()} & {*second._temporary.values()}
+
+
+def test_what_failed_leaves_the_file_as_it_was_and_nothing_beside_it(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("before")
+    with pytest.raises(ValueError, match="no"), whole_file(path) as temporary:
+        assert os.path.dirname(temporary) == str(tmp_path) and temporary.endswith(".tmp.json")
+        with open(temporary, "x") as stream:
+            stream.write("half")
+        raise ValueError("no")
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["x.json"]
