@@ -17,6 +17,7 @@ from megatron_paradyse.yaml_file import Entry, read_entry
 GIB = 1 << 30
 PCIE4, PCIE5 = 32e9, 64e9  # 16 lanes, bytes per second in one direction
 MEMORY_TOLERANCE = 0.1  # a driver takes its share, and some count GB
+CARD = re.compile(r"\b(PCIe|NVL)\b", re.IGNORECASE)  # in the name of a GPU that is no SXM module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,13 @@ DEVICES: dict[str, Device] = {
 
 
 def known_name(full_name: str, memory_bytes: int) -> str | None:
-    """The name above of a GPU that calls itself so, such as "NVIDIA H200"; None for others."""
+    """The name above of a GPU that calls itself so, such as "NVIDIA H200"; None for others.
+
+    Of cards too, "NVIDIA H100 PCIe" or "NVIDIA H200 NVL": they have other rates, and NVLink between
+    some of them at most.
+    """
+    if CARD.search(full_name):
+        return None
     for name, device in DEVICES.items():
         kind = name.partition("-")[0].upper()
         near = abs(memory_bytes / device.memory_bytes - 1) < MEMORY_TOLERANCE

@@ -117,8 +117,9 @@ class Search:
         if self._gpu() is None:
             self._fail(
                 "no costs: --paradyse-no-profile, none in the cache, and none can be simulated for "
-                "this device: give --paradyse-cost-model FILE, or --paradyse-policy "
-                "fixed:megatron_ts"
+                f"{_device()}: leave --paradyse-no-profile out, give --paradyse-cost-model FILE "
+                "(measured, or megatron-paradyse simulate --gpu with a YAML file of this device), "
+                "or --paradyse-policy fixed:megatron_ts"
             )
         return "simulate"
 
@@ -274,6 +275,10 @@ class Search:
             time.sleep(0.05)
 
 
+def _device() -> str:
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
+
+
 def _holds(path: Path, content: str) -> bool:
     """Whether a file is that text: of the first rank, on a disk that all of them see."""
     try:
@@ -298,11 +303,10 @@ def _key(args: argparse.Namespace, settings: Settings) -> str:
         for name, value in vars(args).items()
         if not WITHOUT_EFFECT.fullmatch(name)
     }
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
     values |= {"head_tile": repr(settings.head_tile), "strategies": repr(_strategies(settings))}
     values |= {"rows": "measured"} if settings.sequences == PACKED else {}
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
     others = ModelLayers.of_arguments(args, args.num_layers).kinds().others
     values |= {"layers": repr(others)} if others else {}
-    values |= {"device": device, "versions": repr(versions())}
+    values |= {"device": _device(), "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

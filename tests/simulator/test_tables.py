@@ -149,6 +149,12 @@ def test_what_follows_from_other_costs_is_not_simulated(tmp_path):
         ("NVIDIA H100 80GB HBM3", 79.1, "h100-80g"),
         ("NVIDIA A10", 22.5, None),
         ("NVIDIA H100 NVL", 93.6, None),
+        ("NVIDIA H200 NVL", 139.8, None),
+        ("NVIDIA H100 PCIe", 79.2, None),
+        ("NVIDIA A100 80GB PCIe", 79.3, None),
+        ("NVIDIA A100-PCIE-40GB", 39.4, None),
+        ("NVIDIA A800 80GB PCIe", 79.3, None),
+        ("NVIDIA L40S", 44.5, "l40s"),
     ],
 )
 def test_a_gpu_is_known_by_its_own_name_and_memory(full_name, gib, name):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.preview.forecast import forecast
 from megatron_paradyse.preview.setup import Grid, make_setup
@@ -251,7 +252,7 @@ def test_ranks_with_different_plans_are_named(tmp_path):
 REFUSED = {
     "no costs": (
         ["--paradyse-no-profile"],
-        "no costs: --paradyse-no-profile, none in the cache, and none can be simulated",
+        f"none in the cache, and none can be simulated for {cpu_name()}: leave --paradyse-no-",
     ),
     "no file": (["--paradyse-cost-model", "/nowhere.json"], "/nowhere.json"),
     "other costs": (["--paradyse-cost-model", "COSTS"], "these costs are not of this run: "),
