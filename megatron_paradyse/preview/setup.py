@@ -80,7 +80,8 @@ def make_setup(
     static_memory: what the stage holds always, such as 21GiB; None: as the file's grid does, and of
     another depth or stage by the parameters that the shape lets one estimate. packed: plans of
     packed rows too, which other strategies may run. UserError for a policy that does not choose by
-    cost, a file without costs, or no room.
+    cost, a file without costs, no room, and of a part of a mixture of experts without
+    static_memory.
     """
     grid = grid or Grid()
     settings = _settings(costs, flags, config)
@@ -95,6 +96,13 @@ def make_setup(
     given = settings.head_tile != AUTO or flags.get("head_tile") is not None
     settings = _with_tile_of(read.file, settings, given=given)
     experts = bool(read.file.table.description.num_experts)
+    part = f"--pipeline-stages {grid.num_stages}" if grid.num_stages > 1 else ""
+    part = part or (f"--num-layers {num_layers}" if num_layers != shape.num_layers else "")
+    if experts and part and static_memory is None:
+        raise UserError(
+            f"{part}: {costs} is of a mixture of experts and does not tell how many parameters "
+            "these layers have: give --static-memory, as training says it at its start"
+        )
     policies = FilePolicies(
         settings, read, budget_bytes, num_layers=num_layers, megatron_mlp=experts
     )

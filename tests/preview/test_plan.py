@@ -133,6 +133,22 @@ def test_costs_of_another_loss_head_are_refused_and_their_own_is_taken(costs, tm
     assert make_setup(str(path), BUDGET).stage.buffer_free_above is None
 
 
+def test_parts_of_a_mixture_of_experts_need_their_static_memory(costs, tmp_path):
+    """The shape does not tell how many parameters its experts are, nor on which layers."""
+    told = json.loads(Path(costs).read_text())
+    told["description"] |= {"head_tile": "off", "num_experts": 4}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(told))
+    command = ["plan", path, "--lengths", "64", "--memory-budget", "1GB"]
+    for part in ("--pipeline-stages", "--num-layers"):
+        result = run(*command, part, 2)
+        assert result.exit_code == 1 and len(result.output.splitlines()) == 1
+        assert f"{part} 2: " in result.output and "give --static-memory" in result.output
+        given = run(*command, part, 2, "--static-memory", "10MB")
+        assert given.exit_code == 0 and "static 9.5 MiB, as given" in given.output
+    assert run(*command).exit_code == 0
+
+
 def test_what_was_never_timed_is_extrapolated(costs, tmp_path):
     """A batch size that no measurement has; and lengths of which only bytes were measured."""
     setup = make_setup(costs, BUDGET)
