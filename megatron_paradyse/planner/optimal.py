@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner.bounds import NestedRelaxation, PricedRelaxation
 from megatron_paradyse.planner.labels import Found, TooManyLabelsError, search
@@ -62,10 +64,11 @@ def by_gathering(problem: Problem) -> list[Problem]:
 
 
 def uniform_fastest(runs: list[Run], *, room: int, reserve: int) -> Found | None:
-    """The fastest pair everywhere, if that fits."""
+    """The fastest pair everywhere, of several the one that keeps least, if that fits."""
     found, total = [], 0.0
     for position, run in enumerate(runs):
-        row = int(run.table.seconds.argmin())
+        tied = np.flatnonzero(run.table.seconds == run.table.seconds.min())
+        row = int(tied[run.table.kept[tied].argmin()])
         total += run.num_layers * run.table.kept[row]
         if total + run.table.workspace[row] > room:
             return None

@@ -16,6 +16,7 @@ from tests.planner.brute_force import (
     cost,
     every_assignment,
     random_problem,
+    steps_of,
 )
 
 # Seconds are rounded to 2^-42 of the longest plan before they are compared.
@@ -212,6 +213,28 @@ def test_where_nothing_fits_the_least_peak_and_by_how_much_it_exceeds():
 
 
 LEAN = (Choice("x", 1.0, 0, 0, 0),)
+
+
+def test_of_plans_that_take_as_long_the_one_that_keeps_least():
+    """Against every plan, of coarse costs with many ties."""
+    ties = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        problem = random_problem(
+            rng, strategies=3, layers=rng.randint(1, 3), classes=rng.choice([1, 2]), coarse=True
+        )
+        outcome = PLANNER.plan(problem)
+        kept = [
+            sum(step.kept_bytes for item in assignment for step in steps_of(*item))
+            for assignment in every_assignment(problem)
+            if cost(problem, assignment)[0] == outcome.seconds
+            and cost(problem, assignment)[1] <= problem.budget_bytes
+        ]
+        if outcome.fits:
+            run = operations(problem, outcome.plan)
+            assert sum(choice.kept_bytes for choice in run) == min(kept), seed
+            ties += len(set(kept)) > 1
+    assert ties > 20
 
 
 def test_same_numbers_give_the_same_plan_whatever_their_objects():
