@@ -1,7 +1,8 @@
 """Evaluates all fits of a model at one (s, b) at once, as a handful of array operations.
 
 A row per (strategy, operation, quantity), in the order of QUANTITIES within each operation. What
-depends on b alone is prepared once per batch size.
+depends on b alone is prepared once per batch size. Element by element and in the order in which one
+fit is described, so that every machine rounds alike: a product of matrices is a library's affair.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class HybridEvaluation:
     def __init__(
         self, fits: Sequence[HybridFit], max_lengths: Sequence[int], batch_size: int
     ) -> None:
-        b = batch_size
-        self._laws = _coefficients([fit.law.pieces for fit in fits], b)
-        self._in_tiles = _coefficients([fit.law.in_tiles or fit.law.pieces for fit in fits], b)
+        b = self._batch_size = batch_size
+        self._laws = _coefficients([fit.law.pieces for fit in fits])
+        self._in_tiles = _coefficients([fit.law.in_tiles or fit.law.pieces for fit in fits])
         tiles = {fit.law.tile_tokens for fit in fits if fit.law.in_tiles}
         assert len(tiles) <= 1, "all fits of a model are of the same tiles"
         self._tile_length = min(tiles, default=math.inf) / b
@@ -55,17 +56,17 @@ class HybridEvaluation:
         self._floors = floors
 
     def __call__(self, seq_length: float) -> Array:
-        s = float(seq_length)
-        laws = self._in_tiles if s > self._tile_length else self._laws
-        values = (laws @ np.array((1.0, s, s * s))).max(axis=1)
+        s, b = float(seq_length), self._batch_size
+        c0, c1, c2, c3 = self._in_tiles if s > self._tile_length else self._laws
+        values = (c0 + b * (c1 + s * (c2 + s * c3))).max(axis=0)
         rows = self._corrected
         if len(rows):
             k = self._steps.index(s)
             factors, floors = self._steps.at(k), self._floors[self._steps.rows, k]
             beyond = s > self._max_lengths[rows]
             if beyond.any():
-                left = np.clip(1.0 - np.log2(s / self._max_lengths[rows]), 0.0, 1.0)
-                factors = 1.0 + (factors - 1.0) * left
+                left = np.array([fade(s, longest) for longest in self._max_lengths[rows].tolist()])
+                factors = np.where(beyond, 1.0 + (factors - 1.0) * left, factors)
                 floors = np.where(beyond, self._tops, floors)
             values[rows] = np.maximum(values[rows] * factors, floors)
         table = values.reshape(-1, NUM_QUANTITIES)
@@ -73,16 +74,14 @@ class HybridEvaluation:
         return np.maximum(table, 0.0)
 
 
-def _coefficients(laws: Sequence[tuple[tuple[float, ...], ...]], batch_size: int) -> Array:
-    """[laws, pieces, 3]: of 1, s and s^2 at this b; pieces that a law lacks are nothing."""
-    b = batch_size
+def _coefficients(laws: Sequence[tuple[tuple[float, ...], ...]]) -> Array:
+    """[4, pieces, laws]: of 1, b, s b, s^2 b; pieces that a law lacks are nothing."""
     num_pieces = max(map(len, laws), default=0) or 1
-    values = np.zeros((len(laws), num_pieces, NUM_TERMS))
+    values = np.zeros((NUM_TERMS, num_pieces, len(laws)))
     for row, pieces in enumerate(laws):
         for i, piece in enumerate(pieces):
-            values[row, i] = piece
-    values[:, :, 0] += b * values[:, :, 1]
-    return np.ascontiguousarray(values[:, :, [0, 2, 3]] * (1.0, b, b))
+            values[:, i, row] = piece
+    return values
 
 
 class PaperEvaluation:
@@ -93,19 +92,19 @@ class PaperEvaluation:
     ) -> None:
         self._steps = _Steps([fit.values for fit in fits], batch_size)
         self._max_lengths = np.array(max_lengths, dtype=float)
-        self._polynomials = np.zeros((len(fits), MAX_ORDER + 1))
+        self._polynomials = np.zeros((MAX_ORDER + 1, len(fits)))
         self._scale = np.ones(len(fits))
         for row, fit in enumerate(fits):
             i = nearest(fit.values.batch_sizes, batch_size)
-            self._polynomials[row, : len(fit.polynomials[i])] = fit.polynomials[i]
+            self._polynomials[: len(fit.polynomials[i]), row] = fit.polynomials[i]
             self._scale[row] = batch_size / fit.values.batch_sizes[i]
 
     def __call__(self, seq_length: float) -> Array:
         s = float(seq_length)
         inside = self._steps.at(self._steps.index(s))
-        values = np.where(
-            s <= self._max_lengths, inside, self._polynomials @ np.array((1.0, s, s * s, s**3))
-        )
+        c0, c1, c2, c3 = self._polynomials
+        beyond = c0 + s * (c1 + s * (c2 + s * c3))
+        values = np.where(s <= self._max_lengths, inside, beyond)
         return np.maximum(values * self._scale, 0.0).reshape(-1, NUM_QUANTITIES)
 
 
@@ -127,19 +126,3 @@ class _Steps:
 
     def at(self, index: np.ndarray) -> Array:
         return self.values[self.rows, index]
-
-
-def hybrid_value(fit: HybridFit, seq_length: float, batch_size: int, max_length: int) -> float:
-    """One hybrid fit at (s, b), step by step: what HybridEvaluation does, for tests and reports."""
-    value = fit.law(seq_length, batch_size)
-    if fit.factors is None:
-        return value
-    inside = min(seq_length, max_length)
-    shorter = [edge for edge in fit.factors.edges if edge <= inside]
-    row = fit.factors.rows[nearest(fit.factors.batch_sizes, batch_size)]
-    floor = max((fit.law(e, batch_size) * row[k] for k, e in enumerate(shorter)), default=0.0)
-    factor = row[len(shorter)]
-    if seq_length > max_length:
-        floor = max(floor, fit.law(max_length, batch_size) * factor)
-        factor = 1 + (factor - 1) * fade(seq_length, max_length)
-    return max(value * factor, floor)
