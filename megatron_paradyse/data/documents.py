@@ -171,11 +171,6 @@ class SampleStream:
             self._blend = _blend(weights, num_samples)
         self._first = np.cumsum([0] + [len(d) for d in self._datasets])
 
-    @property
-    def epoch_samples(self) -> int:
-        """Samples in one epoch (of all datasets together)."""
-        return int(self._first[-1])
-
     def _locate(self, position: int) -> tuple[int, int]:
         """(dataset, index in it) of a stream position."""
         if self._blend is None:

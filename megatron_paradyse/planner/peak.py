@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_paradyse.plan import Plan
-from megatron_paradyse.planner.problem import Choice, LayerOptions, Outcome, Problem
+from megatron_paradyse.planner.problem import Choice, Outcome, Problem
 
 
 def operations(problem: Problem, plan: Plan) -> list[Choice] | None:
@@ -78,25 +78,6 @@ def evaluate(problem: Problem, plan: Plan) -> Outcome | None:
     peak = peak_bytes(problem, run)
     seconds = sum(choice.seconds for choice in run)
     return Outcome(plan, seconds, peak, max(0, peak - problem.budget_bytes))
-
-
-def as_one(options: LayerOptions, attention: Choice, mlp: Choice, *, forward_only: bool) -> Choice:
-    """A layer as one operation: what it keeps, and its workspace above its end.
-
-    In the middle of a layer its MLP's kept bytes are not there yet, hence the difference.
-    """
-    pair = options.pair(attention.name, mlp.name)
-    if pair is not None:
-        return pair
-    later = 0 if forward_only else mlp.kept_bytes
-    return Choice(
-        attention.name,
-        attention.seconds + mlp.seconds,
-        attention.kept_bytes + mlp.kept_bytes,
-        max(attention.forward_bytes - later, mlp.forward_bytes),
-        max(attention.backward_bytes - later, mlp.backward_bytes),
-        attention.gathers or mlp.gathers,
-    )
 
 
 def with_margin(budget_bytes: int, margin: float) -> int:

@@ -37,15 +37,6 @@ def in_flight(
     return min(warmup + 1, num_microbatches * num_chunks)
 
 
-def held_before(
-    index: int, stage: int, num_stages: int, *, num_chunks: int = 1, group_size: int | None = None
-) -> int:
-    """How many earlier forwards are still held when a stage begins its forward number `index`."""
-    return min(
-        index, warmup_forwards(stage, num_stages, num_chunks=num_chunks, group_size=group_size)
-    )
-
-
 def shares(room_bytes: int, num_in_flight: int, *, kept_share: float) -> tuple[int, int]:
     """(what the others may hold, what must stay free above what this one keeps).
 

@@ -174,10 +174,6 @@ def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     return all_to_all_async(x, group).wait()
 
 
-def ring_exchange(x: Tensor, group: ProcessGroup) -> Tensor:
-    return ring_exchange_async(x, group).wait()
-
-
 class _GatherSequence(Function):
     @staticmethod
     def forward(ctx, x, group):

@@ -8,7 +8,7 @@ AttentionWeights and MlpWeights hold the full tensors here, the layout of p = 1.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -147,9 +147,3 @@ def shard_mlp(weights: MlpWeights, shape: MlpShape, p: int, rank: int) -> MlpWei
         fc2=weights.fc2.chunk(p, dim=1)[rank],
         fc1_bias=None if weights.fc1_bias is None else rows(weights.fc1_bias),
     )
-
-
-def map_tensors(weights, function):
-    """The same weights with function applied to each tensor that is there."""
-    tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
-    return replace(weights, **{k: function(t) for k, t in tensors.items() if t is not None})

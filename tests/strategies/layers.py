@@ -16,7 +16,6 @@ from megatron_paradyse.strategies.contract import (
     MlpWeights,
 )
 from megatron_paradyse.strategies.reference import (
-    map_tensors,
     reference_attention,
     reference_mlp,
     shard_attention,
@@ -31,6 +30,12 @@ from tests.strategies.cases import (
     positions_of,
 )
 from tests.strategies.deviations import Deviation, deviation
+
+
+def map_tensors(weights, function):
+    """The same weights with function applied to each tensor that is there."""
+    tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
+    return replace(weights, **{k: function(t) for k, t in tensors.items() if t is not None})
 
 
 def _run_and_differentiate(function, x: Tensor, weights, grad: Tensor):

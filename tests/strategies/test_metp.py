@@ -31,11 +31,11 @@ from megatron_paradyse.strategies.contract import (
     MlpShape,
     MlpWeights,
 )
-from megatron_paradyse.strategies.reference import map_tensors, shard_attention, shard_mlp
+from megatron_paradyse.strategies.reference import shard_attention, shard_mlp
 from tests.strategies.cases import AttentionCase, MlpCase, full_weights, microbatch_of
 from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import rank_layer, run_case
+from tests.strategies.layers import map_tensors, rank_layer, run_case
 
 P = 4
 ATTENTION = AttentionCase("metp", P, n=8, g=4, s=4 * 37, b=1, bias=True, rope="half")

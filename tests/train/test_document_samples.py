@@ -122,7 +122,7 @@ def test_replicas_share_an_epoch_without_gap_or_overlap(dataset):
         for step in range(4):
             seen.extend(sharding.positions(step * sharding.round_size))
     assert sorted(seen) == list(range(24))
-    epoch = [stream._locate(k) for k in range(stream.epoch_samples)]
+    epoch = [stream._locate(k) for k in range(len(dataset))]
     assert sorted(epoch) == [(0, i) for i in range(len(dataset))]
 
 
