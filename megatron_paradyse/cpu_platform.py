@@ -103,7 +103,7 @@ def install() -> None:
     _patch_torch()
     _patch_megatron()
     if os.environ.get("RANK", "0") == "0":
-        print("megatron_paradyse: no GPU found, Megatron runs on the CPU with gloo", flush=True)
+        print("> paradyse: no GPU found, Megatron runs on the CPU with gloo", flush=True)
 
 
 def apply_arguments(args) -> None:

@@ -80,7 +80,8 @@ class DocumentDataset:
             if not Path(prefix + suffix).is_file():
                 raise UserError(
                     f"data file {prefix + suffix} not found: give --data-path the prefix that "
-                    "'megatron-paradyse data prepare --output PREFIX' wrote, without .bin or .idx"
+                    "'megatron-paradyse data prepare --output-prefix PREFIX' wrote, without .bin "
+                    "or .idx"
                 )
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 

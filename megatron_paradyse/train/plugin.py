@@ -84,7 +84,7 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
 
             cpu_platform.apply_arguments(args)
         elif (changed := megatron_start.complete(args)) and os.environ.get("RANK", "0") == "0":
-            print(f"megatron_paradyse: packages are missing, so {' '.join(changed)}", flush=True)
+            print(f"> paradyse: packages are missing, so {' '.join(changed)}", flush=True)
         before_validation(args)
         return args
 
