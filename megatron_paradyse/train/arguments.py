@@ -173,6 +173,7 @@ def _check_model(args: argparse.Namespace) -> None:
         "external_cuda_graph": (False, "a captured graph cannot change its strategy"),
         "reset_attention_mask": (False, "attention is causal over the whole sequence"),
         "log_max_attention_logit": (False, "only some strategies would log it"),
+        "qk_clip": (False, "only some strategies would record the logits that it clips by"),
         "fine_grained_activation_offloading": (False, "strategies with +offload do that"),
         "overlap_moe_expert_parallel_comm": (False, "it replaces the layer's forward"),
         "use_transformer_engine_op_fuser": (False, "its MLP has no switchable strategy"),

@@ -21,6 +21,7 @@ REFUSED = {
     "--external-cuda-graph True": ["--external-cuda-graph"],
     "--reset-attention-mask True": ["--reset-attention-mask"],
     "--log-max-attention-logit True": ["--log-max-attention-logit"],
+    "--qk-clip True": ["--qk-clip"],
     "--fine-grained-activation-offloading True": ["--fine-grained-activation-offloading"],
     "--softmax-type learnable": [*PACKED, "--softmax-type", "learnable"],
     "--attention-backend unfused": [*PACKED, "--attention-backend", "unfused"],
