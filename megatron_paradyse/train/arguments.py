@@ -86,9 +86,10 @@ def _add_setting(group, name: str) -> None:
 
 
 def before_validation(args: argparse.Namespace) -> None:
-    """Check and complete parsed arguments before Megatron validates them, in place.
+    """Check and complete arguments before Megatron validates them, in place.
 
-    Raises UserError for a combination that cannot run.
+    By then they are final: --use-checkpoint-args has set what a checkpoint says. Raises UserError
+    for a combination that cannot run.
     """
     args.paradyse_model = args.paradyse_model or GPT
     if not args.paradyse:
@@ -127,8 +128,16 @@ def before_validation(args: argparse.Namespace) -> None:
 
 
 def after_validation(args: argparse.Namespace) -> None:
-    """Set what Megatron's validation resets, in place."""
-    if args.paradyse and args.paradyse_settings.sequences != FIXED:
+    """Set what Megatron's validation resets, in place; UserError for what it has added."""
+    if not args.paradyse:
+        return
+    if args.iterations_to_skip:  # --result-rejected-tracker-filename names more of them
+        raise UserError(
+            f"--iterations-to-skip {' '.join(map(str, args.iterations_to_skip))} with --paradyse: "
+            "Megatron skips by reading batches of a fixed length: leave --iterations-to-skip and "
+            "--result-rejected-tracker-filename out"
+        )
+    if args.paradyse_settings.sequences != FIXED:
         args.dataloader_type = "external"
         if args.pipeline_model_parallel_size > 1:
             args.variable_seq_lengths = True  # stages then tell each other their shapes
@@ -177,7 +186,6 @@ def _check_model(args: argparse.Namespace) -> None:
         "fine_grained_activation_offloading": (False, "strategies with +offload do that"),
         "overlap_moe_expert_parallel_comm": (False, "it replaces the layer's forward"),
         "use_transformer_engine_op_fuser": (False, "its MLP has no switchable strategy"),
-        "iterations_to_skip": ([], "Megatron skips by reading batches of a fixed length"),
         "tp_comm_overlap": (False, "its buffers have one fixed sequence length"),
     }
     for name, (allowed, why) in refused.items():

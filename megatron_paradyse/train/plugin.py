@@ -85,11 +85,11 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
             cpu_platform.apply_arguments(args)
         elif (changed := megatron_start.complete(args)) and os.environ.get("RANK", "0") == "0":
             print(f"> paradyse: packages are missing, so {' '.join(changed)}", flush=True)
-        before_validation(args)
         return args
 
     @functools.wraps(validate_args)
     def validate_with_paradyse(args, defaults=None):
+        before_validation(args)
         try:
             args = validate_args(args, defaults or {})
         except AssertionError as error:

@@ -11,7 +11,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.train import plugin
 from megatron_paradyse.train.auto_costs import SAID_ERROR
-from tests.train.harness import with_defaults
+from tests.train.harness import with_defaults, write_documents
 
 PACKED = ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", "4K"]
 PACKED += ["--micro-batch-size", 1]
@@ -37,14 +37,74 @@ REFUSED = {
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_it_is_named_with_the_remedy(said, monkeypatch):
+    args = parsed(monkeypatch, *REFUSED[said])
+    with pytest.raises(UserError, match=said) as refused:
+        validated(args)
+    assert "\n" not in str(refused.value) and ": " in str(refused.value)
+
+
+def parsed(monkeypatch, *flags):
+    """Megatron's arguments of MODEL with --paradyse, not yet validated."""
     plugin.install()
     from megatron.training.arguments import parse_args
 
-    flags = with_defaults([*REFUSED[said], "--paradyse", "--data-path", "none"])
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags])
-    with pytest.raises(UserError, match=said) as refused:
-        parse_args()
-    assert "\n" not in str(refused.value) and ": " in str(refused.value)
+    given = with_defaults([*flags, "--paradyse", "--data-path", "none"])
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *given])
+    return parse_args()
+
+
+def validated(args):
+    from megatron.training.arguments import validate_args
+
+    return validate_args(args)
+
+
+OF_A_CHECKPOINT = {
+    "--paradyse with --tensor-model-parallel-size 2 needs --sequence-parallel": {
+        "tensor_model_parallel_size": 2
+    },
+    "--mtp-num-layers 1 with --paradyse": {"mtp_num_layers": 1},
+    "--position-embedding-type yarn does not run with metp": {"position_embedding_type": "yarn"},
+    "--num-attention-heads 7 is not divisible by --tensor-model-parallel-size 2": {
+        "tensor_model_parallel_size": 2, "sequence_parallel": True, "num_attention_heads": 7,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", OF_A_CHECKPOINT)
+def test_what_a_checkpoint_sets_is_checked_too(said, monkeypatch):
+    """As --use-checkpoint-args does, between parsing and validation."""
+    args = parsed(monkeypatch, "--paradyse-policy", "fixed:metp")
+    vars(args).update(OF_A_CHECKPOINT[said])
+    with pytest.raises(UserError, match=said):
+        validated(args)
+
+
+def test_a_checkpoint_may_give_the_sequence_length(monkeypatch, tmp_path):
+    write_documents(tmp_path / "corpus", [20] * 10)
+    args = parsed(monkeypatch, "--use-checkpoint-args")
+    args.data_path, args.seq_length = [str(tmp_path / "corpus")], None
+    with pytest.raises(UserError, match="--seq-length is missing"):
+        validated(argparse.Namespace(**vars(args)))
+    args.seq_length = 64
+    assert validated(args).calculate_per_token_loss
+
+
+def test_iterations_that_a_tracker_file_names_are_refused(monkeypatch):
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    monkeypatch.setattr(
+        RerunStateMachine, "get_skipped_iterations_from_tracker_file", lambda path: [7, 9]
+    )
+    args = parsed(
+        monkeypatch,
+        "--paradyse-sequences",
+        "fixed",
+        "--result-rejected-tracker-filename",
+        "rejected",
+    )
+    with pytest.raises(UserError, match=r"^--iterations-to-skip 7 9 with --paradyse: "):
+        validated(args)
 
 
 def test_a_profile_leaves_out_schedules_of_learning_rate_batches_and_stages():
