@@ -72,9 +72,14 @@ def _attention_shape(
     )
 
 
+def only_megatrons_mlp(config) -> bool:
+    """Whether no strategy computes the activation of a Megatron MLP, nor tiles of it."""
+    return config.activation_func_clamp_value is not None or bool(config.glu_linear_offset)
+
+
 def mlp_shape(config) -> MlpShape:
     """The shape of a Megatron MLP, with the activation that its own forward would compute."""
-    if config.activation_func_clamp_value is not None or config.glu_linear_offset:
+    if only_megatrons_mlp(config):
         raise UserError(
             "--activation-func-clamp-value and --glu-linear-offset run in Megatron's own MLP only: "
             "use --paradyse-policy fixed:megatron_ts"

@@ -27,7 +27,7 @@ from megatron_paradyse.microbatch_params import (
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.parameters import announce_use, bias_of, normalised, of_strategy
 from megatron_paradyse.plan import MEGATRON_TS
-from megatron_paradyse.shapes import attention_shape, mlp_shape
+from megatron_paradyse.shapes import attention_shape, mlp_shape, only_megatrons_mlp
 from megatron_paradyse.strategies import base_name, get_strategy, offloads, recomputes
 from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
 from megatron_paradyse.strategies.host import kept_on_host
@@ -240,15 +240,16 @@ class SwitchableSelfAttention(SelfAttention):
 class SwitchableMLP(MLP):
     """An MLP that runs the strategy that its layer was given for this microbatch.
 
-    in_tiles: in tiles of the sequence, if that is long enough: what runs again in the backward
-    goes so, and an evaluation.
+    in_tiles: in tiles of the sequence, if that is long enough and a strategy computes its
+    activation: what runs again in the backward goes so, and an evaluation.
     """
 
     strategy = MEGATRON_TS
     in_tiles = False
 
     def forward(self, hidden_states, per_token_scale=None, **kwargs):
-        tiled = self.in_tiles and goes_in_tiles(hidden_states)
+        can_tile = self.in_tiles and not only_megatrons_mlp(self.config)
+        tiled = can_tile and goes_in_tiles(hidden_states)
         if self.strategy == MEGATRON_TS and not tiled:
             return super().forward(hidden_states, per_token_scale, **kwargs)
         announce_use(self.linear_fc1, self.linear_fc2)

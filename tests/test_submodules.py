@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
@@ -164,3 +165,14 @@ def test_a_call_without_a_plan_runs_megatrons_own_mlp(monkeypatch):
     )
     layer.forward(hidden_states=torch.zeros(2, 1, 4))
     assert seen == [("megatron_ts", False)]
+
+
+@pytest.mark.parametrize("setting", ["activation_func_clamp_value", "glu_linear_offset"])
+def test_an_mlp_that_no_strategy_computes_is_never_tiled(setting, monkeypatch):
+    """A long evaluation and what runs again stay Megatron's own, whole."""
+    mlp = object.__new__(SwitchableMLP)
+    torch.nn.Module.__init__(mlp)
+    settings = {"activation_func_clamp_value": None, "glu_linear_offset": 0.0} | {setting: 7.0}
+    mlp.config, mlp.in_tiles = SimpleNamespace(**settings), True
+    monkeypatch.setattr(MLP, "forward", lambda self, x, *_: "Megatron's own")
+    assert mlp.forward(torch.zeros(1, 1, 1).expand(1 << 20, 1, 1)) == "Megatron's own"
