@@ -46,7 +46,8 @@ def provide_document_iterators(
     """
     args = get_args()
     sources = _sources(args)
-    consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
+    evaluated = 0 if args.skip_train else args.consumed_valid_samples  # as Megatron's own loaders
+    consumed = (args.consumed_train_samples, evaluated, 0)
     needed = (not args.skip_train, bool(args.eval_iters), bool(args.eval_iters))
     if args.paradyse_settings.sequences == PACKED:
         iterator_of = functools.partial(_packed, args, vp_stage, costs)
