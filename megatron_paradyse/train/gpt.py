@@ -132,7 +132,9 @@ def _fixed_batch(data_iterator, vp_stage) -> dict:
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=1,
         tp_rank=rank,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=(
+            args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
+        ),
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import pytest
+import torch
 
 from megatron_paradyse.train import plugin
 
@@ -32,3 +33,28 @@ def test_an_evaluation_alone_begins_at_the_first_sample(skip_train, first, monke
     monkeypatch.setattr(datasets, "_unpacked", lambda args, seconds, split, stream, start: start)
     train, valid, test = datasets.provide_document_iterators([None] * 3)
     assert (train, valid, test) == (None if skip_train else 96, first, 0)
+
+
+@pytest.mark.parametrize(("trains", "expected"), [(True, 2), (False, 4)])
+def test_fixed_sequences_have_the_batch_size_of_an_evaluation(trains, expected, monkeypatch):
+    """Every rank but the first of a group allocates what it receives."""
+    from megatron_paradyse.train import gpt
+
+    args = argparse.Namespace(
+        micro_batch_size=2,
+        eval_micro_batch_size=4,
+        seq_length=8,
+        create_attention_mask_in_dataloader=False,
+        pipeline_model_parallel_size=1,
+    )
+    names = ("is_pipeline_first_stage", "is_pipeline_last_stage", "get_tensor_model_parallel_group")
+    ranks = {"get_tensor_model_parallel_rank": 1, "get_tensor_model_parallel_src_rank": 0}
+    for name, value in (dict.fromkeys(names) | ranks).items():
+        monkeypatch.setattr(gpt.mpu, name, lambda value=value: value)
+    monkeypatch.setattr(gpt, "get_args", lambda: args)
+    monkeypatch.setattr(gpt, "is_first_or_last_pipeline_stage", lambda stage: True)
+    monkeypatch.setattr(
+        gpt, "get_batch_on_this_tp_rank", lambda batch, **of: {"tokens": of["micro_batch_size"]}
+    )
+    with torch.set_grad_enabled(trains):
+        assert gpt._fixed_batch(None, None)["tokens"] == expected
