@@ -125,13 +125,14 @@ def test_the_words_of_a_failed_profile_are_found(line):
     assert SAID_ERROR.match(f"an {line}") is None
 
 
-def test_microbatches_in_flight_are_those_of_the_largest_batch(monkeypatch):
+@pytest.mark.parametrize("schedule", ["0:4 1B:32 2B:16", "0:4,1B:0.032K, 2B:16"])
+def test_microbatches_in_flight_are_those_of_the_largest_batch(schedule, monkeypatch):
     plugin.install()
     from megatron_paradyse.train import choosing
 
     monkeypatch.setattr(choosing, "get_num_microbatches", lambda: 1)
     args = argparse.Namespace(
-        step_batch_size_schedule="0:4 1B:32 2B:16", micro_batch_size=2, data_parallel_size=2
+        step_batch_size_schedule=schedule, micro_batch_size=2, data_parallel_size=2
     )
     assert choosing._most_microbatches(args) == 8
     args.step_batch_size_schedule = None
