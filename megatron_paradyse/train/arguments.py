@@ -320,8 +320,8 @@ def _prepare_documents(args: argparse.Namespace) -> None:
     if args.seq_length is None:
         raise UserError("--seq-length is missing: give the longest sequence to train on")
     args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens
-    for name in ("rampup_batch_size", "step_batch_size_schedule"):
-        if args.paradyse_settings.balance and getattr(args, name) is not None:
+    for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
+        if args.paradyse_settings.balance and getattr(args, name):
             raise UserError(
                 f"--paradyse-balance with --{name.replace('_', '-')}: global batches of one size "
                 "only: drop one"
