@@ -170,6 +170,7 @@ class SampleStream:
         else:
             self._lengths = [d.lengths for d in self._datasets]
             self._blend = _blend(weights, num_samples)
+            self._per_lap = np.bincount(self._blend[0], minlength=len(weights))
         self._first = np.cumsum([0] + [len(d) for d in self._datasets])
 
     def _locate(self, position: int) -> tuple[int, int]:
@@ -181,7 +182,7 @@ class SampleStream:
             wrapped = position % len(sources)
             laps = position // len(sources)
             source = int(sources[wrapped])
-            position_in_source = int(positions[wrapped]) + laps * int((sources == source).sum())
+            position_in_source = int(positions[wrapped]) + laps * int(self._per_lap[source])
         epoch, rank = divmod(position_in_source, len(self._lengths[source]))
         cached = self._epochs.get(source)
         if cached is None or cached[0] != epoch:

@@ -196,3 +196,21 @@ def test_an_index_whose_numbers_make_no_sense_is_refused(place, tmp_path):
 
 def _overwritten(content: bytes, start: int, new: bytes) -> bytes:
     return content[:start] + new + content[start + len(new) :]
+
+
+def test_a_blended_sample_is_found_without_reading_the_whole_blend(dataset):
+    """On every lap through it each data set goes on where the last lap left it."""
+
+    class Unread(np.ndarray):
+        def __eq__(self, other):
+            raise AssertionError("compared with every position of the blend")
+
+    weights = [0.75, 0.25]
+    order = make_order("short-to-long", seed=1, group=4)
+    stream = SampleStream([dataset] * 2, weights=weights, order=order, num_samples=8)
+    sources, positions = stream._blend
+    stream._blend = (sources.view(Unread), positions)
+    found = [stream._locate(k) for k in range(3 * 8)]
+    for source, per_lap in enumerate((6, 2)):
+        seen = [index for blended, index in found if blended == source]
+        assert seen == [stream._order(dataset.lengths, 0)[k] for k in range(3 * per_lap)]
