@@ -31,6 +31,7 @@ from megatron_paradyse.train.model_kind import BERT, model_config
 from megatron_paradyse.train.packed_batch import PackedStep
 
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+SPIKY_LOSS_FACTOR = 10  # as in Megatron-LM's pretrain_gpt.py: of the largest loss seen
 LAUNCH = "run it through megatron_paradyse.launch with a checkout's pretrain_gpt.py"
 
 
@@ -109,6 +110,17 @@ def loss_function(loss_mask: torch.Tensor | None, losses: torch.Tensor):
                 tolerance=0.0,
                 fatal=True,
             )
+    if get_args().check_for_spiky_loss:
+        state = get_rerun_state_machine()
+        state.validate_result(
+            result=loss,
+            rejection_func=functools.partial(
+                state.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
+            ),
+            message="Spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
 

@@ -58,3 +58,19 @@ def test_fixed_sequences_have_the_batch_size_of_an_evaluation(trains, expected, 
     )
     with torch.set_grad_enabled(trains):
         assert gpt._fixed_batch(None, None)["tokens"] == expected
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_spiky_loss_is_told_to_megatron_where_it_asks(checks, monkeypatch):
+    from megatron_paradyse.train import gpt
+
+    told = []
+    state = argparse.Namespace(
+        validate_result=lambda **of: told.append((of["message"], of["fatal"])),
+        is_unexpectedly_large=lambda loss, **of: False,
+    )
+    args = argparse.Namespace(check_for_spiky_loss=checks, check_for_nan_in_loss_and_grad=False)
+    monkeypatch.setattr(gpt, "get_args", lambda: args)
+    monkeypatch.setattr(gpt, "get_rerun_state_machine", lambda: state)
+    gpt.loss_function(torch.ones(1, 2), torch.ones(1, 2))
+    assert told == ([("Spiky loss", False)] if checks else [])
