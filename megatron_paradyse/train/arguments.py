@@ -211,6 +211,10 @@ def _check_bert(args: argparse.Namespace) -> None:
         )
     if args.num_experts:
         raise UserError(f"--num-experts {args.num_experts} with a BERT: leave --num-experts out")
+    if args.eod_mask_loss:
+        raise UserError(
+            "--eod-mask-loss with a BERT, which predicts masked tokens alone: leave it out"
+        )
 
 
 def _check_edges(args: argparse.Namespace) -> None:
@@ -343,6 +347,10 @@ def _take_tokenizer_from_data(args: argparse.Namespace) -> None:
     if not Path(f"{prefixes[0]}.json").is_file():
         return
     metadata = read_metadata(prefixes[0])
+    if args.eod_mask_loss and metadata.eod is None:
+        raise UserError(
+            f"--eod-mask-loss with {prefixes[0]}, whose tokenizer ends no document: leave it out"
+        )
     args.tokenizer_type = "NullTokenizer"  # tokens are ready; only the vocabulary's size is needed
     args.vocab_size = metadata.vocab_size
     args.null_tokenizer_eod_id = metadata.eod

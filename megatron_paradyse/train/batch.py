@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from megatron.core import mpu
-from megatron.training import get_args
+from megatron.training import get_args, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
@@ -51,7 +51,15 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
     last = get_args().max_position_embeddings - 1
     if masked:
         return derive_masked_batch(payload[:, 1:], attention_mask, max_position=last)
-    return derive_batch(payload[:, 1:], lengths, max_position=last)
+    batch = derive_batch(payload[:, 1:], lengths, max_position=last)
+    return batch | {"loss_mask": less_eod(batch["loss_mask"], batch["tokens"])}
+
+
+def less_eod(loss_mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """loss_mask, with --eod-mask-loss less what would be predicted from an end of document."""
+    if not get_args().eod_mask_loss:
+        return loss_mask
+    return loss_mask * (tokens != get_tokenizer().eod)
 
 
 def _masked(batch: dict, s: int) -> torch.Tensor:

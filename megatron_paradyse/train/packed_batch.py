@@ -12,7 +12,7 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from megatron_paradyse.data.packed import NO_LABEL, PackedMicrobatch, Share
 from megatron_paradyse.microbatch_params import RowParams
 from megatron_paradyse.packing.row import Row
-from megatron_paradyse.train.batch import BATCH_NAMES, count_lengths, device_of_rank
+from megatron_paradyse.train.batch import BATCH_NAMES, count_lengths, device_of_rank, less_eod
 
 
 class PackedStep:
@@ -51,7 +51,7 @@ class PackedStep:
             "tokens": inputs,
             "labels": labels.clamp(min=0),
             "position_ids": _positions(microbatch).to(device).clamp(max=last)[None],
-            "loss_mask": (labels != NO_LABEL).float(),
+            "loss_mask": less_eod((labels != NO_LABEL).float(), inputs),
         }
 
     def _broadcast_tokens(self, s: int, device: torch.device) -> torch.Tensor:

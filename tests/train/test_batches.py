@@ -74,3 +74,30 @@ def test_a_spiky_loss_is_told_to_megatron_where_it_asks(checks, monkeypatch):
     monkeypatch.setattr(gpt, "get_rerun_state_machine", lambda: state)
     gpt.loss_function(torch.ones(1, 2), torch.ones(1, 2))
     assert told == ([("Spiky loss", False)] if checks else [])
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_nothing_is_predicted_from_an_end_of_document_where_it_is_masked(asked, monkeypatch):
+    """As Megatron's GPTDataset: a .bin may hold texts that end within a document."""
+    from megatron_paradyse.data.packed import PackedMicrobatch, Share
+    from megatron_paradyse.train import batch, packed_batch
+
+    args = argparse.Namespace(eod_mask_loss=asked, max_position_embeddings=8, paradyse_model="gpt")
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: None)
+    for module in (batch, packed_batch):
+        monkeypatch.setattr(module, "get_args", lambda: args)
+        monkeypatch.setattr(module, "count_lengths", lambda lengths, stage: None)
+        monkeypatch.setattr(module, "is_first_or_last_pipeline_stage", lambda stage: True)
+    monkeypatch.setattr(batch, "get_tokenizer", lambda: argparse.Namespace(eod=9))
+    for name, value in {"rank": 0, "world_size": 1, "group": None, "src_rank": 0}.items():
+        monkeypatch.setattr(
+            batch.mpu, f"get_tensor_model_parallel_{name}", lambda value=value: value
+        )
+    tokens = torch.tensor([[1, 9, 2, 3, 9], [4, 5, 9, 0, 0]])
+    masks = [[1.0, 1 - asked, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
+    read = batch.document_batch(iter([{"tokens": tokens, "lengths": torch.tensor([4, 2])}]))
+    assert read["loss_mask"].tolist() == masks
+    alone = PackedMicrobatch((4,), None, 4)
+    both = torch.stack([tokens[0, :-1], tokens[0, 1:]]).int()
+    step = packed_batch.PackedStep(iter([Share((alone,), both)]))
+    assert step.read()["loss_mask"].tolist() == masks[:1]
