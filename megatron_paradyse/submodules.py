@@ -240,16 +240,17 @@ class SwitchableSelfAttention(SelfAttention):
 class SwitchableMLP(MLP):
     """An MLP that runs the strategy that its layer was given for this microbatch.
 
-    in_tiles: in tiles of the sequence, if that is long enough and a strategy computes its
-    activation: what runs again in the backward goes so, and an evaluation.
+    in_tiles: in tiles of the sequence, if that is long enough: what runs again in the backward
+    goes so, and an evaluation. Not where a strategy cannot compute its activation, or its linears
+    gather their weights themselves.
     """
 
     strategy = MEGATRON_TS
     in_tiles = False
 
     def forward(self, hidden_states, per_token_scale=None, **kwargs):
-        can_tile = self.in_tiles and not only_megatrons_mlp(self.config)
-        tiled = can_tile and goes_in_tiles(hidden_states)
+        whole = only_megatrons_mlp(self.config) or self.config.gtp_weight_remat_size > 1
+        tiled = self.in_tiles and not whole and goes_in_tiles(hidden_states)
         if self.strategy == MEGATRON_TS and not tiled:
             return super().forward(hidden_states, per_token_scale, **kwargs)
         announce_use(self.linear_fc1, self.linear_fc2)

@@ -167,12 +167,14 @@ def test_a_call_without_a_plan_runs_megatrons_own_mlp(monkeypatch):
     assert seen == [("megatron_ts", False)]
 
 
-@pytest.mark.parametrize("setting", ["activation_func_clamp_value", "glu_linear_offset"])
+PLAIN = {"activation_func_clamp_value": None, "glu_linear_offset": 0.0, "gtp_weight_remat_size": 1}
+
+
+@pytest.mark.parametrize("setting", PLAIN)
 def test_an_mlp_that_no_strategy_computes_is_never_tiled(setting, monkeypatch):
     """A long evaluation and what runs again stay Megatron's own, whole."""
     mlp = object.__new__(SwitchableMLP)
     torch.nn.Module.__init__(mlp)
-    settings = {"activation_func_clamp_value": None, "glu_linear_offset": 0.0} | {setting: 7.0}
-    mlp.config, mlp.in_tiles = SimpleNamespace(**settings), True
+    mlp.config, mlp.in_tiles = SimpleNamespace(**{**PLAIN, setting: 7}), True
     monkeypatch.setattr(MLP, "forward", lambda self, x, *_: "Megatron's own")
     assert mlp.forward(torch.zeros(1, 1, 1).expand(1 << 20, 1, 1)) == "Megatron's own"

@@ -218,19 +218,28 @@ def _check_bert(args: argparse.Namespace) -> None:
 
 
 def _check_edges(args: argparse.Namespace) -> None:
-    if args.paradyse_settings.head_tile == OFF:
+    settings = args.paradyse_settings
+    shards = args.tensor_parallel_num_weight_shards
+    sharded = {
+        "tensor_parallel_num_weight_shards": shards not in (None, args.tensor_model_parallel_size),
+        "use_megatron_fsdp": args.use_megatron_fsdp,
+        "use_torch_fsdp2": args.use_torch_fsdp2,
+    }
+    megatrons = settings.policy == f"fixed:{MEGATRON_TS}" and settings.sequences != PACKED
+    for name, given in sharded.items():
+        if given and not (megatrons and settings.head_tile == OFF):
+            raise UserError(
+                f"--{name.replace('_', '-')} with --paradyse: strategies, packed rows and the loss "
+                "head in tiles need whole weights: leave it out, or give --paradyse-policy "
+                "fixed:megatron_ts and --paradyse-head-tile off"
+            )
+    if settings.head_tile == OFF:
         return
-    gathers = "gathers the weight in Megatron's own linear"
     refused = {
         "defer_embedding_wgrad_compute": "keeps the gradients of all logits",
         "config_logger_dir": "writes all logits",
         "use_mup": "scales all logits",
-        "use_megatron_fsdp": gathers,
-        "use_torch_fsdp2": gathers,
     }
-    shards = args.tensor_parallel_num_weight_shards
-    if shards not in (None, args.tensor_model_parallel_size):
-        refused["tensor_parallel_num_weight_shards"] = gathers
     for name, why in refused.items():
         if getattr(args, name, False):
             raise UserError(

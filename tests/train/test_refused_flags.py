@@ -62,6 +62,21 @@ def validated(args):
     return validate_args(args)
 
 
+SHARDED = ["--tensor-parallel-num-weight-shards 2", "--use-megatron-fsdp", "--use-torch-fsdp2"]
+WHOLE = ["--paradyse-head-tile", "off", "--paradyse-policy"]
+
+
+@pytest.mark.parametrize("flag", SHARDED)
+def test_weights_in_shards_run_with_megatrons_own_layers_only(flag, monkeypatch):
+    for policy, *more in (["fixed:metp"], ["optimal"], ["fixed:megatron_ts", *PACKED]):
+        args = parsed(monkeypatch, *flag.split(), *WHOLE, policy, *more)
+        with pytest.raises(UserError, match=f"^{flag.split()[0]} with --paradyse: .* or give "):
+            validated(args)
+    args = parsed(monkeypatch, *flag.split(), *WHOLE, "fixed:megatron_ts", "--mock-data")
+    with pytest.raises(UserError, match="--mock-data has no documents"):  # which comes later
+        validated(args)
+
+
 OF_A_CHECKPOINT = {
     "--paradyse with --tensor-model-parallel-size 2 needs --sequence-parallel": {
         "tensor_model_parallel_size": 2
