@@ -18,12 +18,18 @@ from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import FIXED, PACKED, Settings
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, leave
 from megatron_paradyse.train.megatron_version import check_megatron
+from megatron_paradyse.train.model_kind import GPT
 
 SECONDS_TO_BE_ENDED = 20
 SECONDS_FOR_RANK_0 = 5
 
 _installed = False
 _model: str | None = None
+
+
+def is_asked_for() -> bool:
+    """Whether the command line has --paradyse, or another flag of this package."""
+    return any(word == "--paradyse" or word.startswith("--paradyse-") for word in sys.argv[1:])
 
 
 def install(*, model: str | None = None) -> None:
@@ -71,6 +77,12 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
 
     @functools.wraps(parse_args)
     def parse_with_paradyse(extra_args_provider=None, ignore_unknown_args=False):
+        if is_asked_for() and any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
+            raise UserError(
+                "--yaml-cfg with --paradyse: Megatron then reads no flag: leave --yaml-cfg out, and "
+                "give its values as flags"
+            )
+
         def provider(parser):
             parser = extra_args_provider(parser) if extra_args_provider else parser
             parser.error = functools.partial(_parser_error, parser)
@@ -79,6 +91,8 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
             return parser
 
         args = parse_args(provider, ignore_unknown_args)
+        if args.yaml_cfg is not None:  # its values are all that there is
+            args.paradyse, args.paradyse_model = False, GPT
         if on_cpu:
             from megatron_paradyse import cpu_platform
 
