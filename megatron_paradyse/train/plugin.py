@@ -1,7 +1,7 @@
 """Wraps the two functions through which pretrain_gpt.py enters Megatron's training.
 
 parse_and_validate_args gains the flags; pretrain gains the documents, the hook and the log. Both
-pass through unchanged without --paradyse.
+pass through without --paradyse, and a script that is not ours never meets them then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import FIXED, PACKED, Settings
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, leave
 from megatron_paradyse.train.megatron_version import check_megatron
-from megatron_paradyse.train.model_kind import GPT
 
 SECONDS_TO_BE_ENDED = 20
 SECONDS_FOR_RANK_0 = 5
@@ -30,6 +29,12 @@ _model: str | None = None
 def is_asked_for() -> bool:
     """Whether the command line has --paradyse, or another flag of this package."""
     return any(word == "--paradyse" or word.startswith("--paradyse-") for word in sys.argv[1:])
+
+
+def install_if_asked_for() -> None:
+    """install() for a script that is not ours: without a flag of this package nothing changes."""
+    if is_asked_for():
+        install()
 
 
 def install(*, model: str | None = None) -> None:
@@ -74,13 +79,14 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
         after_validation,
         before_validation,
     )
+    from megatron_paradyse.train.model_kind import GPT
 
     @functools.wraps(parse_args)
     def parse_with_paradyse(extra_args_provider=None, ignore_unknown_args=False):
         if is_asked_for() and any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             raise UserError(
-                "--yaml-cfg with --paradyse: Megatron then reads no flag: leave --yaml-cfg out, and "
-                "give its values as flags"
+                "--yaml-cfg with --paradyse: Megatron then reads no flag: leave --yaml-cfg out, "
+                "and give its values as flags"
             )
 
         def provider(parser):
