@@ -33,6 +33,7 @@ from megatron_paradyse.strategies import (
     parse_strategy_name,
 )
 from megatron_paradyse.strategies.contract import AttentionShape
+from megatron_paradyse.train.counting import samples_of
 from megatron_paradyse.train.model_kind import BERT, GPT, SPECS
 from megatron_paradyse.train.packed_flags import check_packed
 from megatron_paradyse.units import parse_bytes
@@ -114,13 +115,13 @@ def before_validation(args: argparse.Namespace) -> None:
     _check_edges(args)
     _check_strategies(args)
     spec = SPECS[args.paradyse_model]
-    if args.spec is None:
-        args.spec = spec
-    elif list(args.spec) != spec:
+    if args.spec is not None and list(args.spec) != spec:
         raise UserError(
             f"--spec {' '.join(args.spec)} with --paradyse: leave --spec out, or give "
             f"--spec {' '.join(spec)}"
         )
+    args.spec = spec
+    args.paradyse_instead_of = {"spec": None}
     args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
     check_packed(args, only_megatron_ts=_only_megatron_ts(args))
     if args.paradyse_settings.sequences != FIXED:
@@ -137,6 +138,7 @@ def after_validation(args: argparse.Namespace) -> None:
             "Megatron skips by reading batches of a fixed length: leave --iterations-to-skip and "
             "--result-rejected-tracker-filename out"
         )
+    args.paradyse_samples = samples_of(args)
     if args.paradyse_settings.sequences != FIXED:
         args.dataloader_type = "external"
         if args.pipeline_model_parallel_size > 1:
@@ -349,9 +351,13 @@ def _prepare_documents(args: argparse.Namespace) -> None:
 
 
 def _take_tokenizer_from_data(args: argparse.Namespace) -> None:
-    """Without --tokenizer-type, the vocabulary that the data were prepared with."""
+    """Without --tokenizer-type, the vocabulary that the data were prepared with.
+
+    A checkpoint may say NullTokenizer, and does not say of which vocabulary.
+    """
     prefixes = [entry for entry in args.data_path or [] if not _is_number(entry)]
-    if args.tokenizer_type is not None or not prefixes:
+    given = args.tokenizer_type not in (None, "NullTokenizer") or args.vocab_size is not None
+    if given or not prefixes:
         return
     if not Path(f"{prefixes[0]}.json").is_file():
         return
@@ -360,6 +366,8 @@ def _take_tokenizer_from_data(args: argparse.Namespace) -> None:
         raise UserError(
             f"--eod-mask-loss with {prefixes[0]}, whose tokenizer ends no document: leave it out"
         )
+    names = ("tokenizer_type", "vocab_size", "null_tokenizer_eod_id")
+    args.paradyse_instead_of |= {name: getattr(args, name) for name in names}
     args.tokenizer_type = "NullTokenizer"  # tokens are ready; only the vocabulary's size is needed
     args.vocab_size = metadata.vocab_size
     args.null_tokenizer_eod_id = metadata.eod

@@ -108,6 +108,11 @@ class Search:
             return "cached"
         except UserError:
             pass
+        if self._settings.profile and self._args.use_checkpoint_args:
+            self._fail(
+                "no costs: a quick profile reads no checkpoint: give the model's flags instead of "
+                "--use-checkpoint-args, or --paradyse-cost-model FILE"
+            )
         if self._settings.profile:
             self._say(
                 "no --paradyse-cost-model: measuring this model on this machine, at most a minute "

@@ -1,17 +1,23 @@
-"""Around Megatron's saving and loading: one line where it fails, and nothing broken is read."""
+"""Around Megatron's saving and loading: one line where it fails, and nothing broken is read.
+
+What is written holds Megatron's arguments as a stock run can take them.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.training import get_args, print_rank_0, training
+from megatron.training import checkpointing, get_args, print_rank_0, training
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.train import counting
 from megatron_paradyse.train.byte_buffers import release_byte_buffers
 from megatron_paradyse.train.checkpoint_files import (
     TRACKER,
@@ -39,18 +45,17 @@ def install() -> None:
     """Wrap save_checkpoint and load_checkpoint where Megatron's training loop looks them up."""
     training.save_checkpoint = _saving(training.save_checkpoint)
     training.load_checkpoint = _loading(training.load_checkpoint)
+    checkpointing.check_checkpoint_args = _comparing(checkpointing.check_checkpoint_args)
 
 
 def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_whole(iteration: int, *args: Any, **kwargs: Any) -> Any:
         folder = get_args().save
-        # Megatron keeps its arguments; without this package nobody could unpickle our settings.
-        settings = vars(get_args()).pop("paradyse_settings", None)
         collecting = gc.isenabled()
         gc.disable()  # until release_byte_buffers()
         try:
-            with managers_end_with_this_process():
+            with as_given(get_args()), managers_end_with_this_process():
                 result = save(iteration, *args, **kwargs)
             checkpoint = folder_of(folder, iteration)
             first = torch.distributed.get_rank() == 0
@@ -67,12 +72,27 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
                 f"{reason_of(error)}: {remedy}, and start again with --load {folder}"
             ) from error
         finally:
-            get_args().paradyse_settings = settings
             if collecting:
                 gc.enable()
         return result
 
     return save_whole
+
+
+@contextlib.contextmanager
+def as_given(args: argparse.Namespace) -> Iterator[None]:
+    """While a checkpoint is written, Megatron's arguments without what this package has set.
+
+    A stock run may take some from it (--use-checkpoint-args), and could not unpickle our settings.
+    """
+    given = args.paradyse_instead_of
+    ours = {name: getattr(args, name) for name in (*given, "paradyse_settings")}
+    del args.paradyse_settings
+    vars(args).update(given)
+    try:
+        yield
+    finally:
+        vars(args).update(ours)
 
 
 def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +116,20 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return load_whole
+
+
+def _comparing(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's check of a checkpoint whose count of samples it takes over."""
+
+    @functools.wraps(check)
+    def compare_counts(of_checkpoint: argparse.Namespace, *args: Any, **kwargs: Any) -> Any:
+        result = check(of_checkpoint, *args, **kwargs)
+        said = counting.warning(get_args(), of_checkpoint)
+        if said is not None:
+            print_rank_0(f"> paradyse: {said}")
+        return result
+
+    return compare_counts
 
 
 def _mend_tracker(folder: str, iteration: int | None) -> None:

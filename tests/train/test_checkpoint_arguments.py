@@ -1,0 +1,116 @@
+"""What a checkpoint says of the run that wrote it, for stock Megatron and for other data."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.train import counting, plugin
+from tests.train.harness import train, write_documents
+
+SMALL = ["--num-layers", 1, "--train-iters", 2]
+FIXED_64 = "fixed sequences of 64 tokens"
+SHUFFLED = "shuffled documents of up to 64 tokens (longer ones: split)"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two iterations of 8 documents each, one layer."""
+    folder = tmp_path_factory.mktemp("saved")
+    write_documents(folder / "corpus", [20] * 40)
+    data = ["--data-path", folder / "corpus", "--split", "100,0,0", "--paradyse"]
+    train(folder, *data, *SMALL, "--save", folder, "--save-interval", 2, ranks=1)
+    return folder
+
+
+def test_stock_megatron_takes_its_own_layers_from_a_checkpoint_of_ours(saved, tmp_path):
+    flags = ["--mock-data", "--load", saved, "--use-checkpoint-args", "--train-iters", 3]
+    run = train(tmp_path, *SMALL[:2], *flags, "--override-opt-param-scheduler", ranks=1)
+    assert "Checkpoint did not provide arguments spec" in run.stdout
+    assert [record["iteration"] for record in run.records] == [3]
+
+
+def test_going_on_in_other_samples_is_warned_of_once(saved, tmp_path):
+    flags = ["--mock-data", "--load", saved, "--paradyse", "--paradyse-sequences", "fixed"]
+    flags += ["--train-iters", 3, "--override-opt-param-scheduler"]
+    run = train(tmp_path, *SMALL[:2], *flags, ranks=1)
+    said = f"> paradyse: the checkpoint has consumed 16 samples and counted {SHUFFLED}; this run"
+    assert run.stdout.count(said) == 1
+    anew = train(tmp_path, *SMALL[:2], *flags, "--override-ckpt-iteration", 0, ranks=1)
+    assert "samples and counted" not in anew.stdout
+    assert [record["iteration"] for record in anew.records] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("of_checkpoint", "warned"),
+    [
+        ({"paradyse": True, "paradyse_samples": SHUFFLED}, False),
+        ({"paradyse": True, "paradyse_samples": SHUFFLED.replace("64", "96")}, True),
+        ({"paradyse": True, "paradyse_samples": FIXED_64}, True),
+        ({}, True),  # of stock Megatron
+        ({"paradyse": True}, False),  # of a version that did not tell
+    ],
+)
+def test_a_checkpoint_that_counts_alike_is_not_warned_of(of_checkpoint, warned):
+    run = argparse.Namespace(paradyse_samples=SHUFFLED)
+    checkpoint = argparse.Namespace(seq_length=64, consumed_train_samples=8, **of_checkpoint)
+    assert (counting.warning(run, checkpoint) is not None) is warned
+    checkpoint.consumed_train_samples = 0
+    assert counting.warning(run, checkpoint) is None
+    run.paradyse_samples = FIXED_64
+    checkpoint.consumed_train_samples = 8
+    if not of_checkpoint:
+        assert counting.warning(run, checkpoint) is None
+
+
+def test_what_this_package_sets_is_back_after_a_save_that_fails(monkeypatch):
+    plugin.install()
+    from megatron_paradyse.train.checkpoints import as_given
+
+    args = argparse.Namespace(
+        spec=["ours"],
+        tokenizer_type="NullTokenizer",
+        paradyse_settings="settings",
+        paradyse_instead_of={"spec": None, "tokenizer_type": None},
+    )
+    before = dict(vars(args))
+    with pytest.raises(OSError, match="full"), as_given(args):
+        assert (args.spec, args.tokenizer_type) == (None, None)
+        assert not hasattr(args, "paradyse_settings")
+        raise OSError("full")
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize("of_checkpoint", [None, "NullTokenizer"])
+def test_the_vocabulary_of_the_data_is_not_what_a_checkpoint_keeps(of_checkpoint, monkeypatch):
+    """It is taken anew at each start; a checkpoint of NullTokenizer does not tell its size."""
+    plugin.install()
+    from megatron_paradyse.train import arguments
+
+    monkeypatch.setattr(arguments.Path, "is_file", lambda path: True)
+    metadata = argparse.Namespace(vocab_size=257, eod=256)
+    monkeypatch.setattr(arguments, "read_metadata", lambda prefix: metadata)
+    given = {"tokenizer_type": of_checkpoint, "vocab_size": None, "null_tokenizer_eod_id": None}
+    args = argparse.Namespace(
+        data_path=["corpus"], eod_mask_loss=False, paradyse_instead_of={}, **given
+    )
+    arguments._take_tokenizer_from_data(args)
+    assert (args.tokenizer_type, args.vocab_size) == ("NullTokenizer", 257)
+    assert args.paradyse_instead_of == given
+
+
+def test_a_quick_profile_of_a_checkpoints_model_is_refused(monkeypatch, tmp_path):
+    """The profile reads no checkpoint, so it would not know the model."""
+    plugin.install()
+    from megatron_paradyse.train.auto_costs import Search
+
+    search = object.__new__(Search)
+    search._file, search._settings = tmp_path / "none.json", Settings()
+    search._args = argparse.Namespace(use_checkpoint_args=True)
+    said = []
+    monkeypatch.setattr(search, "_say", said.append)
+    monkeypatch.setattr(search, "_fail", said.append)
+    search._way()
+    assert said[0].startswith("no costs: a quick profile reads no checkpoint: give the model's ")
