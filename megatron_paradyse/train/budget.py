@@ -12,6 +12,7 @@ from megatron.training import print_rank_0
 from megatron_paradyse.machine import free_bytes
 from megatron_paradyse.planner.from_file import RESERVE_SHARE, UNLIMITED
 from megatron_paradyse.settings import Settings
+from megatron_paradyse.train.memory_record import files_to_read, grid
 from megatron_paradyse.units import parse_bytes
 
 HOST_SHARE = 0.8  # of free host memory: data, checkpoints and the system take the rest
@@ -22,8 +23,8 @@ def budget_bytes(settings: Settings, *, trace: Path | None) -> int:
     """The budget of this run, the least of any rank: replicas then deal and plan alike.
 
     A GPU without --paradyse-memory-budget: what is free before the model is built, less a
-    reserve. trace: this grid's; plans that ran out of memory in it lower the budget. All ranks must
-    call it.
+    reserve. trace: this grid's; plans that ran out of memory in it, or beside the checkpoints,
+    lower the budget. All ranks must call it.
     """
     if settings.memory_budget is not None:
         budget = parse_bytes(settings.memory_budget)
@@ -56,15 +57,26 @@ def host_bytes(settings: Settings) -> int | None:
 
 
 def _taught(trace: Path | None) -> list[int]:
-    """Budgets at which a plan of an earlier run would not have been chosen that ran out of memory.
+    """Budgets at which plans that ran out of memory in earlier runs would not have been chosen."""
+    found = {path: budgets for path in files_to_read(trace) if (budgets := _budgets_of(path))}
+    if not found:
+        return []
+    path = min(found, key=lambda path: min(found[path]))
+    print_rank_0(
+        f"> paradyse: {path} tells of {len(found[path])} plans that ran out of memory: the budget "
+        f"is at most {min(found[path]) / 2**30:.2f} GiB, until that file is removed"
+    )
+    return found[path]
+
+
+def _budgets_of(path: Path) -> list[int]:
+    """By each record of a file that holds for this grid and device; a trace is of its grid.
 
     Such a plan had predicted_peak_bytes by the cost model, with the margin on top: below that less
     TAUGHT_MARGIN it is not chosen again.
     """
-    if trace is None or not trace.is_file():
-        return []
-    found = []
-    with trace.open(encoding="utf-8", errors="replace") as lines:
+    found, here = [], grid()
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if '"out_of_memory"' not in line:
                 continue
@@ -73,10 +85,6 @@ def _taught(trace: Path | None) -> list[int]:
                 limit = int(record["predicted_peak_bytes"] * (1 + record["memory_margin"]))
             except (ValueError, TypeError, KeyError, OverflowError):
                 continue
-            found.append(int(limit * (1 - TAUGHT_MARGIN)))
-    if found:
-        print_rank_0(
-            f"> paradyse: {trace} tells of {len(found)} plans that ran out of memory: the budget "
-            f"is at most {min(found) / 2**30:.2f} GiB"
-        )
+            if record.get("grid", here) == here:
+                found.append(int(limit * (1 - TAUGHT_MARGIN)))
     return found

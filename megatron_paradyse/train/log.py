@@ -19,9 +19,10 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import FIXED
 from megatron_paradyse.train.batch import meter
 from megatron_paradyse.train.ending import is_out_of_memory
+from megatron_paradyse.train.memory_record import keep_beside_checkpoints
 from megatron_paradyse.train.summary import Summary
 from megatron_paradyse.train.telemetry import Microbatch, Telemetry
-from megatron_paradyse.train.trace import Trace
+from megatron_paradyse.train.trace import Trace, out_of_memory_record
 
 MOST_PLANS = 2  # on a line
 
@@ -145,12 +146,17 @@ class IterationLog:
         planned, predicted = microbatch.planned, ""
         if planned.peak_bytes is not None:
             predicted = f", predicted peak {planned.peak_bytes / 2**30:.3f} GiB"
+        alive = self._telemetry.live_peak_bytes()
+        record = out_of_memory_record(microbatch, margin=self._margin, alive=alive)
+        kept = []
         if self._trace is not None:
-            alive = self._telemetry.live_peak_bytes()
-            self._trace.out_of_memory(microbatch, margin=self._margin, alive=alive)
+            self._trace.out_of_memory(record)
+            kept.append("--paradyse-trace")
+        if predicted and keep_beside_checkpoints(record):
+            kept.append("--save")
         remedy = "use --paradyse-policy optimal, a strategy that needs less, or more ranks"
-        if predicted and self._trace is not None:
-            remedy = "start again with this --paradyse-trace, which lowers the budget"
+        if predicted and kept:
+            remedy = f"start again with this {' or '.join(kept)}, which lowers the budget"
         elif predicted:
             remedy = "raise --paradyse-memory-margin, or lower --paradyse-memory-budget"
         return UserError(

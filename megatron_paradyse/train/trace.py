@@ -72,13 +72,8 @@ class Trace:
         if mpu.get_tensor_model_parallel_rank() == 0:
             self._write([{"kind": "correction", "iteration": iteration, **factors}])
 
-    def out_of_memory(self, microbatch: Microbatch, *, margin: float, alive: int | None) -> None:
+    def out_of_memory(self, record: dict[str, Any]) -> None:
         """Write what did not fit; any rank may."""
-        record = as_record(microbatch) | {
-            "kind": "out_of_memory",
-            "memory_margin": margin,
-            "peak_bytes": alive,
-        }
         self._write([record])
 
     def _end_last_line(self) -> None:
@@ -104,6 +99,14 @@ class Trace:
             raise UserError(
                 f"--paradyse-trace {self.path}: {error.strerror}: give a file that can be written"
             ) from error
+
+
+def out_of_memory_record(
+    microbatch: Microbatch, *, margin: float, alive: int | None
+) -> dict[str, Any]:
+    """The line of a microbatch that did not fit."""
+    more = {"kind": "out_of_memory", "memory_margin": margin, "peak_bytes": alive}
+    return as_record(microbatch) | more
 
 
 def as_record(microbatch: Microbatch) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""What ran out of memory is kept beside the checkpoints, so that a restart plans otherwise."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_paradyse.train import plugin
+from tests.train.harness import attempt, write_documents
+from tests.train.synthetic_costs import write_costs
+
+
+def test_a_restart_without_a_trace_plans_otherwise_for_what_ran_out_of_memory(tmp_path):
+    """Costs that claim next to nothing lead into the emulated limit at the first microbatch."""
+    write_documents(tmp_path / "corpus", [1500] * 20)
+    costs = write_costs(tmp_path / "costs.json", scale_bytes=1e-2, static_bytes=1e6)
+    saved = tmp_path / "saved"
+    flags = ["--data-path", tmp_path / "corpus", "--split", "100,0,0", "--paradyse"]
+    flags += ["--micro-batch-size", 1, "--seq-length", 2048, "--save", saved, "--load", saved]
+    flags += ["--save-interval", 100]
+    flags += ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+    flags += ["--paradyse-policy", "optimal", "--paradyse-cost-model", costs]
+    flags += ["--paradyse-accept-costs", "--paradyse-no-correction"]
+    flags += ["--paradyse-memory-budget", "6MB", "--paradyse-memory-margin", 0]
+    first = attempt(tmp_path / "first", *flags, ranks=2)
+    said = "start again with this --save, which lowers the budget"
+    assert first.code == 2 and said in first.stderr, first.stderr[-3000:]
+    before = failed(saved)
+    again = attempt(tmp_path / "again", *flags, ranks=2)
+    assert "plans that ran out of memory: the budget is at most" in again.stdout
+    after = [record for record in failed(saved) if record not in before]
+    assert after, again.stderr[-3000:]
+    assert {r["seq_length"] for r in after} == {r["seq_length"] for r in before}
+    assert {r["plan"] for r in after}.isdisjoint(r["plan"] for r in before)
+    least = min(r["predicted_peak_bytes"] for r in before)
+    assert all(r["predicted_peak_bytes"] < least for r in after)
+
+
+def failed(folder):
+    lines = (folder / "paradyse-out-of-memory.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("line", "budgets"),
+    [
+        ({}, [980]),  # of a trace, whose grid its name tells
+        ({"grid": ["H100", 4, 1]}, [980]),
+        ({"grid": ["H100", 2, 1]}, []),
+        ({"grid": ["A100", 4, 1]}, []),
+        ({"predicted_peak_bytes": None}, []),
+    ],
+)
+def test_only_what_holds_for_this_grid_and_device_lowers_the_budget(
+    line, budgets, monkeypatch, tmp_path
+):
+    plugin.install()
+    from megatron_paradyse.train import budget
+
+    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
+    record = {"kind": "out_of_memory", "predicted_peak_bytes": 800, "memory_margin": 0.25} | line
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"kind": "out_of_memory", "pred\n' + json.dumps(record) + "\n")
+    assert budget._budgets_of(path) == budgets
