@@ -170,8 +170,9 @@ def not_a_number(reason: str) -> str:
     iteration = (getattr(get_args(), "curr_iteration", 0) or 0) + 1
     found = re.search(r"message='([^']*)'", reason)  # what is before it names each rank itself
     reason = found[1] if found else " ".join(reason.split())[:200]
+    spike = " or a spike" if get_args().check_for_spiky_loss else ""
     return (
-        f"the loss is not a number at iteration {iteration} ({reason}): "
+        f"the loss is not a number{spike} at iteration {iteration} ({reason}): "
         "start again from an earlier checkpoint with a lower --lr; if one machine does it again, "
         "leave that machine out"
     )

@@ -101,3 +101,14 @@ def test_nothing_is_predicted_from_an_end_of_document_where_it_is_masked(asked, 
     both = torch.stack([tokens[0, :-1], tokens[0, 1:]]).int()
     step = packed_batch.PackedStep(iter([Share((alone,), both)]))
     assert step.read()["loss_mask"].tolist() == masks[:1]
+
+
+@pytest.mark.parametrize(("checks", "words"), [(False, "a number at"), (True, "a spike at")])
+def test_megatrons_end_for_a_result_names_what_it_checked(checks, words, monkeypatch):
+    from megatron_paradyse.train import log
+
+    args = argparse.Namespace(check_for_spiky_loss=checks, curr_iteration=4)
+    monkeypatch.setattr(log, "get_args", lambda: args)
+    assert f"{words} iteration 5 (Megatron exits with code 16)" in log.not_a_number(
+        "Megatron exits with code 16"
+    )
