@@ -37,6 +37,17 @@ def use_one_connection() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def use_own_device(args: argparse.Namespace) -> None:
+    """What asks for "cuda" gets this rank's device from now on, as Megatron will choose it.
+
+    Until then it would get the first one, and every rank a context there.
+    """
+    import torch
+
+    if torch.cuda.device_count() > 0:
+        torch.cuda.set_device(args.local_rank)
+
+
 def install() -> None:
     """Patch Megatron, once it can be imported."""
     import megatron.core.datasets.utils as dataset_utils

@@ -226,7 +226,7 @@ class Search:
             return None
         from megatron_paradyse.simulator.hardware import known_name
 
-        properties = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return known_name(properties.name, properties.total_memory)
 
     def _announce(self, way: str, file) -> None:
@@ -281,7 +281,7 @@ class Search:
 
 
 def _device() -> str:
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
 
 
 def _holds(path: Path, content: str) -> bool:

@@ -154,6 +154,7 @@ def _wrap_pretrain(pretrain):
         from megatron_paradyse.train.session import Session
 
         watch_and_agree(get_args())
+        megatron_start.use_own_device(get_args())
         get_args().paradyse_settings = with_costs(get_args())
         session = Session(get_args().paradyse_settings)
         session.enter(config)
