@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib.util
 import os
+import sys
 from typing import Any
 
 # Arguments that need a package, and their values without it.
@@ -27,6 +28,24 @@ FLAGS = {
     "masked_softmax_fusion": "--no-masked-softmax-fusion",
 }
 WARM_UP_POSITIONS = 4096
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first: of every torch
+EXPANDABLE = "expandable_segments:True"  # lengths differ, and so do the blocks that are asked for
+# Memory for another process or for NCCL: not every torch gives it out of such segments.
+SHARING_FLAGS = ("--async-save", "--nccl-ub")
+
+
+def before_cuda() -> None:
+    """What CUDA and PyTorch's allocator read once, as they start: call it first.
+
+    An allocator that the user has set, by either name, stays so.
+    """
+    use_one_connection()
+    if allocator_settings() is None and not any(flag in sys.argv for flag in SHARING_FLAGS):
+        os.environ[ALLOCATORS[0]] = EXPANDABLE
+
+
+def allocator_settings() -> str | None:
+    return next((os.environ[name] for name in ALLOCATORS if name in os.environ), None)
 
 
 def use_one_connection() -> None:

@@ -76,18 +76,38 @@ def test_the_wheel_need_not_be_compiled():
     utils.compile_helpers()  # Megatron's own ends the process: there is no Makefile
 
 
-@pytest.mark.parametrize(("flags", "value"), [(["--paradyse"], "1"), ([], "None")])
-def test_one_connection_is_set_before_cuda_is_asked_and_with_paradyse_only(flags, value):
+READ_ONCE = ("CUDA_DEVICE_MAX_CONNECTIONS", *megatron_start.ALLOCATORS)
+EXPANDABLE = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_user", "connections", "allocator"),
+    [
+        (["--paradyse"], {}, "1", EXPANDABLE),
+        ([], {}, "None", ""),
+        (["--paradyse", "--async-save"], {}, "1", ""),
+        (["--paradyse"], {READ_ONCE[0]: "8"}, "8", EXPANDABLE),
+        *(
+            (["--paradyse"], {name: "max_split_size_mb:64"}, "1", "max_split_size_mb:64")
+            for name in megatron_start.ALLOCATORS
+        ),
+    ],
+)
+def test_what_cuda_reads_once_is_set_before_it_is_asked_and_with_paradyse_only(
+    flags, of_user, connections, allocator
+):
+    """The allocator's settings as PyTorch itself has read them by then."""
     code = (
         "import os, torch\n"
-        "torch.cuda.is_available = lambda: (print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')),"
-        " os._exit(0))\n"
+        "settings = torch._C._accelerator_getAllocatorSettings\n"
+        "torch.cuda.is_available = lambda: (print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'),"
+        " settings(), sep='|'), os._exit(0))\n"
         "from megatron_paradyse.train import plugin\n"
         "plugin.install()\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    environment = {name: v for name, v in os.environ.items() if name not in READ_ONCE}
     found = subprocess.run(
         [sys.executable, "-u", "-c", code, *flags],
-        env=environment, capture_output=True, text=True, timeout=120,
+        env=environment | of_user, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert found.stdout.splitlines()[-1:] == [value], found.stderr
+    assert found.stdout.splitlines()[-1:] == [f"{connections}|{allocator}"], found.stderr

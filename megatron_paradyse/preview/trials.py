@@ -25,9 +25,8 @@ from megatron_paradyse.preview.longest import PARADYSE, Longest
 from megatron_paradyse.preview.measured import FITS, About, Trial, TrialFile, measured_limits
 from megatron_paradyse.preview.setup import Setup
 
-ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second: of every torch
-EXPANDABLE = "expandable_segments:True"  # lengths differ, and so do the blocks that are asked for
 NO_HOST_ROOM = "not run: the host has no room for what all layers would copy to it"
+OWN_ALLOCATOR = "PyTorch's defaults"
 NO_ALLOCATOR = "none: bytes are counted"
 AGREE_SECONDS = 600.0  # a rank may wait so long for others that still run
 
@@ -53,12 +52,10 @@ def run_trials(
     report: Callable[[dict], None],
 ) -> None:
     """Search every limit in `found`; all ranks must call it. Once in a process."""
-    if not any(name in os.environ for name in ALLOCATORS):
-        os.environ[ALLOCATORS[-1]] = EXPANDABLE
     from megatron_paradyse import megatron_start
     from megatron_paradyse.train import plugin
 
-    megatron_start.use_one_connection()
+    megatron_start.before_cuda()
     plugin.install()
     with contextlib.ExitStack() as stack:
         agree = _start_alone(setup, flags, stack) if options.stand_in else _start_rank(flags)
@@ -154,6 +151,7 @@ class _Rank:
     def _about(self) -> About:
         import torch
 
+        from megatron_paradyse.megatron_start import allocator_settings
         from megatron_paradyse.train.describe import hardware
 
         setup = self._setup
@@ -168,9 +166,7 @@ class _Rank:
             stand_in=self._options.stand_in,
             hardware=hardware().name,
             torch=torch.__version__,
-            allocator=next(os.environ[name] for name in ALLOCATORS if name in os.environ)
-            if on_gpu
-            else NO_ALLOCATOR,
+            allocator=(allocator_settings() or OWN_ALLOCATOR) if on_gpu else NO_ALLOCATOR,
         )
 
     def _opened(self) -> TrialFile:

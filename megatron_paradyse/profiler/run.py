@@ -33,7 +33,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     from megatron_paradyse import megatron_start
     from megatron_paradyse.train import plugin
 
-    megatron_start.use_one_connection()
+    megatron_start.before_cuda()
     plugin.install()
     sys.argv = ["profile", *flags]
     import torch

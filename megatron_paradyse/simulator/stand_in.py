@@ -49,7 +49,7 @@ def stand_in_profile(
     from megatron_paradyse import megatron_start
     from megatron_paradyse.train import plugin
 
-    megatron_start.use_one_connection()
+    megatron_start.before_cuda()
     plugin.install()
     from megatron.training import get_args
 

@@ -51,7 +51,7 @@ def install(*, model: str | None = None) -> None:
     show_user_errors_in_one_line()
     check_megatron()
     if "--paradyse" in sys.argv:
-        megatron_start.use_one_connection()
+        megatron_start.before_cuda()
     import torch
 
     on_cpu = not torch.cuda.is_available()
