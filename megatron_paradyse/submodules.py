@@ -32,7 +32,13 @@ from megatron_paradyse.strategies import base_name, get_strategy, offloads, reco
 from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
 from megatron_paradyse.strategies.host import kept_on_host
 from megatron_paradyse.strategies.order import in_order
-from megatron_paradyse.strategies.second_run import second_run, without_values
+from megatron_paradyse.strategies.second_run import (
+    has_values,
+    is_second_run,
+    second_run,
+    with_values_of,
+    without_values,
+)
 from megatron_paradyse.strategies.tiled_mlp import goes_in_tiles, mlp_in_tiles
 
 HALVES = ("attention", "mlp")
@@ -109,6 +115,18 @@ class SwitchableLayer(TransformerLayer):
             padding_mask=kwargs.get("padding_mask"),
             packed_seq_params=planned,
         )
+
+    def _forward_post_mlp(self, mlp_output_with_bias, residual):
+        """Dropout, then the residual, on what is laid out alike in both runs.
+
+        PyTorch deals a GPU's random numbers to elements by their layout, and a second run must drop
+        what the first one dropped. The MLP's values are not read in it: the residual's will do.
+        """
+        output, bias = mlp_output_with_bias
+        drops = self.training and self.hidden_dropout > 0.0
+        if drops and is_second_run() and not has_values(output) and output.dtype == residual.dtype:
+            output = with_values_of(output, residual)
+        return super()._forward_post_mlp((output, bias), residual)
 
     def _switch_mlp(self, name: str, *, in_tiles: bool = False) -> None:
         if isinstance(self.mlp, SwitchableMLP):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_paradyse.microbatch_params import planned_microbatch
 from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.parameters import bias_of, normalised, of_strategy
 from megatron_paradyse.plan import Plan
+from megatron_paradyse.strategies.second_run import second_run, without_values
 from megatron_paradyse.submodules import (
     SwitchableLayer,
     SwitchableMLP,
@@ -178,3 +180,50 @@ def test_an_mlp_that_no_strategy_computes_is_never_tiled(setting, monkeypatch):
     mlp.config, mlp.in_tiles = SimpleNamespace(**{**PLAIN, setting: 7}), True
     monkeypatch.setattr(MLP, "forward", lambda self, x, *_: "Megatron's own")
     assert mlp.forward(torch.zeros(1, 1, 1).expand(1 << 20, 1, 1)) == "Megatron's own"
+
+
+class _Unread(torch.autograd.Function):
+    """The MLP of a second run: a graph and no values."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return without_values(x, x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(3)])
+@pytest.mark.parametrize(
+    ("dropout", "training", "again", "is_dense"),
+    [
+        (0.5, True, True, True),
+        (0.0, True, True, False),
+        (0.5, False, True, False),
+        (0.5, True, False, False),
+    ],
+)
+def test_dropout_of_a_second_run_gets_a_dense_tensor_in_memory_that_is_there(
+    dropout, training, again, is_dense, bias, monkeypatch
+):
+    """A GPU's random numbers go to elements by layout; without dropout there is nothing to read."""
+    layer = object.__new__(SwitchableLayer)
+    torch.nn.Module.__init__(layer)
+    layer.train(training)
+    layer.hidden_dropout = dropout
+    given = []
+
+    def bias_dropout_add(self, output_with_bias, residual):
+        given.append(output_with_bias)
+        return residual + output_with_bias[0]
+
+    monkeypatch.setattr(TransformerLayer, "_forward_post_mlp", bias_dropout_add)
+    x, residual = (torch.randn(4, 1, 3, requires_grad=True) for _ in range(2))
+    with second_run() if again else contextlib.nullcontext():
+        layer._forward_post_mlp((_Unread.apply(x), bias), residual).sum().backward()
+    output, same_bias = given[0]
+    assert same_bias is bias and output.shape == x.shape
+    assert output.is_contiguous() is is_dense
+    assert (output.data_ptr() == residual.data_ptr()) is is_dense
+    assert (x.grad == 2).all() and (residual.grad == 1).all()

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
+from torch.autograd import Function
 
 _here = threading.local()  # a backward may run in a thread of autograd's
 
@@ -34,3 +35,23 @@ def is_second_run() -> bool:
 def without_values(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Of that shape and the dtype of `like`, in no memory."""
     return like.new_empty(()).expand(*shape)
+
+
+def has_values(x: Tensor) -> bool:
+    """False of what without_values made."""
+    return any(x.stride())
+
+
+def with_values_of(x: Tensor, like: Tensor) -> Tensor:
+    """x, whose values are not read, in the memory of `like`: dense, and no bytes of its own."""
+    return _WithValuesOf.apply(x, like)
+
+
+class _WithValuesOf(Function):
+    @staticmethod
+    def forward(ctx, x, like):
+        return like.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
