@@ -32,6 +32,9 @@ ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first: of 
 EXPANDABLE = "expandable_segments:True"  # lengths differ, and so do the blocks that are asked for
 # Memory for another process or for NCCL: not every torch gives it out of such segments.
 SHARING_FLAGS = ("--async-save", "--nccl-ub")
+# Of a compiled function: one for each kind of arguments. Beyond PyTorch's limit, 8, it runs eagerly
+# and has other dropout masks: a second run would not drop what the first one dropped.
+MOST_VARIANTS = 64
 
 
 def before_cuda() -> None:
@@ -67,12 +70,21 @@ def use_own_device(args: argparse.Namespace) -> None:
         torch.cuda.set_device(args.local_rank)
 
 
+def allow_variants() -> None:
+    """Let a compiled function have MOST_VARIANTS, or more where the user allows them."""
+    import torch
+
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)
+
+
 def install() -> None:
     """Patch Megatron, once it can be imported."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.training.training as training
     from megatron.core.transformer import torch_norm
 
+    allow_variants()
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         dataset_utils.compile_helpers = lambda: None
     training.set_jit_fusion_options = _short_warm_up(training.set_jit_fusion_options)

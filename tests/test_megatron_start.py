@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 from megatron_paradyse import cpu_platform, megatron_start
 from megatron_paradyse.train import plugin
@@ -68,6 +69,14 @@ def test_fused_kernels_are_warmed_up_on_short_tensors(paradyse, seq_length, seen
     warm_up = megatron_start._short_warm_up(lambda tp_size=None: lengths.append(args.seq_length))
     warm_up(tp_size=2)
     assert lengths == [seen] and args.seq_length == seq_length
+
+
+def test_a_compiled_function_may_have_more_variants_than_by_default():
+    assert torch._dynamo.config.recompile_limit >= megatron_start.MOST_VARIANTS  # by install()
+    for limit, expected in ((8, 64), (100, 100)):
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            megatron_start.allow_variants()
+            assert torch._dynamo.config.recompile_limit == expected
 
 
 def test_the_wheel_need_not_be_compiled():
