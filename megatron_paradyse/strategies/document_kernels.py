@@ -6,12 +6,13 @@ after the other in q and in k and v. Queries see their own document's keys only.
 
 from __future__ import annotations
 
-import itertools
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_paradyse.strategies.host import to_device
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
 
 aten = torch.ops.aten
@@ -83,7 +84,6 @@ def _lengths(parts: Parts, like: Tensor) -> tuple[Tensor, Tensor, int, int]:
     return make(queries, like.device), make(keys, like.device), max(queries), max(keys)
 
 
-@lru_cache(maxsize=16)  # one copy to the device for all layers
+@lru_cache(maxsize=256)  # one copy to the device for all layers; a ring has parts for each step
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    ends = list(itertools.accumulate(lengths, initial=0))
-    return torch.tensor(ends, dtype=torch.int32, device=device)
+    return to_device(np.cumsum([0, *lengths], dtype=np.int32), device)

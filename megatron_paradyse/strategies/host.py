@@ -126,6 +126,17 @@ def kept_on_host(x: Tensor) -> Iterator[None]:
     copy.finish()
 
 
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """What the host computed, as a tensor of its own on the device.
+
+    Of a GPU without waiting: what is queued there goes on, and so does the host.
+    """
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda" and type(tensor) is Tensor:  # a fake one has no memory
+        tensor = tensor.pin_memory()  # kept by PyTorch's pool until the copy has ended
+    return tensor.to(device, non_blocking=True, copy=True)
+
+
 def _as_array(tensor: Tensor) -> np.ndarray:
     """The memory of a tensor; numpy has no bfloat16."""
     return tensor.view(_WITHOUT_NUMPY.get(tensor.dtype, tensor.dtype)).numpy()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_paradyse.strategies.contract import Microbatch
+from megatron_paradyse.strategies.host import to_device
 
 Shards = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -56,7 +57,7 @@ def _indices_on(shards: Shards, device: torch.device) -> tuple[Tensor, Tensor]:
     positions = np.concatenate(ranges)
     rows = np.empty_like(positions)
     rows[positions] = np.arange(len(positions))
-    return torch.tensor(rows, device=device), torch.tensor(positions, device=device)
+    return to_device(rows, device), to_device(positions, device)
 
 
 class _Permute(Function):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd import Function
 
 from megatron_paradyse.live_bytes import make_meter
 from megatron_paradyse.strategies import host
-from megatron_paradyse.strategies.host import copy_to_host, kept_on_host, piece_sizes
+from megatron_paradyse.strategies.host import copy_to_host, kept_on_host, piece_sizes, to_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,6 +42,21 @@ def test_a_copy_comes_back_bit_by_bit(dtype):
     back = copy.back()
     assert back.dtype == dtype and back.device == x.device and torch.equal(back, truth)
     assert back.data_ptr() != copy.back().data_ptr()
+
+
+def test_what_the_host_computed_goes_to_the_device_as_a_copy():
+    values = np.arange(3)
+    tensor = to_device(values, torch.device(DEVICE))
+    tensor += 1
+    assert tensor.tolist() == [1, 2, 3] and values.tolist() == [0, 1, 2]
+
+
+def test_to_a_gpu_it_goes_from_pinned_memory_and_nobody_waits(monkeypatch):
+    pinned = MagicMock()
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned)
+    device = torch.device("cuda")
+    assert to_device(np.arange(3), device) is pinned.to.return_value
+    pinned.to.assert_called_once_with(device, non_blocking=True, copy=True)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 1000, 4096, (5 << 30) + 3])
