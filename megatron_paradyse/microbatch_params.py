@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -17,6 +18,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.cumulative import row_of_cumulative
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
+from megatron_paradyse.strategies.host import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +52,7 @@ class PlannedMicrobatch(PackedSeqParams):
     documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
     seed: int = 0
     _angles: dict[bool, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
+    _for_kernels: PackedSeqParams | None = field(init=False, default=None)
 
     def __post_init__(self):
         pass  # seq_idx was computed when the original was made
@@ -73,9 +76,20 @@ class PlannedMicrobatch(PackedSeqParams):
             return table
         known = self._angles.get(by_rows)
         if known is None or known[0] is not table:
-            places = torch.tensor(self.row.places(by_rows=by_rows), device=table.device)
+            places = to_device(self.row.places(by_rows=by_rows), table.device)
             known = self._angles[by_rows] = table, table.index_select(0, places)
         return known[1]
+
+    def for_kernels(self, device: torch.device) -> PackedSeqParams | None:
+        """What Megatron's own attention takes of packed documents: cumulative lengths.
+
+        Made once for all layers; what came with the microbatch where that is such already.
+        """
+        if self.row is None or not isinstance(self.original, RowParams):
+            return self.original
+        if self._for_kernels is None:
+            self._for_kernels = packed_for_kernels(self.row, device)
+        return self._for_kernels
 
 
 def planned_microbatch(
@@ -144,7 +158,7 @@ def packed_for_kernels(row: Row, device: torch.device) -> PackedSeqParams:
     longest, ends = max(row.lengths), [0, *(stop for _, stop in row.documents)]
     while ends[-1] < row.seq_length:
         ends.append(min(ends[-1] + longest, row.seq_length))
-    cumulative = torch.tensor(ends, dtype=torch.int32, device=device)
+    cumulative = to_device(np.array(ends, np.int32), device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cumulative,

@@ -11,7 +11,6 @@ import functools
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -19,11 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_paradyse.core_attention import CoreAttention
-from megatron_paradyse.microbatch_params import (
-    PlannedMicrobatch,
-    RowParams,
-    packed_for_kernels,
-)
+from megatron_paradyse.microbatch_params import PlannedMicrobatch
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.parameters import announce_use, bias_of, normalised, of_strategy
 from megatron_paradyse.plan import MEGATRON_TS
@@ -196,7 +191,7 @@ class SwitchableSelfAttention(SelfAttention):
             if planned is not None and isinstance(self.core_attention, CoreAttention):
                 rotary_pos_emb = _per_row(planned, rotary_pos_emb)
             elif planned is not None:
-                packed_seq_params = _for_its_kernels(planned, hidden_states.device)
+                packed_seq_params = planned.for_kernels(hidden_states.device)
             return super().forward(
                 hidden_states,
                 attention_mask,
@@ -292,10 +287,3 @@ def _per_row(planned: PlannedMicrobatch, table):
     if isinstance(table, tuple):
         return tuple(_per_row(planned, part) for part in table)
     return None if table is None else planned.angles(table, by_rows=True)
-
-
-def _for_its_kernels(planned: PlannedMicrobatch, device) -> PackedSeqParams | None:
-    """What Megatron's own attention takes of packed documents: cumulative lengths."""
-    if planned.row is not None and isinstance(planned.original, RowParams):
-        return packed_for_kernels(planned.row, device)
-    return planned.original

@@ -90,6 +90,17 @@ def test_megatrons_attention_does_not_see_packed_sequences():
     assert planned.documents == (((0, 3), (3, 8)),)
 
 
+def test_what_kernels_are_told_of_documents_is_made_once_for_all_layers():
+    params = RowParams(row=contiguous((3, 5), 2))
+    planned = planned_microbatch(params, params.row, None, plan=Plan({}), seed=0)
+    told = planned.for_kernels(torch.device("cpu"))
+    assert told.cu_seqlens_q.tolist() == [0, 3, 8] and told.cu_seqlens_q.dtype == torch.int32
+    assert planned.for_kernels(torch.device("cpu")) is told
+    original = _packed(0, 3, 8)
+    planned = planned_microbatch(original, _row(original), None, plan=Plan({}), seed=0)
+    assert planned.for_kernels(torch.device("cpu")) is original
+
+
 def test_padding_goes_to_kernels_as_documents_no_longer_than_the_longest():
     """RoPE's table is as long as that."""
     params = packed_for_kernels(contiguous((3, 2), 2, alignment=12), torch.device("cpu"))

@@ -6,7 +6,9 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+
+import numpy as np
 
 Range = tuple[int, int]  # [start, stop)
 
@@ -54,16 +56,12 @@ class Row:
         ends = list(itertools.accumulate(self.lengths, initial=0))
         return tuple(itertools.pairwise(ends))
 
-    def places(self, *, by_rows: bool = False) -> list[int]:
+    def places(self, *, by_rows: bool = False) -> np.ndarray:
         """The place of every position in its document, 0 in padding; by_rows: of every row.
 
-        Rows are those of the ranks one after the other.
+        Rows are those of the ranks one after the other. int64 [s], not to be written to.
         """
-        places = [place for length in self.lengths for place in range(length)]
-        places += [0] * (self.seq_length - len(places))
-        if not by_rows:
-            return places
-        return [place for shard in self.shards for a, b in shard for place in places[a:b]]
+        return _places(self, by_rows)
 
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -81,6 +79,17 @@ class Row:
                 if begin >= stop:
                     break
                 yield number, max(start, begin) - begin, min(stop, end) - begin
+
+
+@lru_cache(maxsize=4)  # 8 s bytes each
+def _places(row: Row, by_rows: bool) -> np.ndarray:
+    if by_rows:
+        places = _places(row, False)
+        return np.concatenate([places[a:b] for shard in row.shards for a, b in shard])
+    lengths, places = np.array(row.lengths), np.zeros(row.seq_length, np.int64)
+    starts = np.repeat(lengths.cumsum() - lengths, lengths)
+    places[: len(starts)] = np.arange(len(starts)) - starts
+    return places
 
 
 def contiguous(lengths: Sequence[int], p: int, *, alignment: int | None = None) -> Row:

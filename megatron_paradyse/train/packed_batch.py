@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.training import get_args
@@ -12,6 +13,7 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from megatron_paradyse.data.packed import NO_LABEL, PackedMicrobatch, Share
 from megatron_paradyse.microbatch_params import RowParams
 from megatron_paradyse.packing.row import Row
+from megatron_paradyse.strategies.host import to_device
 from megatron_paradyse.train.batch import BATCH_NAMES, count_lengths, device_of_rank, less_eod
 
 
@@ -38,7 +40,7 @@ class PackedStep:
         microbatch = self._microbatches[self._next]
         self._next += 1
         device = device_of_rank()
-        count_lengths(torch.tensor(microbatch.lengths, device=device), vp_stage)
+        count_lengths(to_device(np.array(microbatch.lengths), device), vp_stage)
         params = None if microbatch.row is None else RowParams(row=microbatch.row)
         batch = {**dict.fromkeys(BATCH_NAMES), "packed_seq_params": params}
         if not is_first_or_last_pipeline_stage(vp_stage):
@@ -50,7 +52,7 @@ class PackedStep:
             **batch,
             "tokens": inputs,
             "labels": labels.clamp(min=0),
-            "position_ids": _positions(microbatch).to(device).clamp(max=last)[None],
+            "position_ids": _positions(microbatch, device).clamp(max=last)[None],
             "loss_mask": less_eod((labels != NO_LABEL).float(), inputs),
         }
 
@@ -64,10 +66,10 @@ class PackedStep:
         return both
 
 
-def _positions(microbatch: PackedMicrobatch) -> torch.Tensor:
+def _positions(microbatch: PackedMicrobatch, device: torch.device) -> torch.Tensor:
     if microbatch.row is None:
-        return torch.arange(microbatch.seq_length)
-    return torch.tensor(microbatch.row.places(by_rows=True))
+        return torch.arange(microbatch.seq_length, device=device)
+    return to_device(microbatch.row.places(by_rows=True), device)
 
 
 def _broadcast_microbatches(share: Share | None) -> tuple[PackedMicrobatch, ...]:

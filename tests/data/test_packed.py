@@ -54,7 +54,7 @@ def test_a_row_is_laid_out_rank_after_rank_with_labels_inside_documents():
     assert inputs.tolist() == [flat_inputs[i] for shard in held for i in shard]
     assert labels.tolist() == [flat_labels[i] for shard in held for i in shard]
     places = [0, 1, 2, 3, 4, 5, 0, 1]
-    assert row.places(by_rows=True) == [places[i] for shard in held for i in shard]
+    assert row.places(by_rows=True).tolist() == [places[i] for shard in held for i in shard]
 
 
 def test_padding_has_no_label():

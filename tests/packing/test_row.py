@@ -25,6 +25,13 @@ def test_pieces_are_counted_inside_their_document():
     assert ZIGZAG.pieces == (((0, 0, 2), (0, 4, 6)), ((0, 2, 4), (1, 0, 2)))
 
 
+def test_places_count_from_the_start_of_each_document():
+    row = Row((5, 2), (((0, 2), (5, 7)), ((2, 5), (7, 8))))
+    assert row.places().tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
+    assert row.places(by_rows=True).tolist() == [0, 1, 0, 1, 2, 3, 4, 0]
+    assert row.places() is row.places()
+
+
 @pytest.mark.parametrize("row", [ZIGZAG, contiguous((3, 5, 1), 4), contiguous((7,), 2)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_scores_are_those_counted_one_by_one(row, causal):
