@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,31 @@ def run_ranks(
                 rank.join()
         by_rank = [pickle.loads(Path(folder, f"result{r}").read_bytes()) for r in range(p)]
     return {name: [results[name] for results in by_rank] for name in cases}
+
+
+def run_every_case(
+    p: int, job: Job, cases: Mapping[str, Any], *, timeout_seconds: float = 240.0
+) -> dict[str, list[Any] | str]:
+    """As run_ranks, but what a case raises is its result, as a text, and the others still run.
+
+    Where only some ranks raise, later cases may fail of it. Nothing is raised here.
+    """
+    try:
+        found = run_ranks(p, partial(_caught, job), cases, timeout_seconds=timeout_seconds)
+    except (CaseFailedError, TimeoutError) as error:
+        return dict.fromkeys(cases, str(error))
+    results: dict[str, list[Any] | str] = {}
+    for name, by_rank in found.items():
+        raised = "\n\n".join(text for text, _ in by_rank if text)
+        results[name] = raised or [result for _, result in by_rank]
+    return results
+
+
+def _caught(job: Job, group, argument) -> tuple[str, Any]:
+    try:
+        return "", job(group, argument)
+    except Exception:
+        return f"on rank {group.rank()}:\n{traceback.format_exc()}", None
 
 
 def _wait(ranks, folder: Path, deadline: float) -> None:

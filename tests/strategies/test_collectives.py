@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_paradyse.strategies import collectives
 from megatron_paradyse.strategies.collectives import count_communication
-from tests.strategies.harness import CaseFailedError, run_ranks
+from tests.strategies.harness import CaseFailedError, run_every_case, run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,3 +112,20 @@ def _fail_on_last(group, message):
 def test_harness_names_the_case_that_failed():
     with pytest.raises(CaseFailedError, match=r"case 'bad' on rank 1 of 2.*\n(.*\n)*.*it broke"):
         run_ranks(2, _fail_on_last, {"bad": "it broke"}, timeout_seconds=60)
+
+
+def _fail_if_told(group, message):
+    if message:
+        raise RuntimeError(message)
+    return group.rank()
+
+
+def test_harness_runs_every_case_though_one_raises():
+    found = run_every_case(2, _fail_if_told, {"bad": "it broke", "good": ""}, timeout_seconds=60)
+    assert found["good"] == [0, 1]
+    assert "on rank 0:" in found["bad"] and "RuntimeError: it broke" in found["bad"]
+
+
+def test_harness_says_of_every_case_that_ranks_did_not_finish():
+    found = run_every_case(2, _fail_if_told, {"one": "", "two": ""}, timeout_seconds=0)
+    assert set(found) == {"one", "two"} and "did not finish" in found["two"]

@@ -25,7 +25,7 @@ from megatron_paradyse.strategies.kernels import (
 from tests.strategies import test_packed_rows
 from tests.strategies.cases import AttentionCase, MlpCase
 from tests.strategies.deviations import combine
-from tests.strategies.harness import run_ranks
+from tests.strategies.harness import run_every_case
 from tests.strategies.layers import errors_of_one_process, run_case
 from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces
 from tests.strategies.staging import staged
@@ -87,8 +87,7 @@ def _run(group, case):
 @functools.cache
 def _results(p: int):
     cases = {n: case for n, case in (GPU_CASES | LARGE_CASES).items() if case.p == p}
-    ranks = run_ranks(p, _run, cases, timeout_seconds=600)
-    return {name: combine(by_rank) for name, by_rank in ranks.items()}
+    return run_every_case(p, _run, cases, timeout_seconds=600)
 
 
 def check(case: AttentionCase | MlpCase, errors, device: str) -> None:
@@ -108,7 +107,10 @@ def check(case: AttentionCase | MlpCase, errors, device: str) -> None:
 @pytest.mark.parametrize("name", GPU_CASES | LARGE_CASES)
 def test_strategies_on_cuda_match_the_float64_reference(name):
     case = (GPU_CASES | LARGE_CASES)[name]
-    check(case, _results(case.p)[name], "cuda")
+    by_rank = _results(case.p)[name]
+    if isinstance(by_rank, str):
+        pytest.fail(by_rank, pytrace=False)
+    check(case, combine(by_rank), "cuda")
 
 
 KERNEL_CASES = [
