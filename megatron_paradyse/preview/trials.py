@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_paradyse.costs.table import OOM
+from megatron_paradyse.costs.table import OK, OOM
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.problem import Outcome
@@ -79,11 +79,10 @@ def _start_rank(flags: Sequence[str]) -> Any:
     sys.argv = ["max-length", *flags]
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_paradyse.profiler.agree import Agreement
-    from megatron_paradyse.profiler.run import initialize
+    from megatron_paradyse.profiler.run import initialize, make_agreement
 
     initialize(parse_and_validate_args())
-    return Agreement(wait_seconds=AGREE_SECONDS)
+    return make_agreement(AGREE_SECONDS)
 
 
 def _start_alone(setup: Setup, flags: Sequence[str], stack: contextlib.ExitStack) -> Any:
@@ -239,23 +238,24 @@ class _Rank:
         from megatron_paradyse.train.ending import is_lost_peer
 
         peak = reserved = microseconds = 0
-        status = FITS
+        status, failed = OK, False
         try:
             peak, reserved, microseconds = self._iteration(plan, tokens)
         except Exception as error:
             if is_lost_peer(error):
                 end_if_one_is_missing(error)
-            status = status_of(error)
+            status, failed = status_of(error), True
             error.__traceback__ = None  # its frames hold tensors
-            gc.collect()
-            begin_anew(self._model)
         try:
             status = self._agree.status(status)
         except OneRankFailedError as error:
             leave_note(Path(self._options.output), (name, tokens), str(error))
             os._exit(RESTART_CODE)
-        if status == FITS and peak > self._budget:
-            status = OOM
+        if failed:
+            gc.collect()
+            begin_anew(self._model)
+        if status == OK:
+            status = OOM if peak > self._budget else FITS
         return replace(
             self.empty(name, tokens, status, plan.runs()),
             peak_bytes=peak,

@@ -3,8 +3,9 @@
 A failure that all ranks meet alike (an unsupported shape, the same allocation too many) leaves them
 where they can talk. A failure of one rank leaves the others inside a collective that it will never
 join: it then waits here in vain, leaves a note beside the output, and ends its process with
-RESTART_CODE. Whoever started the ranks ends the others and starts all again; the note becomes the
-point's status, and the profile goes on behind it.
+RESTART_CODE. So do all where several failed, but not at the same collective: what one has begun
+there would meet the next that another begins. Whoever started the ranks ends the others and starts
+all again; the note becomes the point's status, and the profile goes on behind it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import datetime
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 
 from megatron_paradyse.costs.table import OK, OOM, UNSUPPORTED
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.transport import num_begun
 from megatron_paradyse.train.ending import is_out_of_memory
 from megatron_paradyse.whole_file import temporary_path
 
@@ -28,7 +31,7 @@ WAIT_SECONDS = 120.0
 
 
 class OneRankFailedError(Exception):
-    """The other ranks did not come to agree."""
+    """The other ranks did not come to agree, or ranks failed at different collectives."""
 
 
 def status_alone(error: OneRankFailedError) -> str:
@@ -40,17 +43,27 @@ def status_alone(error: OneRankFailedError) -> str:
 class Agreement:
     """A group of all ranks for words only, so that it never meets an operation's collectives."""
 
-    def __init__(self, *, wait_seconds: float = WAIT_SECONDS):
+    def __init__(self, *, wait_seconds: float = WAIT_SECONDS, groups: Sequence[Any] = ()):
+        """groups: of this rank, in which operations communicate."""
+        self._groups = groups
         timeout = datetime.timedelta(seconds=wait_seconds)
         self._group: Any = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
     def status(self, mine: str) -> str:
-        """The worst of all ranks: "oom" before "unsupported: why" before "ok"."""
+        """The worst of all ranks: "oom" before "unsupported: why" before "ok".
+
+        Ask before anything waits for a GPU, on which a collective may wait for other ranks.
+        """
+        begun = {group.group_name: num_begun(group) for group in self._groups}
         try:
-            everyone = self.everyone(mine)
+            everyone = self.everyone([mine, begun])
         except RuntimeError as error:
             raise OneRankFailedError(mine) from error
-        return max(everyone, key=lambda status: (status == OOM, status != OK))
+        worst = max((status for status, _ in everyone), key=lambda x: (x == OOM, x != OK))
+        places = {place for _, begun in everyone for place in begun.items()}
+        if worst != OK and len(places) > len({group for group, _ in places}):
+            raise OneRankFailedError(worst)
+        return worst
 
     def first(self, value):
         """Rank 0's value, of what JSON can say."""

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_paradyse.costs.description import CAUSAL
 from megatron_paradyse.costs.rows import RowMeasurement
@@ -40,7 +41,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_paradyse.live_bytes import make_meter
-    from megatron_paradyse.profiler.agree import Agreement, take_note
+    from megatron_paradyse.profiler.agree import take_note
     from megatron_paradyse.profiler.host_rate import host_bytes_per_second
     from megatron_paradyse.profiler.journal import Journal
     from megatron_paradyse.profiler.model import build_and_measure
@@ -54,7 +55,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     lengths = choose_lengths(options, args.seq_length, p=p)
     strategies = strategies_to_profile(options.strategies)
     initialize(args)
-    agreement = Agreement(wait_seconds=options.agree_seconds)
+    agreement = make_agreement(options.agree_seconds)
     output = Path(options.output)
     rank = int(os.environ["RANK"])
     journal = Journal(output, describe(num_layers))
@@ -136,3 +137,13 @@ def initialize(args) -> None:
     plugin.watch_and_agree(args)
     training.initialize_megatron()
     args.check_for_nan_in_loss_and_grad = False  # that check wants to run inside train_step
+
+
+def make_agreement(wait_seconds: float) -> Any:
+    """Of all ranks, each by its tensor-parallel and data-parallel groups."""
+    from megatron.core import mpu
+
+    from megatron_paradyse.profiler.agree import Agreement
+
+    groups = mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group()
+    return Agreement(wait_seconds=wait_seconds, groups=groups)

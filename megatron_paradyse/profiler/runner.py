@@ -77,16 +77,18 @@ class Runner:
         try:
             status = self._agreement.status(self._foreseen(point))
             if status == OK:
+                failed = False
                 try:
                     measured = self._measured(point)
                     status = OK if measured.is_ok else measured.status
                 except Exception as error:
                     if is_lost_peer(error):  # a rank that was killed says nothing of the point
                         end_if_one_is_missing(error)
-                    status = status_of(error)
+                    status, failed = status_of(error), True
                     error.__traceback__ = None  # its frames hold tensors
-                    self._forget()
                 status = self._agreement.status(status)
+                if failed:
+                    self._forget()
         except OneRankFailedError as error:
             cause = error.__cause__
             if cause is not None and is_lost_peer(cause):  # between a point's end and its agreement
@@ -94,8 +96,8 @@ class Runner:
             leave_note(Path(self._options.output), point.key, status_alone(error))
             dog = watchdog.current()
             if dog is not None:
-                dog.failed("it failed alone at a point of the profile")
-            sys.stderr.write(f"one rank failed alone at {point.key}: {error}\n")
+                dog.failed("ranks failed apart at a point of the profile")
+            sys.stderr.write(f"ranks failed apart at {point.key}: {error}\n")
             sys.stderr.flush()
             os._exit(RESTART_CODE)
         if status == OK:

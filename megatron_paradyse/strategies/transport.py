@@ -8,6 +8,7 @@ a test may put others in their place.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 Works = list[Any]  # of objects with wait()
+
+_exchanges: Counter[str] = Counter()  # by the name of the group
+_messages: Counter[str] = Counter()
+
+
+def num_begun(group: ProcessGroup) -> int:
+    """How many communications this rank has begun in the group, Megatron's collectives included.
+
+    Ranks that are at the same place have begun as many: what not all take part in does not count.
+    The group counts its collectives itself, and gloo's messages, too.
+    """
+    name = group.group_name
+    counted = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    if dist.get_backend(group) == "gloo":
+        counted -= _messages[name]
+    return counted + _exchanges[name]
 
 
 def all_gather(into: Tensor, x: Tensor, group: ProcessGroup) -> Works:
@@ -50,6 +67,9 @@ def exchange(into: Tensor, x: Tensor, group: ProcessGroup, *, to: int, source: i
         for operation, buffer, peer in ((dist.isend, x, to), (dist.irecv, into, source))
         if buffer.numel()
     ]
+    if to != source or group.size() == 2:  # a swap, in which the middle rank may have no part
+        _exchanges[group.group_name] += 1
+    _messages[group.group_name] += len(operations)
     return dist.batch_isend_irecv(operations) if operations else []
 
 

@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.table import LAYER, MLP, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
 from megatron_paradyse.profiler.agree import (
+    Agreement,
     OneRankFailedError,
     leave_note,
     status_alone,
@@ -28,8 +30,10 @@ from megatron_paradyse.profiler.lengths import (
 from megatron_paradyse.profiler.outcome import outcome
 from megatron_paradyse.profiler.points import Options, choose_lengths, points, strategies_to_profile
 from megatron_paradyse.simulator.network import find_network, write_network
+from megatron_paradyse.strategies import transport
 from megatron_paradyse.units import parse_bytes
 from tests.costs.synthetic import LENGTHS, make_table
+from tests.strategies.harness import run_ranks
 
 
 def test_default_lengths_are_log_spaced_aligned_and_end_at_the_longest():
@@ -158,6 +162,38 @@ def test_a_rank_that_waits_alone_does_not_say_that_all_is_well():
     """Its note becomes the status of a point that was not measured."""
     assert status_alone(OneRankFailedError("oom")) == "oom"
     assert status_alone(OneRankFailedError("ok")).startswith("unsupported: another rank")
+
+
+def _agreed(group, case):
+    """The status agreed on; ranks that `begin` have begun a collective that the others have not."""
+    statuses, begin = case
+    agreement = Agreement(wait_seconds=30, groups=[group])
+    if group.rank() in begin:
+        begun.extend(transport.broadcast(torch.zeros(2), group, owner=1))
+    try:
+        return agreement.status(statuses[group.rank()])
+    except OneRankFailedError as error:
+        return f"apart, {error}"
+
+
+begun: list = []
+
+
+def test_ranks_that_failed_at_different_collectives_do_not_go_on():
+    cases = {
+        "together": (("oom", "oom"), ()),
+        "one": (("ok", "unsupported: why"), ()),
+        "well": (("ok", "ok"), (0,)),
+        "apart": (("oom", "oom"), ()),  # rank 0 is one ahead since then
+        "one apart": (("ok", "oom"), ()),
+    }
+    assert run_ranks(2, _agreed, cases, timeout_seconds=90) == {
+        "together": ["oom"] * 2,
+        "one": ["unsupported: why"] * 2,
+        "well": ["ok"] * 2,
+        "apart": ["apart, oom"] * 2,
+        "one apart": ["apart, oom"] * 2,
+    }
 
 
 def test_longer_lengths_of_a_later_start_leave_the_constants_and_their_buffer(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_paradyse.strategies import collectives
+from megatron_paradyse.strategies import collectives, transport
 from megatron_paradyse.strategies.collectives import count_communication
 from tests.strategies.harness import CaseFailedError, run_every_case, run_ranks
 
@@ -129,3 +129,30 @@ def test_harness_runs_every_case_though_one_raises():
 def test_harness_says_of_every_case_that_ranks_did_not_finish():
     found = run_every_case(2, _fail_if_told, {"one": "", "two": ""}, timeout_seconds=0)
     assert set(found) == {"one", "two"} and "did not finish" in found["two"]
+
+
+def _begun(group, step):
+    """What is counted on this rank; step 1: the last rank begins one more.
+
+    A swap of halves has no part for the middle one of an odd number of ranks.
+    """
+    before = transport.num_begun(group)
+    x = torch.zeros(2 * group.size())
+    collectives.all_gather(x, group)
+    collectives.swap_halves(x, group)
+    collectives.ring_exchange(x, group)
+    dist.all_reduce(x, group=group)  # as Megatron does
+    if step and group.rank() == group.size() - 1:
+        works.extend(transport.all_gather(torch.empty(len(x) * group.size()), x, group))
+    return transport.num_begun(group) - before
+
+
+works: list = []
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_ranks_that_are_at_the_same_place_have_begun_as_many_communications(p):
+    found = run_ranks(p, _begun, {"together": 0, "apart": 1}, timeout_seconds=60)
+    together = 4 if p == 2 else 3
+    assert found["together"] == [together] * p
+    assert found["apart"] == [together] * (p - 1) + [together + 1]
