@@ -51,9 +51,10 @@ class Settings:
     policy: str = _setting(
         "optimal",
         kinds.POLICY,
-        "optimal (default): the fastest plan within the memory budget, by the cost model; "
-        "heuristic: the paper's Algorithm 1; fixed:STRATEGY: one strategy everywhere; plan:FILE: a "
-        "hand-written plan; random:SEED: one drawn for every microbatch",
+        "optimal (default): the fastest plan within the memory budget, with measured costs a mix of "
+        "strategies only where it is predicted at least 5% faster than one strategy alone "
+        "(mixing_gain); heuristic: the paper's Algorithm 1; fixed:STRATEGY: one strategy "
+        "everywhere; plan:FILE: a hand-written plan; random:SEED: one drawn for every microbatch",
     )
     strategies: tuple[str, ...] | None = _setting(
         None, kinds.STRATEGIES, "comma-separated strategies that plans may use (default: all)"
@@ -65,12 +66,13 @@ class Settings:
         None,
         kinds.FILE,
         "the cost file that megatron-paradyse profile and fit wrote (default: one made at the "
-        "start, at most a minute, and kept for the next start)",
+        "start, in about a minute on an idle machine, and kept for the next start)",
     )
     profile: bool = _setting(
         True,
         kinds.SWITCH,
-        "without a cost file measure for at most a minute at the start (default)",
+        "without a cost file measure at the start, for about a minute on an idle machine; given up "
+        "after 150 s (default)",
         off="without a cost file measure nothing at the start: simulate, if the GPU is known",
     )
     accept_costs: bool = _setting(
@@ -87,8 +89,9 @@ class Settings:
     mixing_gain: float | None = _setting(
         None,
         kinds.SHARE,
-        "a plan of optimal names several strategies only if it is predicted to take this much less "
-        "time than the best of one (default: 0.05 by measured costs, 0 by simulated ones)",
+        "optimal mixes strategies only where the plan is predicted to take this share less time "
+        "than the fastest plan of one strategy that fits (default: 0.05 with measured costs, 0 "
+        "with simulated ones)",
     )
     memory_budget: str | None = _setting(
         None,
@@ -99,8 +102,8 @@ class Settings:
     host_memory: str | None = _setting(
         None,
         kinds.SIZE,
-        "host memory per rank that +offload may take, such as 64GiB (default: the rank's share of "
-        "0.8 of what is free at the start)",
+        "host memory per rank that +offload may take, such as 64GiB (default: 80% of free host "
+        "memory at the start, divided among the node's ranks)",
     )
     memory_margin: float = _setting(
         0.03, kinds.SHARE, "how far a real peak may be above its estimate (default 0.03)"

@@ -74,7 +74,7 @@ def _add_setting(group, name: str) -> None:
                     dest=f"paradyse_{name}",
                     action="store_const",
                     const=value,
-                    help=about if value else off,
+                    help=_escaped(about if value else off),
                 )
         return
     group.add_argument(
@@ -82,8 +82,13 @@ def _add_setting(group, name: str) -> None:
         type=kind.flag_type,
         choices=kind.choices,
         metavar=kind.metavar,
-        help=about,
+        help=_escaped(about),
     )
+
+
+def _escaped(text: str) -> str:
+    """argparse fills in what follows a percent sign."""
+    return text.replace("%", "%%")
 
 
 def before_validation(args: argparse.Namespace) -> None:
