@@ -134,8 +134,8 @@ class Settings:
     offload: bool | None = _setting(
         None,
         kinds.SWITCH,
-        "plans may keep the inputs of layers in host memory, +offload (default: unless the costs "
-        "are of a CPU)",
+        "plans may keep the inputs of layers in host memory, +offload (default: with costs of a "
+        "GPU)",
         off="no plan keeps the inputs of layers in host memory",
     )
     verify_plans: bool = _setting(
@@ -171,12 +171,14 @@ class Settings:
     order: str = _setting(
         "shuffled",
         kinds.choice(*ORDER_CHOICES),
-        "order of the documents in an epoch (default shuffled)",
+        "order of the documents in an epoch: shuffled (default), short-to-long, or bucketed: "
+        "global batches of like lengths",
     )
     long_documents: str = _setting(
         "split",
         kinds.choice(*LONG_DOCUMENT_CHOICES),
-        "what happens to documents beyond --seq-length (default split)",
+        "documents beyond --seq-length: split (default), so that every token is still predicted "
+        "once, truncate or refuse",
     )
     mask_token: int | None = _setting(
         None,
