@@ -39,6 +39,7 @@ def make_workplace(folder: Path) -> Path:
     for trace in (folder / "trace.jsonl", quick / "first.jsonl", quick / "second.jsonl"):
         write_trace(trace, records())
     shutil.copy(folder / "costs-raw.json", quick)
+    (folder / "docs.jsonl").write_text('{"body": "first document"}\n{"body": "second"}\n')
     _write_tokenizer(folder)
     return folder
 
