@@ -43,6 +43,13 @@ def test_every_page_is_linked_from_the_readme():
     assert pages <= linked
 
 
+@pytest.mark.parametrize("folder", (".", "train", "data", "packing", "strategies", "doctor"))
+def test_every_module_is_on_the_code_map(folder):
+    text = (ROOT / "docs/code-map.md").read_text(encoding="utf-8")
+    modules = {path.stem for path in (ROOT / "megatron_paradyse" / folder).glob("[a-z]*.py")}
+    assert modules <= set(re.findall(r"\w+", text))
+
+
 def test_the_drawings_are_those_that_their_script_draws(tmp_path):
     """By their words: another matplotlib may put them elsewhere by a hair."""
     script = [sys.executable, str(FIGURES / "draw.py"), str(tmp_path)]
