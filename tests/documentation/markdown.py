@@ -101,7 +101,8 @@ class Document:
 
 
 def documents() -> list[Document]:
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "patches/README.md"]
+    others = [ROOT / "CHANGELOG.md", ROOT / "patches/README.md"]
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *others]
     return [Document(path) for path in paths]
 
 

@@ -85,5 +85,5 @@ def test_every_flag_that_a_page_names_exists():
     parser = argparse.ArgumentParser(add_help=False)
     known = {s for action in add_arguments(parser)._actions for s in action.option_strings}
     for document in documents():
-        named = set(re.findall(r"--paradyse(?:-[a-z]+)*(?![\w*-])", document.text))
+        named = set(re.findall(r"(?<![\w-])--paradyse(?:-[a-z]+)*(?![\w*-])", document.text))
         assert named <= known, document.name
