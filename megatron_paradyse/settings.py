@@ -51,8 +51,8 @@ class Settings:
     policy: str = _setting(
         "optimal",
         kinds.POLICY,
-        "optimal (default): the fastest plan within the memory budget, with measured costs a mix of "
-        "strategies only where it is predicted at least 5% faster than one strategy alone "
+        "optimal (default): the fastest plan within the memory budget, with measured costs a mix "
+        "of strategies only where it is predicted at least 5% faster than one strategy alone "
         "(mixing_gain); heuristic: the paper's Algorithm 1; fixed:STRATEGY: one strategy "
         "everywhere; plan:FILE: a hand-written plan; random:SEED: one drawn for every microbatch",
     )
