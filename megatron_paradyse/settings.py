@@ -122,7 +122,7 @@ class Settings:
     balance: bool = _setting(
         False,
         kinds.SWITCH,
-        "deal the documents of a global batch to the data-parallel replicas so that their "
+        "distribute the documents of a global batch over the data-parallel replicas so that their "
         "predicted times are even",
     )
     correction: bool = _setting(
@@ -146,8 +146,8 @@ class Settings:
     watchdog_seconds: float = _setting(
         300.0,
         kinds.SECONDS,
-        "end with a line that names the rank that is missing and the collective that waits for it, "
-        "when a rank gave no sign of life for so long (default 300); 0: do not watch",
+        "if a rank gives no sign of life for so long, end with a line that names it and the "
+        "collective that waits for it (default 300); 0: do not watch",
     )
     trace: str | None = _setting(None, kinds.FILE, "write JSON lines per microbatch and iteration")
     log: str = _setting(
@@ -183,7 +183,7 @@ class Settings:
     mask_token: int | None = _setting(
         None,
         kinds.TOKEN,
-        "what stands for a masked token in a BERT's input (default: the tokenizer's mask token)",
+        "the id of a masked token in a BERT's input (default: the tokenizer's mask token)",
     )
     head_tile: str | int = _setting(
         "auto",
