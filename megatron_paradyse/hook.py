@@ -36,7 +36,7 @@ class Planned:
     """What the hook decided for a microbatch, and what the policy predicts if it can.
 
     seconds and peak_bytes: of the layers of this stage, forward and backward. row: of packed
-    documents.
+    documents. policy: which decided.
     """
 
     iteration: int
@@ -48,6 +48,7 @@ class Planned:
     seconds: float | None = None
     peak_bytes: int | None = None
     row: Row | None = None
+    policy: Policy | None = None
 
 
 class Observer(Protocol):
@@ -117,8 +118,18 @@ class MicrobatchHook:
             plan = self._policy.plan(*shape, **how)
         spent = time.perf_counter() - start
         self._check_taken(plan, batch_size, seq_length, row)
-        counters = (self._iteration, self._microbatch)
-        return Planned(*counters, batch_size, seq_length, plan, spent, seconds, peak_bytes, row)
+        return Planned(
+            self._iteration,
+            self._microbatch,
+            batch_size,
+            seq_length,
+            plan,
+            spent,
+            seconds,
+            peak_bytes,
+            row,
+            self._policy,
+        )
 
     def _check_taken(self, plan: Plan, batch_size: int, seq_length: int, row: Row | None) -> None:
         """UserError if the plan names a strategy that cannot run this microbatch."""

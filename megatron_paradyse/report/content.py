@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Any
 from megatron_paradyse.costs.cost_file import CostFile
 from megatron_paradyse.report.records import Run
 from megatron_paradyse.report.trace_file import Trace
-from megatron_paradyse.train.summary import FixedEstimate
+from megatron_paradyse.train.summary import Alone, FixedEstimate
 
 THIS_RUN = ("measured", "predicted")  # names of its curves
 
@@ -86,14 +87,15 @@ class Content:
     @cached_property
     def fixed(self) -> list[FixedEstimate]:
         """Every strategy alone, summed over the grids; estimates of the cost model."""
-        joined: dict[str, FixedEstimate] = {}
-        for trace in self.traces:
-            for one in trace.summary.fixed_estimates():
-                other = joined.get(one.name, FixedEstimate(one.name, 0.0, 0))
-                joined[one.name] = FixedEstimate(
-                    one.name, other.seconds + one.seconds, other.num_unfit + one.num_unfit
-                )
-        return list(joined.values())
+        predicted = [t.summary for t in self.traces if t.summary.predicted_seconds]
+        found = [{one.name: one for one in s.fixed_estimates()} for s in predicted]
+        return [
+            FixedEstimate(
+                name, sum(f[name].seconds for f in found), sum(f[name].num_unfit for f in found)
+            )
+            for name in (found[0] if found else ())
+            if all(name in f for f in found)
+        ]
 
     @property
     def best_fixed(self) -> FixedEstimate | None:
@@ -106,17 +108,16 @@ class Content:
         """Seconds of the layers, microbatches from short to long: "measured", "predicted", and
         each strategy alone by the cost model.
         """
-        totals: dict[int, dict[str, float]] = {}
+        totals: dict[int, defaultdict[str, Alone]] = {}
         unfit: dict[str, int] = {}
         for trace in self.traces:
             for shape, sums in trace.summary.shapes:
-                at = totals.setdefault(shape[1], {})
-                at["measured"] = at.get("measured", 0.0) + sums.seconds
-                if sums.num_predicted == sums.count:
-                    at["predicted"] = at.get("predicted", 0.0) + sums.predicted_seconds
-                for name, outcome in trace.summary.uniforms(shape).items():
-                    at[name] = at.get(name, 0.0) + outcome.seconds * sums.count
-                    if not outcome.fits:
+                at = totals.setdefault(shape[1], defaultdict(Alone))
+                at["measured"].join(Alone(sums.count, sums.seconds))
+                at["predicted"].join(Alone(sums.num_predicted, sums.predicted_seconds))
+                for name, alone in sums.alone.items():
+                    at[name].join(alone)
+                    if alone.num_unfit:
                         unfit[name] = min(unfit.get(name, shape[1]), shape[1])
         lengths = sorted(totals)
         names = dict.fromkeys(name for length in lengths for name in totals[length])
@@ -196,9 +197,9 @@ def _curve(name, lengths, totals, oom_length: int | None) -> Curve:
     for length in lengths:
         if oom_length is not None and length >= oom_length:
             break
-        if name not in totals[length]:
-            break
-        total += totals[length][name]
+        if totals[length][name].count < totals[length]["measured"].count:
+            break  # not of all microbatches is it known
+        total += totals[length][name].seconds
         found.append(length)
         seconds.append(total)
     return Curve(tuple(found), tuple(seconds), oom_length)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from megatron_paradyse.costs.correction import Correction, corrected
+import numpy as np
+
+from megatron_paradyse.costs.correction import MOST_FACTOR, Correction, corrected
 from megatron_paradyse.costs.cost_file import CostFile
+from megatron_paradyse.planner.from_costs import Stage
 from megatron_paradyse.planner.from_file import UNLIMITED, Costs, FilePolicies
 from megatron_paradyse.planner.known import known_strategies
 from megatron_paradyse.planner.policies import CostPolicy
-from megatron_paradyse.report.records import Run
+from megatron_paradyse.report.records import Corrected, Run
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import offloads
 
 
 def cost_policies(
-    costs: CostFile, run: Run | None, factors: Mapping[str, float]
-) -> list[CostPolicy]:
-    """The policies of a rank; run: what the trace says of it; factors: on seconds, by strategy.
+    costs: CostFile, run: Run | None, corrections: Corrected | None = None
+) -> list[tuple[Stage, CostPolicy]]:
+    """The policies of a rank and what they fit; run: what the trace says of it.
 
     Without the run's stage, that of the whole model on one stage, within the run's budget if it
     has one.
@@ -33,8 +36,30 @@ def cost_policies(
         Costs(costs, names, names),
         UNLIMITED if budget is None else budget,
     )
-    correction = Correction(known)
-    correction.set_seconds(factors)
-    correct = functools.partial(corrected, correction=correction)
+    correct = functools.partial(corrected, correction=_correction(known, corrections))
     stages = run.stages if run is not None and run.stages else (policies.stage(),)
-    return [policies.policy(stage, smooth=False, correct=correct) for stage in stages]
+    return [(stage, policies.policy(stage, smooth=False, correct=correct)) for stage in stages]
+
+
+def _correction(strategies: Sequence[str], told: Corrected | None) -> Correction:
+    """The factors that a trace tells, in force."""
+    correction = Correction(strategies)
+    if told is not None:
+        correction.set_seconds(told.seconds_factors)
+        factors = [told.bytes_factors.get(name, 1.0) for name in correction.names]
+        correction.bytes = np.clip(factors, 1.0, MOST_FACTOR)
+    return correction
+
+
+def policy_of(
+    policies: Sequence[tuple[Stage, CostPolicy]], layers: Sequence[int], num_layers: int
+) -> CostPolicy:
+    """That of the chunk of a pipeline stage that has these layers.
+
+    Chunks of one rank differ by embedding and head alone, which go with the first and last layer.
+    """
+    ends = (min(layers) == 1, max(layers) == num_layers)
+    for stage, policy in policies:
+        if (stage.has_embedding, stage.has_head) == ends:
+            return policy
+    return policies[0][1]

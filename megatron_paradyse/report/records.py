@@ -92,10 +92,11 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """Factors on the costs' seconds, by strategy, in force from the next iteration on."""
+    """Factors on the costs, by strategy, in force from the next iteration on."""
 
     iteration: int
     seconds_factors: dict[str, float]
+    bytes_factors: dict[str, float]
 
 
 Record = Run | Microbatch | Iteration | OutOfMemory | Corrected
@@ -172,18 +173,23 @@ def _read_out_of_memory(values: dict[str, Any]) -> OutOfMemory:
 
 
 def _read_corrected(values: dict[str, Any]) -> Corrected:
-    factors = values["seconds_factors"]
-    if not isinstance(factors, dict) or len(factors) > MOST_FACTORS:
-        raise ContentError("seconds_factors must be an object of strategies")
     return Corrected(
         check_integer(values["iteration"], "iteration", low=0, high=MAX_INTEGER),
-        {
-            check_text(name, "a strategy", max_length=100): check_number(
-                factor, "a factor", low=0, high=1000
-            )
-            for name, factor in factors.items()
-        },
+        _factors(values, "seconds_factors"),
+        _factors(values, "bytes_factors"),
     )
+
+
+def _factors(values: dict[str, Any], name: str) -> dict[str, float]:
+    factors = values[name]
+    if not isinstance(factors, dict) or len(factors) > MOST_FACTORS:
+        raise ContentError(f"{name} must be an object of strategies")
+    return {
+        check_text(strategy, "a strategy", max_length=100): check_number(
+            factor, "a factor", low=0, high=1000
+        )
+        for strategy, factor in factors.items()
+    }
 
 
 def _read_run(values: dict[str, Any]) -> Run:

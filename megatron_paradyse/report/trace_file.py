@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from megatron_paradyse.costs.cost_file import CostFile
 from megatron_paradyse.costs.strict import ContentError
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import Plan
+from megatron_paradyse.planner.from_costs import Stage
 from megatron_paradyse.planner.policies import CostPolicy
-from megatron_paradyse.report.estimates import cost_policies
+from megatron_paradyse.report.estimates import cost_policies, policy_of
 from megatron_paradyse.report.records import (
     Corrected,
     Iteration,
@@ -55,10 +57,11 @@ class Sample[Row]:
 
 @dataclass
 class Trace:
-    """What one file says: of one grid of ranks."""
+    """What one file says: of one grid of ranks. costs: fitted, for estimates."""
 
     path: str
-    summary: Summary
+    costs: CostFile | None = None
+    summary: Summary = field(default_factory=Summary)
     runs: list[Run] = field(default_factory=list)
     microbatches: Sample[Microbatch] = field(default_factory=Sample)
     iterations: Sample[Iteration] = field(default_factory=Sample)
@@ -75,6 +78,8 @@ class Trace:
     _plans: dict[str, str] = field(default_factory=dict)
     _strategies: set[str] = field(default_factory=set)
     _last_iteration: int = 0
+    _policies: list[tuple[Stage, CostPolicy]] = field(default_factory=list)
+    _num_layers: int = 0
 
     def add(self, record: Record) -> None:
         """Count a record; ContentError where that would take too much memory."""
@@ -93,9 +98,11 @@ class Trace:
                 self.out_of_memory.append(record)
         elif isinstance(record, Corrected):
             self.corrected = record
+            self._renew()
         elif len(self.runs) < MOST_RUNS:
             self.runs.append(record)
             self.corrected = None
+            self._renew()
             self.budgets.append((self._last_iteration, record.memory_budget_bytes))
         else:
             raise ContentError(f"more than {MOST_RUNS} starts")
@@ -108,15 +115,17 @@ class Trace:
             self.longest = max(self.longest, row.seq_length)
             self.lengths[int(BINS_PER_OCTAVE * math.log2(row.seq_length))] += row.batch_size
         self.microbatches.add(dataclasses.replace(row, plan=plan))
+        parsed = plan_of(row.plan)
         self.summary.count(
             row.batch_size,
             row.seq_length,
-            plan_of(row.plan),
+            parsed,
             switched=row.switched,
             planner_seconds=row.planner_seconds,
             predicted_seconds=row.predicted_seconds,
             seconds=row.seconds,
             priced=not row.is_packed,
+            policy=self._policy(parsed),
         )
         if row.predicted_peak_bytes and row.peak_bytes:
             self.peak_errors.add(abs(row.predicted_peak_bytes / row.peak_bytes - 1))
@@ -132,14 +141,25 @@ class Trace:
             return ""
         return self._plans.setdefault(plan, plan)
 
-    def policies(self, costs: CostFile | None) -> list[CostPolicy]:
-        """Of the last start that chose by cost, with the costs as it has corrected them since."""
-        if costs is None:
-            return []
-        factors = {} if self.corrected is None else self.corrected.seconds_factors
-        by_cost = [run for run in self.runs if run.stages]
-        last: Run | None = next(reversed(by_cost or self.runs), None)
-        return cost_policies(costs, last, factors)
+    def _policy(self, plan: Plan) -> CostPolicy | None:
+        """By which what ran this plan is estimated: with the costs that were in force.
+
+        Of the last start that chose by cost, or else of the last.
+        """
+        if self.costs is None:
+            return None
+        if not self._policies:
+            by_cost = [run for run in self.runs if run.stages]
+            run: Run | None = next(reversed(by_cost or self.runs), None)
+            self._policies = cost_policies(self.costs, run, self.corrected)
+            shape = self.costs.table.description.model
+            self._num_layers = shape.num_layers if run is None else run.model["num_layers"]
+        return policy_of(self._policies, tuple(plan.layers), self._num_layers)
+
+    def _renew(self) -> None:
+        """Other costs are in force."""
+        self._policies = []
+        self.summary.renew()
 
     def warn(self, what: str, line: int) -> None:
         if what not in self.warnings and len(self.warnings) >= MOST_WARNINGS:
@@ -157,8 +177,7 @@ def read_trace(path: str, costs: CostFile | None = None) -> Trace:
     if not os.path.isfile(path):
         what = "is not a regular file" if os.path.lexists(path) else "does not exist"
         raise UserError(f"{path} {what}: give the file that --paradyse-trace wrote")
-    policies: list = []
-    trace = Trace(path, Summary(policies))
+    trace = Trace(path, costs)
     with open(path, encoding="utf-8", errors="replace") as stream:
         for number, line in _lines(stream):
             if line is None:
@@ -167,10 +186,7 @@ def read_trace(path: str, costs: CostFile | None = None) -> Trace:
             if not line.strip():
                 continue
             try:
-                record = parse_record(line)
-                trace.add(record)
-                if isinstance(record, Run | Corrected) or not policies:
-                    policies[:] = trace.policies(costs)
+                trace.add(parse_record(line))
             except UnknownKindError as error:
                 trace.warn(str(error), number)
             except ContentError as error:

@@ -7,15 +7,14 @@ and the report (megatron_paradyse/report) adds up those of a trace.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.policies import CostPolicy
-from megatron_paradyse.planner.problem import Outcome
 
 if TYPE_CHECKING:
     from megatron_paradyse.train.telemetry import Microbatch
@@ -44,22 +43,51 @@ class RunningMedian:
         return None
 
 
+@dataclass(slots=True)
+class Alone:
+    """One strategy on every layer, by the cost model: of how many microbatches it is known, the
+    seconds of those that fit, how many do not.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    num_unfit: int = 0
+
+    def add(self, seconds: float | None) -> None:
+        """One microbatch; None: it does not fit."""
+        self.count += 1
+        if seconds is None:
+            self.num_unfit += 1
+        else:
+            self.seconds += seconds
+
+    def join(self, other: Alone) -> None:
+        self.count += other.count
+        self.seconds += other.seconds
+        self.num_unfit += other.num_unfit
+
+
 @dataclass
 class ShapeTotals:
-    """The microbatches of one (b, s) on one stage: how many, measured and predicted seconds."""
+    """The microbatches of one (b, s) on one stage: how many, measured and predicted seconds, and
+    what each strategy alone would have taken.
+    """
 
     count: int = 0
     seconds: float = 0.0
     num_predicted: int = 0
     predicted_seconds: float = 0.0
+    alone: defaultdict[str, Alone] = field(default_factory=lambda: defaultdict(Alone))
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
-    """One strategy on every layer of one microbatch: predicted seconds, and whether it fits."""
+class Uniforms:
+    """Of one shape, what each strategy alone takes, None where it does not fit; and what the plan
+    that ran was predicted to take by the same costs.
+    """
 
-    seconds: float
-    fits: bool
+    seconds: dict[str, float | None]
+    predicted_seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -79,7 +107,7 @@ class Summary:
     """Adds up the microbatches of one rank."""
 
     def __init__(self, policies: Sequence[CostPolicy] = ()):
-        """policies: those that choose by cost, of which the estimates are asked."""
+        """policies: those that choose by cost, of whose microbatches estimates are made."""
         self._policies = policies
         self.microbatches = self.switches = self.shapeless = self.unpriced = 0
         self.seconds = self.planner_seconds = 0.0
@@ -87,7 +115,9 @@ class Summary:
         self._second_shares: defaultdict[str, float] = defaultdict(float)
         self._errors = RunningMedian()
         self._shapes: dict[Shape, ShapeTotals] = {}
-        self._uniforms: dict[Shape, dict[str, Uniform]] = {}
+        self._uniforms: dict[Shape, Uniforms] = {}
+        self._alone: defaultdict[str, Alone] = defaultdict(Alone)
+        self._num_predicted = 0
 
     def add(self, microbatches: Sequence[Microbatch]) -> None:
         for microbatch in microbatches:
@@ -101,7 +131,12 @@ class Summary:
                 predicted_seconds=planned.seconds,
                 seconds=microbatch.seconds,
                 row=planned.row,
+                policy=next((p for p in self._policies if p is planned.policy), None),
             )
+
+    def renew(self) -> None:
+        """Estimate anew from now on: the policies give other numbers."""
+        self._uniforms.clear()
 
     def count(
         self,
@@ -115,10 +150,12 @@ class Summary:
         seconds: float | None,
         row: Row | None = None,
         priced: bool = True,
+        policy: CostPolicy | None = None,
     ) -> None:
         """Add one microbatch; seconds are those of its layers, None where they are not known.
 
         priced: False leaves it out of the estimates, as a packed row of which no more is known.
+        policy: by which it is estimated, with its costs as they are now: those that it ran with.
         """
         layers, measured = plan.layers, seconds or 0.0
         self.microbatches += 1
@@ -135,25 +172,38 @@ class Summary:
         if not priced:
             self.unpriced += 1
             return
-        shape = self._shape(batch_size, seq_length, tuple(layers), row)
+        shape = _shape(batch_size, seq_length, tuple(layers), row, policy)
         if shape not in self._shapes and len(self._shapes) >= MOST_SHAPES:
             self.shapeless += 1
             return
         totals = self._shapes.setdefault(shape, ShapeTotals())
         totals.count += 1
         totals.seconds += measured
+        sums = [totals.alone]
         if predicted_seconds and seconds:
             totals.num_predicted += 1
             totals.predicted_seconds += predicted_seconds
+            self._num_predicted += 1
+            sums.append(self._alone)
+        if policy is not None:
+            for name, alone_seconds in self._uniform_seconds(policy, shape, predicted_seconds):
+                for alone in sums:
+                    alone[name].add(alone_seconds)
 
-    def _shape(self, b: int, s: int, layers: tuple[int, ...], row: Row | None) -> Shape:
-        if not self._policies:
-            return b, s, layers
-        policy = self._policies[0]
-        if row is not None and policy.rows is not None:
-            load = policy.rows.load(row)
-            return b, load.seq_length, layers, load
-        return b, -(-s // policy.alignment) * policy.alignment, layers
+    def _uniform_seconds(
+        self, policy: CostPolicy, shape: Shape, predicted_seconds: float | None
+    ) -> Iterable[tuple[str, float | None]]:
+        """What each strategy that may run everywhere takes at a shape, None where it does not fit.
+
+        Computed again where the shape was predicted otherwise before: corrections change the costs
+        of all strategies at once.
+        """
+        known = self._uniforms.get(shape)
+        if known is None or known.predicted_seconds != predicted_seconds:
+            outcomes = policy.uniforms(*shape).items()
+            seconds = {name: one.seconds if one.fits else None for name, one in outcomes}
+            known = self._uniforms[shape] = Uniforms(seconds, predicted_seconds)
+        return known.seconds.items()
 
     @property
     def layer_shares(self) -> dict[str, float]:
@@ -183,32 +233,16 @@ class Summary:
         """Of all priced microbatches that have a prediction and a measurement."""
         return sum(totals.predicted_seconds for totals in self._shapes.values())
 
-    def uniforms(self, shape: Shape) -> dict[str, Uniform]:
-        """What each strategy alone would cost at a shape, by the cost model: computed once."""
-        if shape not in self._uniforms:
-            found: dict[str, Outcome] = {}
-            for policy in self._policies:
-                found = policy.uniforms(*shape) | found
-            self._uniforms[shape] = {
-                name: Uniform(outcome.seconds, outcome.fits) for name, outcome in found.items()
-            }
-        return self._uniforms[shape]
-
     def fixed_estimates(self) -> list[FixedEstimate]:
-        """Every strategy alone on the microbatches that have predictions."""
-        names = list(dict.fromkeys(name for policy in self._policies for name in policy.strategies))
-        seconds, unfit = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-        for shape, totals in self._shapes.items():
-            if not totals.num_predicted:
-                continue
-            outcomes = self.uniforms(shape)
-            for name in names:
-                outcome = outcomes.get(name)
-                if outcome is None or not outcome.fits:
-                    unfit[name] += totals.num_predicted
-                else:
-                    seconds[name] += outcome.seconds * totals.num_predicted
-        return [FixedEstimate(name, seconds[name], unfit[name]) for name in names]
+        """Every strategy alone on the microbatches that have predictions.
+
+        Those that could have run all of them: others may have come with a restart.
+        """
+        return [
+            FixedEstimate(name, alone.seconds, alone.num_unfit)
+            for name, alone in self._alone.items()
+            if alone.count == self._num_predicted
+        ]
 
     def lines(self) -> list[str]:
         """The table; empty if nothing ran."""
@@ -236,3 +270,14 @@ class Summary:
                 )
                 lines.append(f"  {fixed.name:<24}{text}")
         return lines
+
+
+def _shape(
+    b: int, s: int, layers: tuple[int, ...], row: Row | None, policy: CostPolicy | None
+) -> Shape:
+    if policy is None:
+        return b, s, layers
+    if row is not None and policy.rows is not None:
+        load = policy.rows.load(row)
+        return b, load.seq_length, layers, load
+    return b, -(-s // policy.alignment) * policy.alignment, layers

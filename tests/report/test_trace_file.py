@@ -53,6 +53,7 @@ BROKEN = {
     "stage host": json.dumps({**RUN, "stages": [{**STAGE, "host_bytes": "x"}]}),
     "stage buffer": json.dumps({**RUN, "stages": [{**STAGE, "buffer_free_above": "x"}]}),
     "factors of no strategy": json.dumps({**CORRECTION, "seconds_factors": [1.0]}),
+    "bytes of no strategy": json.dumps({**CORRECTION, "bytes_factors": [1.0]}),
     "factor of no number": json.dumps({**CORRECTION, "seconds_factors": {"metp": "2"}}),
     "costs of no text": json.dumps({**RUN, "costs": {**RUN["costs"], "date": 3}}),
     "documents of no number": json.dumps({**GOOD, "documents": "x"}),
@@ -75,12 +76,68 @@ def test_estimates_follow_the_costs_as_training_corrected_them(tmp_path):
     costs = fitted(tmp_path)
     seconds = []
     for more in ([], [CORRECTION]):
-        path = write_trace(tmp_path / "t.jsonl", [*records(2), *more])
+        path = write_trace(tmp_path / "t.jsonl", [RUN, *more, *records(2, run=None)])
         trace = read_trace(str(path), costs)
         assert not trace.warnings
         seconds.append({one.name: one.seconds for one in trace.summary.fixed_estimates()})
     assert seconds[1]["megatron_ts"] == pytest.approx(2 * seconds[0]["megatron_ts"])
     assert seconds[1]["metp"] == pytest.approx(seconds[0]["metp"])
+
+
+def test_a_run_of_one_strategy_saves_nothing_over_that_strategy(tmp_path):
+    """Predictions are made with the factors of their time, and a restart begins without any."""
+    costs = fitted(tmp_path)
+    model, run, starts = costs.require_model(), {**RUN, "strategies": ["metp"]}, (1.0, 1.2, 1.5)
+    lines, number = [], 0
+    for _ in range(2):
+        lines.append(run)
+        for factor in starts:
+            lines.append({**CORRECTION, "seconds_factors": {"metp": factor}})
+            for s in (128, 1024, 4096):
+                number += 1
+                halves = (model.operation("metp", half, s) for half in ("attention", "mlp"))
+                seconds = 4 * factor * sum(costs.time_seconds for costs in halves)
+                more = {"predicted_seconds": seconds, "seconds": 1.5 * seconds}
+                lines.append(microbatch(number, s, "1-4 metp", **more))
+        lines = [line for line in lines if line.get("seconds_factors") != {"metp": 1.0}]
+    trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)
+    content = Content([trace], costs)
+    assert trace.warnings == {} and content.best_fixed.name == "metp"
+    assert content.best_fixed.seconds == pytest.approx(content.predicted_seconds, rel=1e-9)
+    curves = content.cumulative
+    assert curves["metp"].seconds == pytest.approx(curves["predicted"].seconds, rel=1e-9)
+    assert facts(content)[5].value.removeprefix("-") == "0.0%"
+
+
+def test_a_strategy_that_a_restart_brought_is_not_estimated_for_the_whole_run(tmp_path):
+    costs = fitted(tmp_path)
+    fewer = {**RUN, "strategies": ["metp"]}
+    lines = [fewer, microbatch(1, 128, "1-4 metp"), RUN, microbatch(2, 1024, "1-4 metp")]
+    content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)], costs)
+    assert [one.name for one in content.fixed] == ["metp"]
+    assert content.cumulative["metp"].lengths == (128, 1024)
+    assert content.cumulative["megatron_ts"].lengths == ()
+
+
+def test_bytes_that_training_corrected_count_for_what_fits(tmp_path):
+    costs = fitted(tmp_path)
+    correction = {**CORRECTION, "bytes_factors": {"megatron_ts": 8.0, "metp": 1.0}}
+    for more, unfit in (([], 0), ([correction], 1)):
+        lines = [RUN, *more, microbatch(1, 8192)]
+        trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)
+        found = {one.name: one.num_unfit for one in trace.summary.fixed_estimates()}
+        assert (found["megatron_ts"], found["metp"]) == (unfit, 0)
+
+
+def test_chunks_of_a_pipeline_stage_are_estimated_each_by_its_own_memory(tmp_path):
+    """Interleaved: the last chunk alone has the loss head, and here too little memory."""
+    first = {**STAGE, "has_head": False}
+    last = {**STAGE, "has_embedding": False, "budget_bytes": STAGE["static_bytes"]}
+    lines = [{**RUN, "stages": [first, last]}]
+    lines += [microbatch(1, 1024, plan) for plan in ("1-2 metp", "3-4 metp")]
+    trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), fitted(tmp_path))
+    found = {one.name: one.num_unfit for one in trace.summary.fixed_estimates()}
+    assert found["metp"] == 1
 
 
 PACKED = {"documents": 64, "tokens": 8000}

@@ -31,9 +31,8 @@ def policy(policies):
 
 def microbatch(policy, row, seconds):
     outcome = policy.outcome(1, row.seq_length, LAYERS, row=row)
-    planned = Planned(
-        0, 0, 1, row.seq_length, outcome.plan, 1e-4, outcome.seconds, outcome.peak_bytes, row
-    )
+    told = (outcome.seconds, outcome.peak_bytes)
+    planned = Planned(0, 0, 1, row.seq_length, outcome.plan, 1e-4, *told, row, policy)
     return Microbatch(planned, False, [0.0, seconds / 3, seconds, seconds * 5 / 3])
 
 

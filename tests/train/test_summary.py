@@ -1,0 +1,77 @@
+"""What a training says at its end of strategies that it might have run alone."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from megatron_paradyse.costs.correction import Correction, corrected
+from megatron_paradyse.hook import Planned
+from megatron_paradyse.planner.from_file import FilePolicies, read_costs
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.train.summary import Summary
+from megatron_paradyse.train.telemetry import Microbatch
+from tests.train.synthetic_costs import write_costs
+
+LENGTHS = (64, 128, 256)
+
+
+def file_policies(folder, *strategies: str, budget: int = 1 << 40) -> FilePolicies:
+    path = str(write_costs(folder / "costs.json"))
+    settings = Settings(policy="optimal", cost_model=path, strategies=strategies or None)
+    return FilePolicies(settings, read_costs(settings), budget)
+
+
+def microbatch(policy, seq_length: int, layers: tuple[int, ...]) -> Microbatch:
+    outcome = policy.outcome(1, seq_length, layers)
+    told = (outcome.seconds, outcome.peak_bytes)
+    planned = Planned(0, 0, 1, seq_length, outcome.plan, 1e-4, *told, None, policy)
+    return Microbatch(planned, False, [0.0, 0.1, 0.2, 0.4])
+
+
+def test_a_run_of_one_strategy_saves_nothing_over_it_however_costs_were_corrected(tmp_path):
+    made = file_policies(tmp_path, "metp")
+    correction = Correction(["metp"])
+    correct = functools.partial(corrected, correction=correction)
+    policy = made.policy(made.stage(), correct=correct)
+    summary = Summary([policy])
+    for factor in (1.0, 1.2, 1.5):
+        correction.set_seconds({"metp": factor})
+        policy.renew()
+        summary.add([microbatch(policy, length, (1, 2)) for length in LENGTHS])
+    (alone,) = summary.fixed_estimates()
+    assert alone.seconds == pytest.approx(summary.predicted_seconds, rel=1e-9)
+    assert any(line.split() == ["metp", "+0.0%", "time"] for line in summary.lines())
+
+
+def test_a_strategy_that_did_not_run_is_estimated_with_its_factor_of_the_time(tmp_path):
+    made = file_policies(tmp_path, "metp", "metp+recompute", "megatron_ts")
+    correction = Correction(["metp", "megatron_ts"])
+    policy = made.policy(made.stage(), correct=functools.partial(corrected, correction=correction))
+    summary, expected = Summary([policy]), 0.0
+    for factor in (1.0, 1.5):
+        correction.set_seconds({"metp": factor, "megatron_ts": factor})
+        policy.renew()
+        summary.add([microbatch(policy, length, (1, 2)) for length in LENGTHS * 2])
+        base = sum(made.model.operation("metp", half, s).time_seconds for half, s in HALVES)
+        expected += 2 * 2 * factor * base
+    found = {one.name: one.seconds for one in summary.fixed_estimates()}
+    assert found["metp"] == pytest.approx(expected)
+
+
+HALVES = [(half, length) for half in ("attention", "mlp") for length in LENGTHS]
+
+
+def test_each_chunk_of_a_pipeline_stage_is_estimated_by_its_own_policy(tmp_path):
+    made = file_policies(tmp_path, "metp")
+    chunks = ((1, 2), (3, 4))
+    roomy = [made.policy(made.stage(has_head=last)) for last in (False, True)]
+    peaks = [p.uniforms(1, 256, c)["metp"].peak_bytes for p, c in zip(roomy, chunks, strict=True)]
+    assert peaks[0] < peaks[1]
+    made = file_policies(tmp_path, "metp", budget=int(1.03 * sum(peaks) / 2))
+    policies = [made.policy(made.stage(has_head=last)) for last in (False, True)]
+    summary = Summary(policies)
+    summary.add([microbatch(p, 256, c) for p, c in zip(policies, chunks, strict=True)])
+    (alone,) = summary.fixed_estimates()
+    assert alone.num_unfit == 1
