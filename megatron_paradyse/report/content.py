@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,6 +78,18 @@ class Content:
     @property
     def predicted_seconds(self) -> float:
         return sum(trace.summary.predicted_seconds for trace in self.traces)
+
+    @cached_property
+    def lengths(self) -> Counter[int]:
+        """Single sequences as Trace.lengths has them: of one pipeline stage of each replica."""
+        first: dict[object, int] = {}
+        for replica, stage in (trace.place for trace in self.traces if trace.lengths):
+            first[replica] = min(first.get(replica, stage), stage)
+        counted: Counter[int] = Counter()
+        for trace in self.traces:
+            if trace.place in first.items():
+                counted.update(trace.lengths)
+        return counted
 
     @property
     def num_packed(self) -> int:

@@ -116,9 +116,9 @@ def _memory_words(content: Content) -> str:
 
 
 def _length_words(content: Content) -> str:
-    lengths = [trace.lengths.total() for trace in content.traces]
     longest = max(trace.longest for trace in content.traces)
-    return f"{sum(lengths):,} sequences, the longest of {longest:,} tokens, padding included."
+    count = content.lengths.total()
+    return f"{count:,} sequences, the longest of {longest:,} tokens, padding included."
 
 
 def _curve_words(content: Content) -> str:
@@ -142,7 +142,7 @@ def _needs_costs(content: Content) -> str:
 
 
 def _needs_single_sequences(content: Content) -> str:
-    if content.num_packed and not any(trace.lengths for trace in content.traces):
+    if content.num_packed and not content.lengths:
         return "the trace holds packed rows only, and not the lengths of their documents"
     return _needs_microbatches(content)
 

@@ -141,9 +141,7 @@ def draw_shares(figure, content: Content, look: Look) -> None:
 
 def draw_lengths(figure, content: Content, look: Look) -> None:
     """Sequences by length, four bars an octave."""
-    counts: Counter[int] = Counter()
-    for trace in content.traces:
-        counts.update(trace.lengths)
+    counts = content.lengths
     axes = figure.add_subplot()
     bins = sorted(counts)
     left = np.array([2.0 ** (i / BINS_PER_OCTAVE) for i in bins])

@@ -31,7 +31,10 @@ MOST_STAGES = 64  # of a rank: one, or its virtual pipeline chunks
 
 @dataclass(frozen=True)
 class Run:
-    """One start of a training. memory_budget_bytes: None without a limit."""
+    """One start of a training. memory_budget_bytes: None without a limit.
+
+    place: which replica and which pipeline stage writes; None in traces of earlier versions.
+    """
 
     date: str
     version: str
@@ -46,6 +49,7 @@ class Run:
     hardware: Hardware
     dtype: str
     model: dict[str, Any]
+    place: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,21 @@ def _read_run(values: dict[str, Any]) -> Run:
         hardware=Hardware(**check_fields(Hardware, values["hardware"], "hardware")),
         dtype=check_text(values["dtype"], "dtype", max_length=20),
         model=shape,
+        place=_place(values),
     )
+
+
+def _place(values: dict[str, Any]) -> tuple[int, int] | None:
+    place = values.get("place")
+    if place is None:
+        return None
+    if not isinstance(place, dict):
+        raise ContentError("place must be an object")
+    data, pipeline = (
+        check_integer(place[name], f"place.{name}", low=0, high=1 << 30)
+        for name in ("data", "pipeline")
+    )
+    return data, pipeline
 
 
 def _read_stage(value: Any) -> Stage:

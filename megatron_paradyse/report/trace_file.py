@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -80,12 +81,26 @@ class Trace:
     _last_iteration: int = 0
     _policies: list[tuple[Stage, CostPolicy]] = field(default_factory=list)
     _num_layers: int = 0
+    _first_chunk: tuple[int, ...] | None = None
+
+    @property
+    def place(self) -> tuple[object, int]:
+        """Replica and pipeline stage: as the first start says, or else as training names files.
+
+        Otherwise the file is taken to be the only one of its replica.
+        """
+        if self.runs and self.runs[0].place is not None:
+            return self.runs[0].place
+        named = re.search(r"-dp(\d+)-pp(\d+)\.[^.]*$", os.path.basename(self.path))
+        return (int(named[1]), int(named[2])) if named else (self.path, 0)
 
     def add(self, record: Record) -> None:
         """Count a record; ContentError where that would take too much memory."""
         if isinstance(record, Microbatch):
             self._add_microbatch(record)
-        elif isinstance(record, Iteration):
+            return
+        self._first_chunk = None
+        if isinstance(record, Iteration):
             self._last_iteration = record.iteration
             self.iterations.add(record)
             self.seconds += record.seconds
@@ -111,11 +126,10 @@ class Trace:
         plan = self._plans.get(row.plan)
         if plan is None:
             plan = self._admit(row.plan)
-        if not row.is_packed:
-            self.longest = max(self.longest, row.seq_length)
-            self.lengths[int(BINS_PER_OCTAVE * math.log2(row.seq_length))] += row.batch_size
         self.microbatches.add(dataclasses.replace(row, plan=plan))
         parsed = plan_of(row.plan)
+        if not row.is_packed:
+            self._add_lengths(row, tuple(parsed.layers))
         self.summary.count(
             row.batch_size,
             row.seq_length,
@@ -129,6 +143,14 @@ class Trace:
         )
         if row.predicted_peak_bytes and row.peak_bytes:
             self.peak_errors.add(abs(row.predicted_peak_bytes / row.peak_bytes - 1))
+
+    def _add_lengths(self, row: Microbatch, layers: tuple[int, ...]) -> None:
+        """Where layers are interleaved, once for all chunks: an iteration begins with the first."""
+        self.longest = max(self.longest, row.seq_length)
+        if self._first_chunk is None:
+            self._first_chunk = layers
+        if layers == self._first_chunk:
+            self.lengths[int(BINS_PER_OCTAVE * math.log2(row.seq_length))] += row.batch_size
 
     def _admit(self, plan: str) -> str:
         """A plan not seen before: one text for all its rows, "" where too many differ."""

@@ -41,6 +41,10 @@ def run_record(settings: Settings, policies: CostPolicies | None) -> dict[str, A
             "pipeline": mpu.get_pipeline_model_parallel_world_size(),
             "data": mpu.get_data_parallel_world_size(),
         },
+        "place": {
+            "pipeline": mpu.get_pipeline_model_parallel_rank(),
+            "data": mpu.get_data_parallel_rank(),
+        },
         "hardware": dataclasses.asdict(hardware()),
         "dtype": str(args.params_dtype).removeprefix("torch."),
         "model": dataclasses.asdict(model_shape(args.num_layers)),

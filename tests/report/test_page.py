@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.report.samples import (
     LENGTHS,
     PLANS,
     RUN,
+    iteration,
     microbatch,
     records,
     write_costs,
@@ -175,6 +177,27 @@ def test_several_grids_are_added_and_iterations_counted_once(tmp_path):
     assert numbers["iterations"] == 4 and numbers["tokens"] == 4000
     assert numbers["microbatches"] == 8
     assert sum(numbers["layer_shares"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_sequence_is_counted_once_for_all_stages_and_chunks(told, tmp_path):
+    """Two replicas of two pipeline stages with two chunks each; earlier traces are told by name."""
+    traces = []
+    for replica, stage in itertools.product(range(2), range(2)):
+        chunks = [f"{stage + 1} metp", f"{stage + 3} metp"]
+        lines: list[dict] = [
+            {**RUN, "place": {"data": replica, "pipeline": stage}} if told else RUN
+        ]
+        for i in range(1, 4):
+            lines += [microbatch(i, 1024, plan, microbatch=m) for plan in chunks for m in range(2)]
+            lines.append(iteration(i))
+        name = f"{replica}{stage}.jsonl" if told else f"t-dp{replica}-pp{stage}.jsonl"
+        traces.append(read_trace(str(write_trace(tmp_path / name, lines))))
+    content = Content(traces, None)
+    assert content.lengths.total() == 2 * 3 * 2
+    assert Content([*traces, traces[0]], None).lengths.total() == 3 * 3 * 2  # a later file of one
+    kinds = {kind.name: kind for kind in KINDS}
+    assert kinds["lengths"].words(content).startswith("12 sequences, ")
 
 
 def test_costs_of_another_file_than_the_runs_are_warned_of(tmp_path, costs):

@@ -55,6 +55,8 @@ BROKEN = {
     "factors of no strategy": json.dumps({**CORRECTION, "seconds_factors": [1.0]}),
     "bytes of no strategy": json.dumps({**CORRECTION, "bytes_factors": [1.0]}),
     "factor of no number": json.dumps({**CORRECTION, "seconds_factors": {"metp": "2"}}),
+    "place of no number": json.dumps({**RUN, "place": {"data": 0, "pipeline": "x"}}),
+    "place of no object": json.dumps({**RUN, "place": [0]}),
     "costs of no text": json.dumps({**RUN, "costs": {**RUN["costs"], "date": 3}}),
     "documents of no number": json.dumps({**GOOD, "documents": "x"}),
     "too long": json.dumps({**GOOD, "plan": "x" * 100_000}),

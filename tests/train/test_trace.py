@@ -34,6 +34,7 @@ def test_a_trace_says_first_what_runs_and_the_report_reads_all_of_it(data, tmp_p
     (run,) = trace.runs
     assert run.policy == "optimal" and run.costs.startswith("simulated on synthetic")
     assert run.ranks == {"world": 2, "tensor": 2, "pipeline": 1, "data": 1}
+    assert run.place == trace.place == (0, 0)
     assert run.model == {"num_layers": 4, "hidden_size": 64} and run.dtype == "float32"
     (stage,) = run.stages
     assert stage.budget_bytes == 150_000_000 and stage.has_embedding and stage.has_head
