@@ -18,7 +18,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.setting_kinds import SPAN
 from megatron_paradyse.strategies import parse_strategy_name
-from megatron_paradyse.yaml_file import compose_yaml
+from megatron_paradyse.yaml_file import compose_yaml, refuse_twice
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class PlanFile:
 def load_plan_file(path: str) -> PlanFile:
     """Read a plan; UserError with file and line for anything that is not as the format says."""
     root = compose_yaml(path, "plan file")
+    if root is not None:
+        refuse_twice(path, root)
     layers: dict[int, LayerChoice] = {}
     default = None
     for key, value in _items(root, path):

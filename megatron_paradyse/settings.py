@@ -208,6 +208,7 @@ def load_yaml_settings(path: str, flag: str = "--paradyse-config") -> dict[str, 
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: expected 'key: value' lines")
+    refuse_twice(path, root)
     inner = next((value for key, value in root.value if key.value == RUN_FILE_KEY), None)
     return settings_of(path, root if inner is None else inner)
 

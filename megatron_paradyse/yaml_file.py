@@ -139,7 +139,9 @@ def entry_of(path: str, node: yaml.Node | None, what: str, keys: Sequence[str]) 
 
 
 def refuse_twice(path: str, node: yaml.Node) -> None:
-    """UserError where a mapping inside a node has one key twice: PyYAML would keep the last."""
+    """UserError where a mapping inside a node has one key twice, of which PyYAML would keep the
+    last, or a list or a mapping as a key, which it cannot read.
+    """
     seen, waiting = set(), [node]
     while waiting:
         node = waiting.pop()
@@ -151,10 +153,12 @@ def refuse_twice(path: str, node: yaml.Node) -> None:
         elif isinstance(node, yaml.MappingNode):
             keys: set[str] = set()
             for key, value in node.value:
-                if key.value in keys:
-                    line = key.start_mark.line + 1
+                where = f"{path}:{key.start_mark.line + 1}"
+                if not isinstance(key, yaml.ScalarNode):
                     raise UserError(
-                        f"{path}:{line}: key {key.value!r:.60} is given twice: keep one"
+                        f"{where}: a key is a {key.id}: write it as a text or a number, such as 1-2"
                     )
-                keys |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+                if key.value in keys:
+                    raise UserError(f"{where}: key {key.value!r:.60} is given twice: keep one")
+                keys.add(key.value)
                 waiting.append(value)

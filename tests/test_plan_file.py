@@ -37,6 +37,12 @@ def test_a_stage_gets_the_plan_of_its_own_layers(tmp_path):
     [
         ("layers: {1: metb}\n", r"plan.yaml:1: no strategy named 'metb': use one of megatron_ts"),
         ("layers:\n  1-3: metp\n  2: metp\n", r"plan.yaml:3: layer 2 is given twice"),
+        ("default: metp\ndefault: ulysses_z\n", r"plan.yaml:2: key 'default' is given twice: keep"),
+        (
+            "layers:\n  1: {attention: metp, mlp: metp, attention: megatron_ts}\n",
+            r"plan.yaml:2: key 'attention' is given twice: keep one",
+        ),
+        ("layers: {[1, 2]: metp}\n", r"plan.yaml:1: a key is a sequence: write it as a text"),
         ("layers: {3-1: metp}\n", r"plan.yaml:1: '3-1' is not a layer or a range such as 1-4"),
         ("layers: {0: metp}\n", r"'0' is not a layer"),
         ("layers: {1: {attention: metp}}\n", r"plan.yaml:1: give both attention and mlp"),

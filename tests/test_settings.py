@@ -70,6 +70,8 @@ def test_strategies_flag_is_a_comma_separated_list():
         ("layers: {0: [metp]}\n", r"yaml:1: layers: 0 is not a layer or a range"),
         ("layers: {1-2: [metp], 2: [metp]}\n", r"yaml:1: layers: layer 2 is given twice"),
         ("layers:\n  1: [metp]\n  1: [metp]\n", r"yaml:3: key '1' is given twice: keep one"),
+        ("layers: {[1, 2]: [metp]}\n", r"yaml:1: a key is a sequence: write it as a text or a num"),
+        ("paradyse: {order: shuffled}\nparadyse: {}\n", r"yaml:2: key 'paradyse' is given twice"),
         ("memory_budget: 76G\n", r"yaml:1: memory_budget: a size is written like 76GiB"),
         (
             "trace:\n\t- a\n",
