@@ -37,9 +37,10 @@ def draw_memory(figure, content: Content, look: Look) -> None:
                 if value:
                     found[row.iteration] = max(found.get(row.iteration, 0), value)
     failed = [oom.microbatch for trace in content.traces for oom in trace.out_of_memory]
-    budgets = sorted(b for b in content.main.budgets if b[1] is not None)
+    told = content.main.budgets
+    budgets = sorted((start, budget) for start, budget in told if budget is not None)
     largest = [*measured.values(), *predicted.values(), *(m.peak_bytes or 0 for m in failed)]
-    unit, name = byte_unit(max([*largest, *(b or 0 for _, b in budgets)], default=1))
+    unit, name = byte_unit(max([*largest, *(budget for _, budget in budgets)], default=1))
     axes = figure.add_subplot()
     series = (
         ("measured", measured, OURS, "o", OURS),
@@ -54,7 +55,7 @@ def draw_memory(figure, content: Content, look: Look) -> None:
     if budgets:
         last = max([*measured, *predicted, *(m.iteration for m in failed), 1])
         xs = [start + 1 for start, _ in budgets] + [last]
-        ys = [budget / unit for _, budget in budgets if budget]
+        ys = [budget / unit for _, budget in budgets]
         axes.step(xs, [*ys, ys[-1]], where="post", color=INK, linestyle="--", label="budget")
     points = [(m.iteration, m.peak_bytes / unit) for m in failed if m.peak_bytes]
     if points:

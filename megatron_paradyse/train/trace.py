@@ -8,8 +8,8 @@ microbatch       batch_size, seq_length (padded), plan (runs of like layers), sw
                  the policy does not choose by cost), seconds (the layers', forward and
                  backward), peak_bytes (null where it cannot be told); of a packed row documents
                  and tokens (without padding)
-iteration        seconds, losses (last pipeline stage), and for documents tokens,
-                 shortest_sequence_tokens, longest_sequence_tokens
+iteration        seconds, losses (last pipeline stage; null for NaN and infinity, which JSON
+                 lacks), and for documents tokens, shortest_sequence_tokens, longest_sequence_tokens
 correction       seconds_factors and bytes_factors by strategy, in force from the next iteration on
 out_of_memory    a microbatch that did not fit, with what was alive and the safety margin
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ class Trace:
         """Write an iteration's microbatches, then the iteration, on rank 0 of the grid."""
         if mpu.get_tensor_model_parallel_rank() == 0:
             records = [as_record(microbatch) for microbatch in microbatches]
-            self._write([*records, {"kind": "iteration", "iteration": iteration, **values}])
+            told = {n: value if math.isfinite(value) else None for n, value in values.items()}
+            self._write([*records, {"kind": "iteration", "iteration": iteration, **told}])
 
     def correction(self, iteration: int, factors: dict[str, Any]) -> None:
         """Write factors that are in force after this iteration, on rank 0 of the grid."""

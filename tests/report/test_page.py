@@ -242,6 +242,13 @@ def test_offload_looks_like_recompute_but_is_told_apart():
     assert styles["metp+offload"].points["markerfacecolor"] == "none"
 
 
+def test_a_budget_of_nothing_is_drawn(tmp_path):
+    trace = write_trace(tmp_path / "t.jsonl", records(2, run={**RUN, "memory_budget_bytes": 0}))
+    result = report(trace, "-o", tmp_path / "r.html")
+    assert result.exit_code == 0, result.output
+    assert "Budget 0 MiB" in (tmp_path / "r.html").read_text()
+
+
 def test_a_trace_of_nothing_but_memory_that_ran_out_is_drawn(tmp_path):
     failed = {**microbatch(1), "kind": "out_of_memory", "memory_margin": 0.03}
     result = report(write_trace(tmp_path / "t.jsonl", [RUN, failed]), "-o", tmp_path / "r.html")

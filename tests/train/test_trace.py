@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.report.trace_file import read_trace
+from megatron_paradyse.train import trace as trace_module
+from megatron_paradyse.train.trace import Trace
 from tests.train.harness import train, write_documents
 from tests.train.synthetic_costs import write_costs
 
@@ -57,6 +60,20 @@ def test_a_training_that_megatron_ends_early_is_summed_up_too(data, tmp_path):
     run = train(tmp_path, *data, "--exit-interval", 1, ranks=2)
     assert len(run.records) == 1
     assert run.stdout.count("paradyse: 2 microbatches, 0 changes of plan") == 1
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_null(loss, tmp_path, monkeypatch):
+    alone = {"get_tensor_model_parallel_rank": 0}
+    alone |= {f"get_{group}_parallel_world_size": 1 for group in ("data", "pipeline_model")}
+    for name, value in alone.items():
+        monkeypatch.setattr(trace_module.mpu, name, lambda value=value: value)
+    path = tmp_path / "trace.jsonl"
+    Trace(str(path)).iteration(1, [], {"seconds": 0.5, "lm loss": loss})
+    (record,) = (json.loads(line, parse_constant=pytest.fail) for line in path.open())
+    assert record == {"kind": "iteration", "iteration": 1, "seconds": 0.5, "lm loss": None}
+    trace = read_trace(str(path))
+    assert trace.warnings == {} and trace.iterations.count == 1
 
 
 def test_the_report_aligns_lengths_as_training_does():
