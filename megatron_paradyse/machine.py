@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
-GROUP = Path("/sys/fs/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
 
 
 def free_bytes() -> int | None:
-    """Memory that programs may still take, by the system and by the group that this one is in.
+    """Memory that programs may still take, by the system and by the groups that this one is in.
 
     None where the system does not tell.
     """
@@ -18,11 +20,37 @@ def free_bytes() -> int | None:
         free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError):
         return None
+    return min([free * 1024, *_free_in_groups()])
+
+
+def _free_in_groups() -> Iterator[int]:
+    """What is left of the limit of this process's group and of every one around it.
+
+    Files that the system has cached and can drop count as free.
+    """
     try:
-        limit, used = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no group, or one without a limit, which says "max"
-        return free * 1024
-    return min(free * 1024, max(0, limit - used))
+        lines = OWN_GROUP.read_text().splitlines()
+    except OSError:
+        lines = []
+    own = PurePosixPath(next((line[4:] for line in lines if line.startswith("0::/")), ""))
+    for place in (own, *own.parents):
+        group = GROUPS / place
+        try:
+            limit, used = (
+                int((group / name).read_text()) for name in ("memory.max", "memory.current")
+            )
+        except (OSError, ValueError):
+            continue  # no group, not seen from here, or without a limit, which says "max"
+        yield max(0, limit - used + _inactive_file(group))
+
+
+def _inactive_file(group: Path) -> int:
+    """Bytes of cached files that nothing has read for long; 0 where the system does not tell."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+        return int(dict(line.split() for line in lines)["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def cpu_name() -> str:

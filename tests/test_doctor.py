@@ -118,6 +118,17 @@ def test_the_exit_code_is_1_where_training_cannot_run(monkeypatch):
     assert result.stdout.endswith("training cannot run here\n")
 
 
+@pytest.mark.parametrize(("free_gib", "state"), [(2, LACK), (6, OK), (None, OK)])
+def test_memory_is_what_programs_may_take(free_gib, state, monkeypatch):
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": (64 << 30) // 4096}
+    monkeypatch.setattr(machine.os, "sysconf", sizes.__getitem__)
+    free = None if free_gib is None else free_gib << 30
+    monkeypatch.setattr(machine, "free_bytes", lambda: free)
+    check = {check.name: check for check in machine.resources()}["memory"]
+    told = "" if free_gib is None else f", of which programs here may take {free_gib}.0"
+    assert (check.state, check.found) == (state, f"64.0 GiB{told}")
+
+
 def test_a_checkout_of_another_version_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
     (check,) = machine.checkout("0.19")
@@ -161,11 +172,30 @@ NO_NVLINK = ["X PHB", "PHB X"]
     ],
 )
 def test_links_are_read_from_the_pairs_of_gpus(rows, state, found, remedy, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(links, "output_of", lambda *command: matrix(rows) if rows else "")
     check, nodes = links.links(len(rows) or 4, {})
     assert (check.name, check.state, check.found) == ("links", state, found)
     assert remedy in check.remedy and (check.cost or state == OK)
     assert nodes.state == SKIP
+
+
+@pytest.mark.parametrize(
+    ("visible", "state", "found"),
+    [
+        ("1,3", LACK, "SYS between all pairs"),
+        ("3, 2", OK, "NV12 between all pairs"),
+        ("2,3,-1,0", OK, "NV12 between all pairs"),
+        ("0,9", LACK, "nvidia-smi topo -m says nothing"),
+        ("GPU-8932f937,GPU-9a1c", SKIP, "CUDA_VISIBLE_DEVICES names GPUs otherwise than by number"),
+    ],
+)
+def test_links_are_those_of_the_gpus_that_are_visible(visible, state, found, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(links, "output_of", lambda *command: matrix(TWO_PAIRS))
+    check = links.links(2, {})[0]
+    assert (check.name, check.state, check.found) == ("links", state, found)
+    assert check.cost or state == OK
 
 
 def test_gpus_that_cannot_read_each_other_are_told():

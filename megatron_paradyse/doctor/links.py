@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from megatron_paradyse.doctor.tool import output_of
 # bridge, with several, through the host bridge, between those of a NUMA node, between NUMA nodes.
 PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
 DEVICES = Path("/sys/class/infiniband")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NOT_KNOWN = "not known which GPUs NVLink joins"
 ACROSS = (
     "on all nodes, torchrun --nnodes N ... -m megatron_paradyse profile network --output "
     "network.json measures it"
@@ -28,32 +32,49 @@ def links(num_gpus: int, torch: dict[str, Any]) -> list[Check]:
     between = _between_nodes()
     if num_gpus == 1:
         return [between]
-    kinds = read_matrix(output_of("nvidia-smi", "topo", "-m"), num_gpus)
-    return [_within(kinds, num_gpus), *_peers(torch.get("pairs_apart") or []), between]
+    peers = _peers(torch.get("pairs_apart") or [])
+    devices = _devices(num_gpus)
+    if devices is None:
+        found = f"{VISIBLE} names GPUs otherwise than by number"
+        return [Check("links", SKIP, found, NOT_KNOWN, _measure(num_gpus)), *peers, between]
+    kinds = read_matrix(output_of("nvidia-smi", "topo", "-m"), devices)
+    return [_within(kinds, num_gpus), *peers, between]
 
 
-def read_matrix(text: str, num_gpus: int) -> dict[tuple[int, int], str]:
-    """Kinds of link by pair of GPUs, from `nvidia-smi topo -m`; {} if it is not understood."""
-    kinds: dict[tuple[int, int], str] = {}
+def _devices(num_gpus: int) -> list[int] | None:
+    """nvidia-smi's numbers of the GPUs that torch sees, in torch's order; None: not known."""
+    named = os.environ.get(VISIBLE)
+    if named is None:
+        return list(range(num_gpus))
+    numbers = [name.strip() for name in named.split(",")][:num_gpus]
+    return [int(number) for number in numbers] if all(map(str.isdecimal, numbers)) else None
+
+
+def read_matrix(text: str, devices: Sequence[int]) -> dict[tuple[int, int], str]:
+    """Kinds of link by pair of GPUs, from `nvidia-smi topo -m`; {} if it is not understood.
+
+    devices: nvidia-smi's numbers of GPUs 0, 1, ... of the pairs.
+    """
+    rows: dict[int, list[str]] = {}
     for line in text.splitlines():
         cells = re.sub(r"\x1b\[[0-9;]*m", "", line).split()
         match = re.fullmatch(r"GPU(\d+)", cells[0]) if cells else None
-        if match is None or len(cells) <= num_gpus or int(match[1]) >= num_gpus:
-            continue
-        if cells[1 + int(match[1])] != "X":  # the header
-            continue
-        for other, kind in enumerate(cells[1 : num_gpus + 1]):
-            if int(match[1]) < other:
-                kinds[int(match[1]), other] = kind
+        if match is not None and cells[1 + int(match[1]) :][:1] == ["X"]:  # not the header
+            rows[int(match[1])] = cells[1:]
+    if not all(device in rows and max(devices) < len(rows[device]) for device in devices):
+        return {}
+    kinds = {
+        (i, j): rows[devices[i]][devices[j]]
+        for i, j in itertools.combinations(range(len(devices)), 2)
+    }
     known = all(kind in PCIE or re.fullmatch(r"NV\d+", kind) for kind in kinds.values())
-    return kinds if known and len(kinds) == num_gpus * (num_gpus - 1) // 2 else {}
+    return kinds if known else {}
 
 
 def _within(kinds: dict[tuple[int, int], str], num_gpus: int) -> Check:
     name = "links"
     if not kinds:
-        cost = "not known which GPUs NVLink joins"
-        return Check(name, LACK, "nvidia-smi topo -m says nothing", cost, _measure(num_gpus))
+        return Check(name, LACK, "nvidia-smi topo -m says nothing", NOT_KNOWN, _measure(num_gpus))
     counts = Counter(kinds.values())
     ordered = sorted(counts, key=_slowness)
     if len(counts) == 1:

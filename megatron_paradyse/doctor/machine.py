@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_paradyse.doctor import LACK, OK, Check
 from megatron_paradyse.doctor.tool import output_of
-from megatron_paradyse.machine import cpu_name
+from megatron_paradyse.machine import cpu_name, free_bytes
 
 LITTLE_DISK = 5 << 30
 LITTLE_MEMORY = 4 << 30
@@ -45,8 +45,11 @@ def resources() -> list[Check]:
     pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     memory, disk = pages[0] * pages[1], shutil.disk_usage(".")
     checks = [Check("cores", OK, f"{cores}, {cpu_name()}")]
+    free = free_bytes()
     found = f"{memory / 2**30:.1f} GiB"
-    if memory < LITTLE_MEMORY:
+    if free is not None:
+        found += f", of which programs here may take {free / 2**30:.1f}"
+    if (memory if free is None else free) < LITTLE_MEMORY:
         cost, remedy = "Megatron alone takes about 1 GiB a rank", "start fewer ranks"
         checks.append(Check("memory", LACK, found, cost, remedy))
     else:
