@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.ports import free_port
+from megatron_paradyse.whole_file import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -22,8 +23,9 @@ RESULTS = Path(__file__).parent / "results"
 def options(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print the result as the last line")
-    parser.add_argument("--quick", action="store_true", help="a version of at most one minute")
-    parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
+    how = parser.add_mutually_exclusive_group()  # a saved result is a full one
+    how.add_argument("--quick", action="store_true", help="a version of at most one minute")
+    how.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     return parser
 
 
@@ -41,7 +43,7 @@ def finish(name: str, result: dict, configuration: dict, arguments: argparse.Nam
     if arguments.save:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{name}-{hardware_tag()}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        write_whole(path, json.dumps(document, indent=1) + "\n")
         print(f"wrote {path}", file=sys.stderr)
     print(json.dumps(document))
 

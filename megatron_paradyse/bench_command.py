@@ -99,6 +99,10 @@ def bench(
     Each prints what it is doing to stderr. Ends with 1 where one failed or took too long. Options
     that only one of them has: python -m benchmarks.NAME --help.
     """
+    from megatron_paradyse.errors import UserError
+
+    if quick and save:
+        raise UserError("--quick and --save: a quick result would replace the full one: give one")
     known = find_benchmarks()
     chosen = _chosen(names, run_all, known)
     if not chosen:

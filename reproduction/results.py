@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from megatron_paradyse.whole_file import write_whole
 from reproduction import result_headlines, result_sections
 from reproduction.names import FORMS
 from reproduction.options import ROOT
@@ -39,7 +40,7 @@ def write(folder: Path) -> Path:
         result_sections.open_points(),
     ]
     path = folder / "RESULTS.md"
-    path.write_text("\n\n".join(section for section in sections if section) + "\n", "utf-8")
+    write_whole(path, "\n\n".join(section for section in sections if section) + "\n")
     return path
 
 

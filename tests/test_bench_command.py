@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from megatron_paradyse import bench_command
+from benchmarks import common
+from megatron_paradyse import bench_command, whole_file
 from megatron_paradyse.cli import cli
+from megatron_paradyse.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = """'''What it measures.
@@ -72,10 +75,37 @@ def test_the_list_holds_every_benchmark_of_this_checkout():
 
 
 def test_results_come_back_as_json_and_the_options_go_in(checkout):
-    result = bench("quick", "--quick", "--save", "--json")
-    (run,) = json.loads(result.stdout)["benchmarks"]
-    assert result.exit_code == 0 and run["error"] is None and run["seconds"] > 0
-    assert run["result"]["arguments"] == ["--json", "--quick", "--save"]
+    for option in ("--quick", "--save"):
+        result = bench("quick", option, "--json")
+        (run,) = json.loads(result.stdout)["benchmarks"]
+        assert result.exit_code == 0 and run["error"] is None and run["seconds"] > 0
+        assert run["result"]["arguments"] == ["--json", option]
+
+
+def test_a_quick_result_replaces_no_full_one(checkout, capsys):
+    result = bench("quick", "--quick", "--save")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr == (
+        "error: --quick and --save: a quick result would replace the full one: give one\n"
+    )
+    with pytest.raises(SystemExit):
+        common.options("A benchmark.").parse_args(["--quick", "--save"])
+    assert "argument --save: not allowed with argument --quick" in capsys.readouterr().err
+
+
+def test_a_result_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    path = tmp_path / f"quick-{common.hardware_tag()}.json"
+    path.write_text("before")
+    arguments = common.options("A benchmark.").parse_args(["--save"])
+    monkeypatch.setattr(whole_file.os, "replace", _full_disk)
+    with pytest.raises(UserError, match="make room there"):
+        common.finish("quick", {}, {}, arguments)
+    assert path.read_text() == "before" and len(list(tmp_path.iterdir())) == 1
+
+
+def _full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_reader_sees_the_plain_numbers(checkout):
