@@ -184,25 +184,31 @@ def _halves(group: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], li
 def _whole_rounds(
     microbatches: list[Microbatch], lengths: Sequence[int], grid: Grid, price: Price
 ) -> list[Microbatch]:
-    """As many for every replica, for which those that take longest and can are cut in two."""
-    rounds = -(-len(microbatches) // (grid.num_replicas * grid.multiple_of)) * grid.multiple_of
-    rounds = min(rounds, len(lengths) // grid.num_replicas)
+    """As many for every replica, for which those that take longest and can are cut in two.
+
+    A half of a row that fits need not fit, where a document of it lies on more ranks: then into as
+    many as do.
+    """
     heap = [(-made.seconds, made.documents, made) for made in microbatches]
     heapq.heapify(heap)
-    done = []
-    missing = rounds * grid.num_replicas - len(microbatches)
-    while heap:
+    alone: list[Microbatch] = []
+    while len(alone) + len(heap) < _whole_rounds_of(len(alone) + len(heap), len(lengths), grid):
         _, documents, made = heapq.heappop(heap)
-        if missing == 0 or len(documents) == 1:
-            done.append(made)
+        if len(documents) == 1:
+            alone.append(made)
             continue
-        missing -= 1
         for half in _halves(documents, lengths):
-            smaller = price(half)
-            assert smaller is not None, "less of what fits, fits"
-            heapq.heappush(heap, (-smaller.seconds, smaller.documents, smaller))
-    assert missing == 0, "a global batch has a document for every microbatch"
-    return done
+            for smaller in _that_fit(half, lengths, price):
+                heapq.heappush(heap, (-smaller.seconds, smaller.documents, smaller))
+    found = [*alone, *(made for _, _, made in heap)]
+    assert len(found) % grid.num_replicas == 0, "a global batch has a document for every microbatch"
+    return found
+
+
+def _whole_rounds_of(count: int, num_documents: int, grid: Grid) -> int:
+    """So many microbatches, or the next number that is the same for every replica."""
+    rounds = -(-count // (grid.num_replicas * grid.multiple_of)) * grid.multiple_of
+    return min(rounds, num_documents // grid.num_replicas) * grid.num_replicas
 
 
 def _deal(microbatches: list[Microbatch], num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:

@@ -56,6 +56,17 @@ def test_rows_are_halved_until_they_fit():
     assert sorted(documents_of(packing)) == list(range(64))
 
 
+@pytest.mark.parametrize("num_documents", [4, 8])
+def test_a_row_whose_halves_do_not_fit_is_cut_into_what_does(num_documents):
+    """Rows of four and of eight fit, of two do not: every document is a microbatch."""
+    costs = flops_costs(GRID)
+    small = Costs(lambda row: None if len(row.lengths) == 2 else costs.row(row), costs.alone)
+    grid = Grid(p=4, hidden_size=64, num_replicas=2, alignment=8, multiple_of=3)
+    packing = pack([8] * num_documents, 8 * num_documents, grid, small)
+    assert sorted(documents_of(packing)) == list(range(num_documents))
+    assert [len(replica) for replica in packing.replicas] == [num_documents // 2] * 2
+
+
 def test_the_budget_is_the_fastest_that_fits():
     """A microbatch costs 1, a token 1/1000, and more than 2,048 do not fit."""
     costs = Costs(
