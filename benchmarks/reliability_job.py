@@ -147,11 +147,6 @@ class Job:
                 return f"line {number} of the trace is broken: {line[:80]!r}"
         return None
 
-    def newest_file(self, iteration: int, suffix: str) -> Path:
-        """A file of a checkpoint to damage."""
-        folder = self.checkpoints / f"iter_{iteration:07d}"
-        return sorted(folder.glob(f"*{suffix}"))[-1]
-
 
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

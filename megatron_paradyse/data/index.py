@@ -23,16 +23,7 @@ from megatron_paradyse.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-DTYPE_NAMES = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float64",
-    7: "float32",
-    8: "uint16",
-}
+DTYPE_CODES = range(1, 9)
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,6 @@ class DatasetIndex:
     """What .idx says of a data set: sequence_lengths in tokens, mapped from the file."""
 
     prefix: str
-    dtype: str
     num_documents: int
     sequence_lengths: np.ndarray[Any, np.dtype[np.int32]]
 
@@ -64,7 +54,7 @@ def read_index(prefix: str | os.PathLike[str]) -> DatasetIndex:
     if len(header) < HEADER.size:
         raise UserError(f"{path}: {size} bytes are too few for an index: prepare the data again")
     magic, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
-    if magic != MAGIC or version != 1 or code not in DTYPE_NAMES:
+    if magic != MAGIC or version != 1 or code not in DTYPE_CODES:
         raise UserError(f"{path} is no index of Megatron (version 1): prepare the data again")
     expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
     # Multimodal data sets add one byte per sequence.
@@ -78,4 +68,4 @@ def read_index(prefix: str | os.PathLike[str]) -> DatasetIndex:
     lengths = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(num_sequences,))
     if int(lengths.min()) < 0:
         raise UserError(f"{path}: a negative length: it is damaged, prepare the data again")
-    return DatasetIndex(root, DTYPE_NAMES[code], num_boundaries - 1, lengths)
+    return DatasetIndex(root, num_boundaries - 1, lengths)

@@ -56,9 +56,6 @@ class BytesTokenizer:
     def tokenize(self, text: str | bytes) -> TokenArray:
         return np.frombuffer(_as_bytes(text), dtype=np.uint8).astype(np.uint16)
 
-    def detokenize(self, ids: TokenArray) -> bytes:
-        return ids[ids < 256].astype(np.uint8).tobytes()
-
     def parameters(self) -> dict[str, Any]:
         return {}
 
@@ -107,10 +104,6 @@ class KmerTokenizer:
     def tokenize(self, text: str | bytes) -> TokenArray:
         return np.concatenate([np.empty(0, np.int32), *self.stream([_as_bytes(text)])])
 
-    def detokenize(self, ids: TokenArray) -> bytes:
-        """The bases, unknown k-mers as k times N; the end of a document adds nothing."""
-        return b"".join(self._bases(int(token)) for token in ids if token != self.eod)
-
     def parameters(self) -> dict[str, Any]:
         return {"k": self.k}
 
@@ -123,13 +116,6 @@ class KmerTokenizer:
             ids += grouped[:, column] * place_value
             unknown |= grouped[:, column] == UNKNOWN_BASE
         return np.where(unknown, np.int32(self.unknown), ids + self._tail_start[length])
-
-    def _bases(self, token: int) -> bytes:
-        if not 0 <= token < self.unknown:
-            return b"N" * self.k
-        length = next(n for n in range(1, self.k + 1) if token >= self._tail_start[n])
-        number = token - self._tail_start[length]
-        return bytes(b"ACGT"[number // 4**place % 4] for place in range(length - 1, -1, -1))
 
 
 def _digit_table() -> TokenArray:

@@ -25,7 +25,6 @@ from megatron_paradyse.report.style import (
 MOST_POINTS = 1000  # drawn
 CURVE_POINTS = 48
 MOST_CURVES = 16
-WORST = 3.0  # in a cumulative figure, times the time of the run itself
 
 
 def thinned(rows: Sequence, most: int = MOST_POINTS) -> Sequence:

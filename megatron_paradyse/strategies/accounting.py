@@ -171,8 +171,10 @@ def packed_attention_sent(
 ) -> tuple[int, int]:
     """Bytes that a rank sends for a microbatch with shards, in the forward and in the backward.
 
-    keys_sent, keys_received: tokens whose keys and values it sends and receives; the gradients of
-    what it received go back in the backward. packing/traffic.py counts these tokens.
+    Weights included; exact but of METP with g % p != 0, where they count as those of the rank that
+    sends most. keys_sent, keys_received: tokens whose keys and values it sends and receives
+    (packing/work.py); the gradients of what it received go back in the backward. The MLP sends what
+    operation_costs says.
     """
     base, recompute = parse_strategy_name(strategy)
     forward, backward = _sent_whatever_is_packed(base, "attention", z)

@@ -111,7 +111,7 @@ def test_lengths_are_read_from_an_index_of_megatron(tmp_path):
     write_index(tmp_path / "a.idx", [5, 2, 9], boundaries=[0, 2, 3])
     index = read_index(tmp_path / "a")
     assert index.sequence_lengths.tolist() == [5, 2, 9]
-    assert (index.num_documents, index.dtype) == (2, "uint16")
+    assert index.num_documents == 2
     write_index(tmp_path / "multimodal.idx", [5, 2], extra=b"\0\0")
     assert read_index(tmp_path / "multimodal.idx").sequence_lengths.tolist() == [5, 2]
 

@@ -29,6 +29,18 @@ def reference_kmers(text: bytes, k: int) -> list[int]:
     return ids
 
 
+def bases(ids: list[int], k: int) -> bytes:
+    """The inverse: longer pieces have lower ids, and a piece's bases are its number's digits."""
+    text = b""
+    for number in ids:
+        length = k
+        while number >= 4**length:
+            number -= 4**length
+            length -= 1
+        text += bytes(b"ACGT"[number // 4**place % 4] for place in range(length - 1, -1, -1))
+    return text
+
+
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     bounds = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
     return [data[a:b] for a, b in itertools.pairwise(bounds)]
@@ -45,7 +57,7 @@ def test_kmers_equal_the_reference_whatever_the_chunks(text, k, places):
 @given(text=DNA, k=st.integers(1, 10))
 def test_kmers_give_back_every_base_the_tail_too(text, k):
     tokenizer = KmerTokenizer(k)
-    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text.upper()
+    assert bases(tokenizer.tokenize(text).tolist(), k) == text.upper()
 
 
 def test_kmers_of_three_bases_fit_one_byte():
@@ -58,7 +70,6 @@ def test_kmers_with_any_ambiguous_letter_are_unknown():
     tokenizer = KmerTokenizer(2)
     for letter in "NRYSWKMBDHVn":
         assert tokenizer.tokenize("A" + letter).tolist() == [tokenizer.unknown]
-    assert tokenizer.detokenize(np.array([tokenizer.unknown, tokenizer.eod])) == b"NN"
 
 
 def test_foreign_letters_and_bad_k_are_one_line_errors():
@@ -73,6 +84,6 @@ def test_foreign_letters_and_bad_k_are_one_line_errors():
 def test_bytes_give_back_every_byte_whatever_the_chunks(data, places):
     tokenizer = BytesTokenizer()
     ids = np.concatenate([np.empty(0, np.uint8), *tokenizer.stream(cut(data, places))])
-    assert tokenizer.detokenize(ids) == data
+    assert ids.tobytes() == data
     assert ids.tolist() == tokenizer.tokenize(data).tolist()
     assert tokenizer.eod == 256 and tokenizer.vocab_size == 257

@@ -12,9 +12,10 @@ import pytest
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.row import Row, contiguous
-from megatron_paradyse.packing.traffic import attention_bytes_sent, microbatch_of
+from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.packing.work import keys_moved, keys_received
 from megatron_paradyse.strategies import base_name, get_strategy, strategy_names, takes
+from megatron_paradyse.strategies.accounting import packed_attention_sent
 from megatron_paradyse.strategies.collectives import Communication, count_communication
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.sizes import LayerSizes
@@ -167,7 +168,16 @@ EXACT = [
 def test_bytes_sent_are_those_of_the_formula(name):
     case = CASES[name]
     sent = [sent for _, sent, *_ in _results(case.p)[name]]
-    assert sent == attention_bytes_sent(case.strategy, case.row, _sizes(case))
+    moved = keys_moved(case.row, causal=case.mask == "causal")
+    assert sent == [
+        packed_attention_sent(
+            case.strategy,
+            _sizes(case),
+            keys_sent=sum(moved[rank]),
+            keys_received=sum(line[rank] for line in moved),
+        )
+        for rank in range(case.p)
+    ]
 
 
 SENDS = {"megatron_cz": 1, "colossal_z": 2, "metp": None}  # of a pair: k and v at once, one by one
