@@ -1,4 +1,5 @@
 """The names that options of the data take; apart from what they do, which imports numpy."""
 
-ORDER_CHOICES = ("shuffled", "short-to-long", "bucketed")
+BUCKETED = "bucketed"
+ORDER_CHOICES = ("shuffled", "short-to-long", BUCKETED)
 LONG_DOCUMENT_CHOICES = ("split", "truncate", "refuse")

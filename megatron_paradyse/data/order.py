@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatron_paradyse.data.choices import BUCKETED
+
 Order = Callable[[np.ndarray, int], np.ndarray]  # (lengths, epoch) -> a permutation
 
 
@@ -25,7 +27,8 @@ def bucketed(lengths: np.ndarray, epoch: int, *, seed: int, group: int) -> np.nd
 
     Samples are shuffled inside buckets of lengths between neighbouring powers of two, cut into
     groups (one global batch each), and the groups are shuffled. What is left of each bucket comes
-    last, short to long.
+    last, short to long; but the longest of it first, where an epoch does not begin with a global
+    batch, up to the next one, so that groups do.
     """
     random = np.random.default_rng([seed, epoch])
     permutation = random.permutation(len(lengths))
@@ -40,7 +43,12 @@ def bucketed(lengths: np.ndarray, epoch: int, *, seed: int, group: int) -> np.nd
         groups.extend(members[:whole].reshape(-1, group))
         rests.append(members[whole:])
     order = [groups[i] for i in random.permutation(len(groups))]
-    return np.concatenate([*order, *rests]).astype(np.int64)
+    rest = np.concatenate(rests)
+    before = min(-epoch * len(lengths) % group, len(lengths))
+    if before > len(rest):
+        rest = np.concatenate([rest, order.pop()])
+    first, last = rest[len(rest) - before :], rest[: len(rest) - before]
+    return np.concatenate([first, *order, last]).astype(np.int64)
 
 
 def make_order(name: str, *, seed: int, group: int) -> Order:
@@ -48,6 +56,6 @@ def make_order(name: str, *, seed: int, group: int) -> Order:
     orders: dict[str, Order] = {
         "shuffled": functools.partial(shuffled, seed=seed),
         "short-to-long": short_to_long,
-        "bucketed": functools.partial(bucketed, seed=seed, group=group),
+        BUCKETED: functools.partial(bucketed, seed=seed, group=group),
     }
     return orders[name]

@@ -14,6 +14,7 @@ from megatron.training import get_args, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_paradyse.data.balance import Seconds
+from megatron_paradyse.data.choices import BUCKETED
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream
 from megatron_paradyse.data.loader import Balance, Sharding, microbatches
 from megatron_paradyse.data.order import make_order
@@ -103,7 +104,7 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
         order=make_order(settings.order, seed=args.seed, group=args.global_batch_size),
         num_samples=max(num_samples or 0, 1),
     )
-    _report(split, datasets, settings)
+    _report(split, datasets, settings, blended=weights is not None)
     return stream
 
 
@@ -167,13 +168,15 @@ def _packed(
     )
 
 
-def _report(split: str, datasets: list[DocumentDataset], settings) -> None:
+def _report(split: str, datasets: list[DocumentDataset], settings, *, blended: bool) -> None:
     samples = sum(len(d) for d in datasets)
     shortest = min(int(d.lengths.min()) for d in datasets if len(d))
     longest = max(int(d.lengths.max()) for d in datasets if len(d))
     short = sum(d.samples.num_short for d in datasets)
     truncated = sum(d.samples.num_truncated for d in datasets)
     line = f"> {split}: {samples} sequences of {shortest} to {longest} tokens, {settings.order}"
+    if blended and settings.order == BUCKETED:
+        line += " within each data set: a global batch mixes groups of several"
     if short:
         line += f"; {short} documents of under two tokens left out"
     if truncated:

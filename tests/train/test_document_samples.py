@@ -108,6 +108,19 @@ def test_short_to_long_is_sorted_and_bucketed_groups_are_alike():
     assert (groups == groups[:, :1]).all()
 
 
+@pytest.mark.parametrize("longest", [4096, 2])  # 2: all alike, and a group is cut up
+def test_bucketed_groups_begin_with_global_batches_in_every_epoch(longest):
+    lengths = np.random.default_rng(1).integers(1, longest, 1001)
+    order = make_order("bucketed", seed=0, group=8)
+    groups = sum(int(n) // 8 for n in np.bincount(np.log2(lengths).astype(int)))
+    for epoch in range(9):
+        found = order(lengths, epoch)
+        assert sorted(found) == list(range(1001))
+        first = -epoch * 1001 % 8  # of the next global batch
+        batches = np.log2(lengths[found[first : first + 8 * (groups - 1)]]).astype(int)
+        assert (batches.reshape(-1, 8) == batches[::8, None]).all()
+
+
 def stream_of(dataset, **kwargs):
     options = {"weights": None, "order": make_order("shuffled", seed=1, group=4), "num_samples": 1}
     return SampleStream([dataset], **{**options, **kwargs})
