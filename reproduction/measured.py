@@ -25,7 +25,7 @@ from benchmarks.common import hardware, spawn
 from benchmarks.dynamic_workload import profile_and_fit
 from megatron_paradyse.data.distributions import DISTRIBUTIONS, draw_lengths
 from megatron_paradyse.simulator.models import MODELS
-from reproduction.names import AS_PUBLISHED, FIXED, MEASURED, PARADYSE
+from reproduction.names import AS_PUBLISHED, MEASURED, PARADYSE
 from reproduction.options import parser
 from reproduction.tables import (
     CASE_STUDY,
@@ -108,19 +108,16 @@ class Run:
         self._arguments, self._scale, self._folder = arguments, scale, folder
 
     def figure2(self) -> None:
-        """Every strategy and ParaDySe over the same documents, sorted and shuffled."""
+        """Every strategy and ParaDySe over the same documents, sorted and shuffled.
+
+        Replaces all rows of its panels: the seconds of one are of one run, and compare.
+        """
         distributions = self._arguments.distributions
         policies = [AS_PUBLISHED] if self._arguments.as_published else [PARADYSE, AS_PUBLISHED]
         task = {"policies": policies, "lengths": self._lengths(distributions)}
         for model in self._arguments.models:
             rows = [{"model": model, **row} for row in self._ranks("figure2", model, task)]
-            in_panels, made = of_panels((model,), distributions), {*FIXED, *policies}
-            self._write(
-                "figure2",
-                FIGURE2,
-                rows,
-                lambda row, of=in_panels, made=made: of(row) and row["policy"] in made,
-            )
+            self._write("figure2", FIGURE2, rows, of_panels((model,), distributions))
 
     def table5(self) -> None:
         """What every part of the framework contributes, on the GPT and GRCh38 as in the paper."""

@@ -58,7 +58,7 @@ def _named(what: str) -> str:
 
 def _measured_header(files: Files) -> str:
     found = files["figure2-measured"] or files["table5-measured"]
-    return f"measured: {found.origin.split(';')[1].strip()}" if found else "measured here"
+    return f"measured: {found.hardware}" if found else "measured here"
 
 
 def _cell(files: Files, form: str, what: str, panel: tuple[str, str], framework: str) -> str:

@@ -1,6 +1,7 @@
-"""The CSV files of results/: a comment that says where the numbers come from, then columns.
+"""The CSV files of results/: comments that say where the numbers come from, then columns.
 
 # source: simulated; hardware; date; versions
+# source from row 225 on: the same of a later run that replaced some rows
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import csv
 import datetime
 import importlib.metadata
+import itertools
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_paradyse.errors import UserError
@@ -35,10 +38,19 @@ TABLE3 = (
 
 @dataclass(frozen=True)
 class Table:
-    """Rows as text; origin: what the comment says after `source:`."""
+    """Rows as text; origins: what the comments say of each row."""
 
-    origin: str
-    rows: list[dict[str, str]] = field(default_factory=list)
+    origins: list[str]
+    rows: list[dict[str, str]]
+
+    @property
+    def origin(self) -> str:
+        """Of all rows: one, unless a later run replaced some."""
+        return " and ".join(dict.fromkeys(self.origins))
+
+    @property
+    def hardware(self) -> str:
+        return " and ".join(dict.fromkeys(one.split(";")[1].strip() for one in self.origins))
 
     def where(self, **values: str) -> list[dict[str, str]]:
         """The rows that have these values."""
@@ -62,15 +74,27 @@ def text(value: object) -> str:
 
 
 def write_table(
-    path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]], *, made: str
+    path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]], *, made: str
 ) -> None:
     """Write rows under a comment, all or nothing; the folder is made."""
+    _write(path, columns, rows, [made] * len(rows) or [made])
+
+
+def _write(
+    path: Path,
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, object]],
+    origins: Sequence[str],
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         whole_file(path) as temporary,
         open(temporary, "w", encoding="utf-8", newline="") as stream,
     ):
-        stream.write(f"# source: {made}\n")
+        stream.write(f"# source: {origins[0]}\n")
+        for number, (before, made) in enumerate(itertools.pairwise(origins), 2):
+            if made != before:
+                stream.write(f"# source from row {number} on: {made}\n")
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows([text(row[name]) for name in columns] for row in rows)
@@ -89,12 +113,16 @@ def update_table(
     made: str,
     replaces: Callable[[Row], bool],
 ) -> None:
-    """Write rows in the place of those for which replaces(row) is true, or at the end."""
-    known = read_table(path)
-    present = known.rows if known else []
-    place = next((i for i, row in enumerate(present) if replaces(row)), len(present))
-    after = [row for row in present[place:] if not replaces(row)]
-    write_table(path, columns, [*present[:place], *rows, *after], made=made)
+    """Write rows in the place of those for which replaces(row) is true, or at the end.
+
+    The others keep their origin.
+    """
+    known = read_table(path) or Table([], [])
+    present = list(zip(known.rows, known.origins, strict=True))
+    place = next((i for i, (row, _) in enumerate(present) if replaces(row)), len(present))
+    after = [(row, kept) for row, kept in present[place:] if not replaces(row)]
+    both = [*present[:place], *((row, made) for row in rows), *after]
+    _write(path, columns, [row for row, _ in both], [kept for _, kept in both] or [made])
 
 
 def read_table(path: Path) -> Table | None:
@@ -102,7 +130,14 @@ def read_table(path: Path) -> Table | None:
     if not path.is_file():
         return None
     with path.open(encoding="utf-8", newline="") as stream:
-        first = stream.readline()
-        if not first.startswith("# source: "):
-            raise UserError(f"{path}: the first line must be '# source: ...', got {first[:40]!r}")
-        return Table(first.removeprefix("# source: ").strip(), list(csv.DictReader(stream)))
+        lines = list(stream)
+    found = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    starts = [re.fullmatch(r"# source(?: from row (\d{1,9}) on)?: (.*)\n", line) for line in found]
+    if not starts or not all(starts) or starts[0][1] is not None:
+        raise UserError(f"{path}: the first line must be '# source: ...', got {lines[:1]!r:.60}")
+    rows = list(csv.DictReader(lines[len(found) :]))
+    origins = [starts[0][2]] * len(rows)
+    for start in starts[1:]:
+        first = int(start[1]) - 1
+        origins[first:] = [start[2]] * len(origins[first:])
+    return Table(origins, rows)

@@ -14,14 +14,22 @@ from megatron_paradyse.costs.cost_file import write_cost_file
 from megatron_paradyse.costs.description import Hardware
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.data.synthesize import synthesize
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.planner import evaluate
-from reproduction import headlines, published, results, table3
+from reproduction import headlines, measured, published, results, table3
 from reproduction.compared import compare, least, most
 from reproduction.costs import HEADS, ModelCosts, published_profile
 from reproduction.curves import curve, curves
 from reproduction.frameworks import FixedRunner, Ran, Runner, aligned, as_published, ours
-from reproduction.names import FIXED, SHUFFLED, SORTED, framework_name
+from reproduction.names import (
+    AS_PUBLISHED,
+    FIXED,
+    PARADYSE,
+    SHUFFLED,
+    SORTED,
+    framework_name,
+)
 from reproduction.table5 import contribution
 from reproduction.tables import FIGURE2, read_table, update_table, write_table
 from tests.costs.synthetic import make_table
@@ -191,8 +199,42 @@ def test_a_run_replaces_its_own_rows_and_keeps_others(tmp_path):
         replaces=lambda row: row["policy"] == "metp",
     )
     found = read_table(path)
-    assert found.origin == "simulated; after"
+    assert found.origins == ["simulated; after", "simulated; before"]
+    assert found.origin == "simulated; after and simulated; before"
     assert {row["policy"]: row["seconds"] for row in found.rows} == {"metp": "", "paradyse": "1"}
+
+
+def test_a_measured_panel_is_of_one_run(tmp_path, monkeypatch):
+    """--as-published measures the single strategies again: older rows of ParaDySe would not
+    compare with them. Panels that were not measured again keep their rows and their origin."""
+    command = ["figure2", "--models", "gpt", "--output", str(tmp_path), "--scale", "tiny"]
+
+    def ranks(run, what, model, task):
+        seconds = 1.0 if PARADYSE in task["policies"] else 2.0
+        rows = [_figure2_row(SORTED, name, 0, 10, seconds) for name in (*FIXED, *task["policies"])]
+        return [{**row, "distribution": d} for d in task["lengths"] for row in rows]
+
+    monkeypatch.setattr(measured.Run, "_ranks", ranks)
+    for date, more in (("monday", []), ("friday", ["--as-published", "--distributions", "grch38"])):
+        monkeypatch.setattr(measured, "origin", lambda *_, date=date: f"measured; here; {date}")
+        monkeypatch.setattr("sys.argv", ["measured", *command, *more])
+        measured.main()
+    found = read_table(tmp_path / "figure2-measured.csv")
+    again, kept = (found.where(distribution=name) for name in ("grch38", "githubcode"))
+    assert {row["policy"] for row in again} == {*FIXED, AS_PUBLISHED}
+    assert {row["policy"] for row in kept} == {*FIXED, PARADYSE, AS_PUBLISHED}
+    assert {row["seconds"] for row in again} == {"2"} and {r["seconds"] for r in kept} == {"1"}
+    for row, made in zip(found.rows, found.origins, strict=True):
+        assert made.endswith("friday" if row["distribution"] == "grch38" else "monday")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "model,policy\n", "# source from row 2 on: x\na\n", "# x\na\n"]
+)
+def test_a_file_that_does_not_say_where_it_comes_from_is_refused(text, tmp_path):
+    (tmp_path / "f.csv").write_text(text)
+    with pytest.raises(UserError, match="the first line must be '# source"):
+        read_table(tmp_path / "f.csv")
 
 
 @pytest.mark.parametrize("name", ["githubcode", "grch38"])
