@@ -13,6 +13,7 @@ import pytest
 from megatron_paradyse.costs.cost_file import write_cost_file
 from megatron_paradyse.costs.description import Hardware
 from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.data.synthesize import synthesize
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import parse_runs
@@ -44,15 +45,21 @@ DOCUMENTS = (700, 3000, 5100, 9000, 30000, 90000, 150000, 160000, 200000, 280000
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory) -> ModelCosts:
     """Invented costs of 3 GB devices; both heads alike."""
-    folder = tmp_path_factory.mktemp("costs")
+    return _write_costs(tmp_path_factory.mktemp("costs"), _table(), "hybrid", "paper")
+
+
+def _table() -> CostTable:
     table = make_table(lengths=LENGTHS, strategies=STRATEGIES)
     hardware = Hardware(name="invented", kind="cuda", memory_bytes=3 * 10**9, num_devices=4)
-    table = dataclasses.replace(
+    return dataclasses.replace(
         table,
         description=dataclasses.replace(table.description, hardware=hardware),
         constants=dataclasses.replace(table.constants, buffer_tokens=0),
     )
-    for kind in ("hybrid", "paper"):
+
+
+def _write_costs(folder: Path, table: CostTable, *kinds: str) -> ModelCosts:
+    for kind in kinds:
         model = fit_table(table, kind)
         for head in HEADS:
             write_cost_file(folder / f"gpt-{head}-{kind}.json", table, model)
@@ -98,12 +105,29 @@ def test_smoothing_makes_plans_depend_on_the_order(costs):
         assert (forward != backward) is differs
 
 
-def test_a_crossover_begins_where_the_range_before_it_ended(costs):
-    rows = headlines.crossover_rows(costs, headlines.find_limits(costs))
-    for before, after in itertools.pairwise(rows):
-        if all(before[key] == after[key] for key in ("head", "memory")):
-            assert before["fastest"] != after["fastest"]
-            assert before["to_tokens"] < after["from_tokens"]
+def test_a_crossover_begins_where_the_range_before_it_ended(costs, tmp_path):
+    """MegatronTS is fastest at every length; here UlyssesZ takes half of its own time beyond 8K."""
+    table = _table()
+    measurements = [
+        dataclasses.replace(
+            one, forward_seconds=one.forward_seconds / 2, backward_seconds=one.backward_seconds / 2
+        )
+        if one.strategy == "ulysses_z" and one.seq_length > 8192
+        else one
+        for one in table.measurements
+    ]
+    table = dataclasses.replace(table, measurements=measurements)
+    found = _write_costs(tmp_path, table, "hybrid")
+    rows = headlines.crossover_rows(found, headlines.find_limits(costs))
+    pairs = [
+        (before, after)
+        for before, after in itertools.pairwise(rows)
+        if (before["head"], before["memory"]) == (after["head"], after["memory"])
+    ]
+    assert len(pairs) >= 4  # two heads, with and without a limit of memory
+    for before, after in pairs:
+        assert before["fastest"] != after["fastest"]
+        assert before["to_tokens"] < after["from_tokens"]
 
 
 def _ran(*seconds: float) -> list[Ran]:
