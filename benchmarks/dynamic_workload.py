@@ -60,7 +60,7 @@ def main() -> None:
     flags = [str(text) for pair in MODEL.items() for text in pair]
     with tempfile.TemporaryDirectory() as folder:
         costs = arguments.costs or profile_and_fit(
-            Path(folder), flags, "128,512" if quick else PROFILED, quick
+            Path(folder), flags, "128,256,512" if quick else PROFILED, quick
         )
         output = Path(folder) / "result.json"
         os.environ["DYNAMIC_WORKLOAD"] = json.dumps({**task, "costs": costs, "output": str(output)})

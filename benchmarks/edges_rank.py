@@ -94,9 +94,7 @@ def _moments(operation) -> dict[str, Counter]:
         meter.reset_peak()
         output, held = operation.forward(x)
         del x
-        forward, meter_kept = meter.at_peak, None
-        meter.settled_bytes()
-        meter_kept = dict(meter.makers)
+        forward, kept = meter.at_peak, dict(meter.makers)
         meter.reset_peak()
         if output.dim() > 0:  # the embedding's: its gradient comes from the first layer
             output.backward(torch.full_like(output, 1e-3))
@@ -104,7 +102,7 @@ def _moments(operation) -> dict[str, Counter]:
             output.backward()
         backward = meter.at_peak
     del held
-    moments = {"forward": forward, "kept": meter_kept, "backward": backward}
+    moments = {"forward": forward, "kept": kept, "backward": backward}
     return {moment: _sum(makers.values()) for moment, makers in moments.items()}
 
 

@@ -25,6 +25,7 @@ from tests.train.synthetic_costs import write_costs
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 RANKS = 4
+LEAST = 40  # iterations: a look at the memory in each quarter
 MODEL = [
     *("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 4, "--seq-length", 64),
     *("--micro-batch-size", 1, "--global-batch-size", 1, "--lr", "1e-3", "--split", "100,0,0"),
@@ -40,10 +41,10 @@ DTYPES = {"float32": ([], 1.0), "bfloat16": (["--bf16"], 0.1)}
 
 def main() -> None:
     arguments = options(__doc__.splitlines()[0]).parse_args()
-    iterations = 40 if arguments.quick else 2000
+    iterations = LEAST if arguments.quick else 2000
     with tempfile.TemporaryDirectory() as name:
         rows = [compare(Path(name), dtype, iterations) for dtype in DTYPES]
-        by_cost = memory_by_cost(Path(name), iterations // 5)
+        by_cost = memory_by_cost(Path(name), max(LEAST, iterations // 5))
     result = {
         "iterations": iterations,
         "difference_max": {row["dtype"]: row["difference_max"] for row in rows},
@@ -60,7 +61,7 @@ def main() -> None:
 def compare(folder: Path, dtype: str, iterations: int) -> dict:
     """Both policies, one after the other."""
     flags, share = DTYPES[dtype]
-    count = max(20, int(iterations * share))
+    count = max(LEAST, int(iterations * share))
     fixed = train(folder / f"{dtype}-fixed", "fixed:megatron_ts", count, flags)
     chosen = train(folder / f"{dtype}-random", "random:7", count, flags)
     ours, theirs = (np.array(run["losses"]) for run in (chosen, fixed))

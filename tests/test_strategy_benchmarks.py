@@ -1,7 +1,8 @@
-"""The benchmarks of strategies and placement run, and print the keys that reports read."""
+"""The benchmarks of strategies, edges and placement run, and print the keys that reports read."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,11 +12,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {
+    "edges": {"rows"},
     "gpu_ring": {"ratio_to_single_call", "relative_difference", "kernel"},
     "placement": {"imbalance_max", "bytes_ratio_max", "padding_max", "solve_cpu_seconds_max"},
     "parity": {"cases", "failures", "max_rel_error_fp32", "max_bf16_error_over_single_process"},
     "strategies": {"rows"},
 }
+MOMENTS = ("forward", "kept", "backward")
 ROW = {"strategy", "p", "s", "seconds", "comm_bytes", "kept_bytes", "forward_bytes"}
 
 
@@ -29,5 +32,10 @@ def test_quick_benchmark_prints_one_json_object_with_its_keys(name):
         assert result["relative_difference"] < 1e-5
     if name == "placement":
         assert result.pop("imbalance_max") <= 1.10 and result.pop("rows")
+    if name == "edges":
+        rows = [row for row in result.pop("rows") if row["maker"] == "all"]
+        found = {(r["way"], r["edge"], r["moment"]): r["bytes_per_token"] for r in rows}
+        for edge, moment in itertools.product(("embedding", "head"), MOMENTS):
+            assert 0 < found["tiles", edge, moment] < found["megatron", edge, moment]
     for row in result.get("rows", ()):
         assert set(row) >= ROW | {"backward_bytes"}
