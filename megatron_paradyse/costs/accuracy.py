@@ -90,11 +90,12 @@ def measure_accuracy(
         else:
             questions = [*_held_out(points, other.get((strategy, operation), ()))]
         largest = {name: max((getattr(m, name) for m in points), default=0.0) for name in REPORTED}
+        window = table.description.window(operation)
         for question in questions:
             if num_timed_lengths(question.fitted) < MIN_LENGTHS:
                 continue
             for model in models:
-                fit = fit_operation(strategy, operation, question.fitted, model, p=p)
+                fit = fit_operation(strategy, operation, question.fitted, model, p=p, window=window)
                 fitted = CostModel(model, [fit], _NO_CONSTANTS)
                 for m in question.asked:
                     answer = fitted.operation(strategy, operation, m.seq_length, m.batch_size)

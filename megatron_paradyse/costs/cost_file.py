@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_paradyse.costs.description import (
+    HALVES_KEY,
     OPTIONAL_KEYS,
     OTHER_LAYERS,
     Description,
@@ -39,6 +40,7 @@ from megatron_paradyse.costs.strict import (
     check_integer,
     check_keys,
     check_number,
+    check_object,
     check_text,
     load_json,
 )
@@ -57,6 +59,7 @@ SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 8 << 20
 MAX_MEASUREMENTS = 20_000
 MAX_VERSIONS = 50
+MAX_OF_HALF = 50  # numbers that tell what one has
 REMEDY = "make it again with megatron-paradyse profile, then fit"
 KEYS = ("schema_version", "description", "constants", "measurements", "model")
 POINT_KEYS = ("strategy", "operation", "seq_length", "batch_size", "status")
@@ -201,26 +204,38 @@ def _read_description(value: Any) -> Description:
     values["hardware"] = Hardware(
         **check_fields(Hardware, values["hardware"], "description.hardware")
     )
-    versions = values["versions"]
-    if not isinstance(versions, dict) or len(versions) > MAX_VERSIONS:
-        raise ContentError(f"description.versions must be an object of at most {MAX_VERSIONS} keys")
+    versions = check_object(values["versions"], "description.versions", max_items=MAX_VERSIONS)
     for key, version in versions.items():
         check_text(key, "a key of description.versions")
         check_text(version, f"description.versions.{key}")
     values[OTHER_LAYERS] = _read_layers(values.get(OTHER_LAYERS, {}))
+    if HALVES_KEY in values:
+        values[HALVES_KEY] = _read_halves(values[HALVES_KEY])
     return Description(**values)
+
+
+def _read_halves(value: Any) -> dict[str, dict[str, int]]:
+    where = f"description.{HALVES_KEY}"
+    halves = check_object(value, where, max_items=MAX_LAYERS)
+    return {
+        name: {
+            key: check_integer(number, f"{where}.{name:.40}.{key:.40}", low=0, high=MAX_SEQ_LENGTH)
+            for key, number in check_object(
+                has, f"{where}.{name:.40}", max_items=MAX_OF_HALF
+            ).items()
+        }
+        for name, has in halves.items()
+    }
 
 
 def _read_layers(value: Any) -> dict[str, tuple[int, ...]]:
     where = f"description.{OTHER_LAYERS}"
-    if not isinstance(value, dict) or len(value) > MAX_LAYERS:
-        raise ContentError(f"{where} must be an object of at most {MAX_LAYERS} keys")
     return {
         name: tuple(
             check_integer(number, f"{where}.{name:.40}", low=1, high=MAX_LAYERS)
             for number in check_array(numbers, f"{where}.{name:.40}", max_items=MAX_LAYERS)
         )
-        for name, numbers in value.items()
+        for name, numbers in check_object(value, where, max_items=MAX_LAYERS).items()
     }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_paradyse import __version__
-from megatron_paradyse.costs.layers import LayerKinds, ranges_text
+from megatron_paradyse.costs.layers import ATTENTION, LayerKinds, half_of, layer_of, ranges_text
 from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 from megatron_paradyse.errors import UserError
 
@@ -20,8 +21,12 @@ DEVICE_KINDS = ("cpu", "cuda")
 SOURCES = ("measured", "stand-in", "simulated")
 # Two devices of one name may differ by what driver and firmware reserve.
 MEMORY_TOLERANCE = 0.02
-OPTIONAL_KEYS = ("head_tile", "num_experts", "attention_dropout", "attention_window")
-OTHER_LAYERS = "other_layers"  # missing where there are none
+OPTIONAL_KEYS = (
+    *("head_tile", "num_experts", "attention_dropout", "hidden_dropout", "attention_window"),
+    "halves",
+)
+HALVES_KEY, OTHER_LAYERS = "halves", "other_layers"  # the second is missing where there are none
+WINDOW = "window"  # of an attention in halves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +65,10 @@ class Description:
     versions: library name -> version.
     date: ISO 8601.
     head_tile: tokens of a tile of the loss head, or "off"; num_experts: 0 of a dense model;
-    attention_dropout: whether there is any; attention_window: "none", or its size and whether all
-        layers have it. Files of earlier versions do not tell these four, which are then None.
+    attention_dropout, hidden_dropout: whether there is any; attention_window: "none", or its size
+        and whether all layers have it; halves: of each kind of attention and MLP (see layers.py)
+        what it has, numbers by name, such as the keys of its window. Files of earlier versions do
+        not tell these, which are then None.
     other_layers: see layers.py; none of a model whose layers are alike.
     """
 
@@ -79,7 +86,9 @@ class Description:
     head_tile: str | None = None
     num_experts: int | None = None
     attention_dropout: bool | None = None
+    hidden_dropout: bool | None = None
     attention_window: str | None = None
+    halves: Mapping[str, Mapping[str, int]] | None = None
     other_layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -97,6 +106,12 @@ class Description:
             if count < 1:
                 raise UserError(f"{name} must be at least 1, got {count!r:.40}")
         LayerKinds(self.model.num_layers, self.other_layers)  # UserError where they contradict
+
+    def window(self, operation: str) -> float:
+        """Keys that a query of its attention sees: an attention's or a whole layer's."""
+        kind = self.layer_kinds.operations(layer_of(operation))
+        attention = operation if half_of(operation) == ATTENTION else kind[0]
+        return (self.halves or {}).get(attention, {}).get(WINDOW, math.inf)
 
     @functools.cached_property
     def layer_kinds(self) -> LayerKinds:
@@ -131,6 +146,8 @@ def differences(of_file: Description, of_run: Description) -> list[str]:
 
     What one of them does not tell is not compared.
     """
+    if None in (of_file.halves, of_run.halves):
+        of_file, of_run = (dataclasses.replace(d, halves=None) for d in (of_file, of_run))
     ours, theirs = _comparable(of_file), _comparable(of_run)
     found = []
     for key in [*ours, *(key for key in theirs if key not in ours)]:
@@ -153,6 +170,9 @@ def _comparable(d: Description) -> dict[str, Any]:
             continue
         if key == OTHER_LAYERS:
             values |= {f"layers with {name}": ranges_text(layers) for name, layers in value.items()}
+        elif key == HALVES_KEY:
+            for name, has in (value or {}).items():
+                values |= {f"{name}.{inner}": number for inner, number in has.items()}
         elif isinstance(value, dict):
             values |= {f"{key}.{inner}": value[inner] for inner in value}
         else:

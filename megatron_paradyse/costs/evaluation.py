@@ -33,6 +33,8 @@ class HybridEvaluation:
         b = self._batch_size = batch_size
         self._laws = _coefficients([fit.law.pieces for fit in fits])
         self._in_tiles = _coefficients([fit.law.in_tiles or fit.law.pieces for fit in fits])
+        windows = np.array([fit.law.window for fit in fits])
+        self._windows = windows if np.isfinite(windows).any() else None
         tiles = {fit.law.tile_tokens for fit in fits if fit.law.in_tiles}
         assert len(tiles) <= 1, "all fits of a model are of the same tiles"
         self._tile_length = min(tiles, default=math.inf) / b
@@ -58,7 +60,7 @@ class HybridEvaluation:
     def __call__(self, seq_length: float) -> Array:
         s, b = float(seq_length), self._batch_size
         c0, c1, c2, c3 = self._in_tiles if s > self._tile_length else self._laws
-        values = (c0 + b * (c1 + s * (c2 + s * c3))).max(axis=0)
+        values = (c0 + b * (c1 + s * (c2 + self._keys(s) * c3))).max(axis=0)
         rows = self._corrected
         if len(rows):
             k = self._steps.index(s)
@@ -72,6 +74,12 @@ class HybridEvaluation:
         table = values.reshape(-1, NUM_QUANTITIES)
         table[:, FORWARD:] -= table[:, KEPT, None]
         return np.maximum(table, 0.0)
+
+    def _keys(self, s: float) -> Array | float:
+        """Of each law, see there."""
+        if self._windows is None:
+            return s
+        return np.where(s <= self._windows, s, self._windows * (2.0 - self._windows / s))
 
 
 def _coefficients(laws: Sequence[tuple[tuple[float, ...], ...]]) -> Array:

@@ -6,6 +6,7 @@ and fits, by quantity:
     hybrid   pieces   up to 3 arrays of 4 numbers >= 0: coefficients of 1, b, s b, s^2 b
              factors  null, or a step table of 0.5 to 1.5
              in_tiles where there is one: pieces for s b > tokens
+             window   where there is one: keys that a query sees
              The fits of workspace are of its peak: forward_peak_bytes, backward_peak_bytes.
     paper    values   a step table
              polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
@@ -20,6 +21,8 @@ edges[k-1] <= s < edges[k].
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -94,7 +97,8 @@ def _fit_values(fit: HybridFit | PaperFit) -> dict[str, Any]:
         values = {"pieces": fit.law.pieces, "factors": factors}
         law = fit.law
         in_tiles = {"tokens": law.tile_tokens, "pieces": law.in_tiles}
-        return values | ({"in_tiles": in_tiles} if law.in_tiles else {})
+        values |= {"in_tiles": in_tiles} if law.in_tiles else {}
+        return values | ({"window": int(law.window)} if math.isfinite(law.window) else {})
     return {"values": _table_values(fit.values), "polynomials": fit.polynomials}
 
 
@@ -184,8 +188,11 @@ def _read_operation(value: Any, where: str, kind: str, measured: Measured) -> Op
 
 
 def _read_hybrid(value: Any, where: str) -> HybridFit:
-    values = check_keys(value, where, ("pieces", "factors"), optional=("in_tiles",))
+    values = check_keys(value, where, ("pieces", "factors"), optional=("in_tiles", "window"))
     law = Law(_read_pieces(values["pieces"], f"{where}.pieces"))
+    if "window" in values:
+        keys = check_integer(values["window"], f"{where}.window", low=1, high=MAX_SEQ_LENGTH)
+        law = dataclasses.replace(law, window=keys)
     if "in_tiles" in values:
         where_tiles = f"{where}.in_tiles"
         tiles = check_keys(values["in_tiles"], where_tiles, ("tokens", "pieces"))
@@ -195,7 +202,7 @@ def _read_hybrid(value: Any, where: str) -> HybridFit:
         pieces = _read_pieces(tiles["pieces"], f"{where_tiles}.pieces")
         if not pieces:
             raise ContentError(f"{where_tiles}.pieces must not be empty")
-        law = Law(law.pieces, pieces, tokens)
+        law = dataclasses.replace(law, in_tiles=pieces, tile_tokens=tokens)
     if values["factors"] is None:
         return HybridFit(law)
     low, high = 1 - MAX_RESIDUAL, 1 + MAX_RESIDUAL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,7 +46,14 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
     if kind not in MODELS:
         raise UserError(f"a model is one of {', '.join(MODELS)}, got {kind!r:.40}")
     fits = [
-        fit_operation(strategy, operation, points, kind, p=table.description.p)
+        fit_operation(
+            strategy,
+            operation,
+            points,
+            kind,
+            p=table.description.p,
+            window=table.description.window(operation),
+        )
         for strategy, operation, points in table.groups()
         if num_timed_lengths(points) >= MIN_LENGTHS
     ]
@@ -82,11 +90,17 @@ def fit_rows(
 
 
 def fit_operation(
-    strategy: str, operation: str, points: Sequence[Measurement], kind: str, *, p: int
+    strategy: str,
+    operation: str,
+    points: Sequence[Measurement],
+    kind: str,
+    *,
+    p: int,
+    window: float = math.inf,
 ) -> OperationFit:
     """Fit the five quantities of one operation to its measurements, seconds to the timed ones.
 
-    p: ranks that share a sequence.
+    p: ranks that share a sequence; window: keys that a query of its attention sees.
     """
 
     def values(name: str, of: str) -> Array:
@@ -106,6 +120,7 @@ def fit_operation(
                 is_time=name in TIME_QUANTITIES,
                 kept=values("kept_bytes", name) if name in BYTE_QUANTITIES[1:] else None,
                 tile_tokens=TILE_ROWS * p,
+                window=window,
             )
             for name in QUANTITIES
         )

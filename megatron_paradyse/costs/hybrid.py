@@ -48,10 +48,13 @@ def fit_hybrid(
     is_time: bool,
     kept: Array | None = None,
     tile_tokens: float = math.inf,
+    window: float = math.inf,
 ) -> HybridFit:
     """Fit y at the points (s, b); kept: y is workspace above it, and the fit is of their sum.
 
     tile_tokens: of a microbatch of which a rank holds one tile: bytes beyond have their own law.
+    window: keys that a query of the attention sees; what computes all scores and hides some is
+    told from what leaves them out by which law is nearer.
 
     Attention is quadratic in s and linear in b, everything else linear in s b: only there are
     pairs of tokens among the terms.
@@ -67,6 +70,7 @@ def fit_hybrid(
             max_pieces=TIME_PIECES if is_time else BYTES_PIECES,
             error_floor=TIME_FLOOR if is_time else BYTES_FLOOR,
             exact=not is_time,
+            windows=(window, math.inf) if is_time and window < math.inf else (math.inf,),
         )
 
     total = y if kept is None else y + kept

@@ -3,9 +3,11 @@
     P(s, b) = max over pieces of  c0 + c1 b + c2 s b + c3 s^2 b        all c >= 0
 
 Tokens s b do the linear work and fill the activations; pairs of tokens s^2 b do the attention; the
-rest (weights, launches, latency) does not depend on s. A peak is the largest of several moments,
-each of which is such a sum, and so is a time of which one part hides another: hence the maximum.
-With non-negative coefficients a law never falls with s or b and extrapolates without surprises.
+rest (weights, launches, latency) does not depend on s. Where a query sees a window of w keys, pairs
+beyond w tokens are s^2 - (s - w)^2: no sum of the other terms grows ever less steeply. A peak is
+the largest of several moments, each of which is such a sum, and so is a time of which one part
+hides another: hence the maximum. With non-negative coefficients a law never falls with s or b and
+extrapolates without surprises.
 
 Some of it goes in tiles of the sequence when tokens are more than a tile's, which is known
 (strategies/sizes.py): where no law comes near all exact numbers, those beyond have their own.
@@ -39,17 +41,24 @@ NEAR = 0.02
 class Law:
     """pieces: coefficients of 1, b, s b, s^2 b; the law is the largest piece, or 0.
 
-    in_tiles: those for s b > tile_tokens; empty: there is none but pieces.
+    in_tiles: those for s b > tile_tokens; empty: there is none but pieces. window: the keys that a
+    query sees, itself included.
     """
 
     pieces: tuple[tuple[float, ...], ...]
     in_tiles: tuple[tuple[float, ...], ...] = ()
     tile_tokens: float = math.inf
+    window: float = math.inf
 
     def __call__(self, seq_length: float, batch_size: float) -> float:
         s, b = seq_length, batch_size
-        pieces = self._pieces(s * b)
-        return max((c0 + b * (c1 + s * (c2 + s * c3)) for c0, c1, c2, c3 in pieces), default=0)
+        pieces, keys = self._pieces(s * b), self.keys(s)
+        return max((c0 + b * (c1 + s * (c2 + keys * c3)) for c0, c1, c2, c3 in pieces), default=0)
+
+    def keys(self, seq_length: float) -> float:
+        """That are counted for a query: s, or less where the window is shorter."""
+        s = seq_length
+        return s if s <= self.window else self.window * (2.0 - self.window / s)
 
     def at(self, seq_length: float, *, pairs: float) -> float:
         """For b = 1 and so many pairs of tokens in place of s^2."""
@@ -67,9 +76,10 @@ class _Piece:
     num_terms: int
 
 
-def terms(s: Array, b: Array) -> Array:
+def terms(s: Array, b: Array, window: float = math.inf) -> Array:
     """[..., 4]: what the coefficients of a law multiply."""
-    return np.stack(np.broadcast_arrays(np.ones_like(s), b, s * b, s * s * b), axis=-1)
+    pairs = s * s - np.maximum(s - window, 0.0) ** 2
+    return np.stack(np.broadcast_arrays(np.ones_like(s), b, s * b, pairs * b), axis=-1)
 
 
 def scale_of(y: Array) -> Array:
@@ -87,6 +97,7 @@ def fit_law(
     max_pieces: int,
     error_floor: float,
     exact: bool,
+    windows: Sequence[float] = (math.inf,),
 ) -> Law:
     """The law of y >= 0 (of y + above, if given) at the points (s, b) with the least AIC.
 
@@ -95,20 +106,40 @@ def fit_law(
     count as equal. exact: y is counted, not timed. Then AIC needs no correction for few points,
     and pairs are tried only where no law without them comes near: an exact number has no noise
     that could hide a square, and a square that is not there ruins what lies beyond the range.
+    windows: one of these; a tie goes to the first.
     """
     total = y if above is None else y + above
     if not np.any(total > 0):
         return Law(())
     order = np.argsort(s * b, kind="stable")
     scale = scale_of(y)[order]
-    design = terms(s, b)[order] / scale[:, None]
     target = total[order] / scale
+    best, best_score = Law(()), math.inf
+    for window in windows:
+        design = terms(s, b, window)[order] / scale[:, None]
+        found, score = _fit_pieces(design, target, b, quadratic, max_pieces, error_floor, exact)
+        if score < best_score - 1e-9:
+            best, best_score = Law(found, window=window), score
+    return best
+
+
+def _fit_pieces(
+    design: Array,
+    target: Array,
+    b: Array,
+    quadratic: bool,
+    max_pieces: int,
+    error_floor: float,
+    exact: bool,
+) -> tuple[tuple[tuple[float, ...], ...], float]:
+    """The pieces with the least AIC, and that."""
     linear = [CONSTANT, TOKENS] + ([BATCH] if len(np.unique(b)) > 1 else [])
     choices = [[*linear, PAIRS]] if quadratic else [linear]
     if exact and quadratic:
         choices = [linear, [*linear, PAIRS]]
     for candidates in choices:
-        best, best_score, best_error = Law(()), math.inf, math.inf
+        best: tuple[tuple[float, ...], ...] = ()
+        best_score = best_error = math.inf
         for pieces in _piecewise(design, target, candidates, max_pieces, error_floor):
             residual = np.max([design @ piece.coefficients for piece in pieces], axis=0) - target
             size = sum(piece.num_terms for piece in pieces) + len(pieces) - 1
@@ -118,12 +149,12 @@ def fit_law(
                 score += 2 * size * (size + 1) / max(len(residual) - size - 1, 0.5)
             # A tie goes to the first, which has the fewest pieces.
             if score < best_score - 1e-9:
-                best = Law(tuple(tuple(piece.coefficients.tolist()) for piece in pieces))
+                best = tuple(tuple(piece.coefficients.tolist()) for piece in pieces)
                 best_score = score
                 best_error = math.sqrt(float(residual @ residual) / len(residual))
         if best_error < NEAR:
             break
-    return best
+    return best, best_score
 
 
 def _piecewise(

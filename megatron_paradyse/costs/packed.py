@@ -75,7 +75,7 @@ def one_document(strategy: str, load: Load, *, causal: bool) -> tuple[float, ...
 def share_of_scores(fit: HybridFit, seq_length: int) -> float:
     """The part of a fitted time of one document, b = 1, that its law gives to pairs of tokens."""
     s = float(seq_length)
-    powers = (1.0, 1.0, s, s * s)
+    powers = (1.0, 1.0, s, s * fit.law.keys(s))
     parts = [[c * x for c, x in zip(p, powers, strict=True)] for p in fit.law.pieces]
     piece = max(parts, key=sum, default=None)
     return piece[PAIRS] / sum(piece) if piece and sum(piece) > 0 else 0.0

@@ -105,6 +105,12 @@ def check_numbers(
     return tuple([check_number(item, where, low=low, high=high) for item in items])
 
 
+def check_object(value: Any, where: str, *, max_items: int) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) > max_items:
+        raise ContentError(f"{where} must be an object of at most {max_items:,} keys")
+    return value
+
+
 def check_fields(
     cls: type, value: Any, where: str, *, optional: tuple[str, ...] = ()
 ) -> dict[str, Any]:

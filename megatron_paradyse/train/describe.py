@@ -13,6 +13,7 @@ import torch
 from megatron.training import get_args
 
 from megatron_paradyse.costs.description import (
+    HALVES_KEY,
     OTHER_LAYERS,
     Description,
     Hardware,
@@ -47,7 +48,8 @@ def told_options(model: ModelShape) -> dict[str, Any]:
     """What else costs depend on, of the parsed arguments: OPTIONAL_KEYS and OTHER_LAYERS."""
     args = get_args()
     window = args.window_size
-    layers = "some" if args.window_attn_skip_freq else "all"
+    which = "some" if args.window_attn_skip_freq else "all"
+    layers = ModelLayers.of_arguments(args, model.num_layers)
     return {
         "head_tile": tile_text(
             args.paradyse_settings.head_tile,
@@ -57,8 +59,10 @@ def told_options(model: ModelShape) -> dict[str, Any]:
         ),
         "num_experts": args.num_experts or 0,
         "attention_dropout": args.attention_dropout > 0,
-        "attention_window": "none" if window is None else f"{tuple(window)} of {layers} layers",
-        OTHER_LAYERS: ModelLayers.of_arguments(args, model.num_layers).kinds().others,
+        "hidden_dropout": args.hidden_dropout > 0,
+        "attention_window": "none" if window is None else f"{tuple(window)} of {which} layers",
+        HALVES_KEY: layers.halves(args),
+        OTHER_LAYERS: layers.kinds().others,
     }
 
 

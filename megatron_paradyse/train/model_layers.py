@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.layers import LayerKinds, kinds_of
+from megatron_paradyse.costs.description import WINDOW
+from megatron_paradyse.costs.layers import ATTENTION, MLP, LayerKinds, half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
 
 EXPERTS, WINDOWS, UNROTATED = "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"
@@ -53,6 +54,34 @@ class ModelLayers:
         rows = {name: self.patterns.get(name, (0,) * len(self.numbers)) for name in OF_ATTENTION}
         mlp = self.patterns.get(EXPERTS, (0,) * len(self.numbers))
         return kinds_of(list(zip(*rows.values(), strict=True)), mlp)
+
+    def halves(self, args: argparse.Namespace) -> dict[str, dict[str, int]]:
+        """What each kind of attention and MLP has, by its name: see Description."""
+        tell = {ATTENTION: self._attention, MLP: self._mlp}
+        return {
+            name: tell[half_of(name)](args, layer_of(name) - 1) for name in self.kinds().halves()
+        }
+
+    def _attention(self, args: argparse.Namespace, place: int) -> dict[str, int]:
+        found = {"qk_norm": int(args.qk_layernorm)}
+        if args.position_embedding_type == "rope":
+            found["rotated"] = 1 - self._has(UNROTATED, place, default=0)
+        if args.window_size and self._has(WINDOWS, place, default=1) and args.window_size[0] >= 0:
+            found[WINDOW] = args.window_size[0] + 1  # the query's own token is seen too
+        return found
+
+    def _mlp(self, args: argparse.Namespace, place: int) -> dict[str, int]:
+        if not (args.num_experts and self._has(EXPERTS, place, default=1)):
+            return {"experts": 0}
+        return {
+            "experts": args.num_experts,
+            "experts_per_token": args.moe_router_topk,
+            "expert_ffn_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
+            "shared_expert_ffn_size": args.moe_shared_expert_intermediate_size or 0,
+        }
+
+    def _has(self, name: str, place: int, *, default: int) -> int:
+        return self.patterns[name][place] if name in self.patterns else default
 
     def put_into(self, args: argparse.Namespace) -> None:
         """Let the arguments describe these layers alone."""

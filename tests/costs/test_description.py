@@ -50,17 +50,20 @@ TOLD = {
     "head_tile": ("4096", "off"),
     "num_experts": (0, 8),
     "attention_dropout": (False, True),
+    "hidden_dropout": (False, True),
     "attention_window": ("none", "(1024, 0) of all layers"),
+    "halves": ({"attention": {"window": 4096}}, {"attention": {"window": 128}}),
 }
 
 
 @pytest.mark.parametrize("key", OPTIONAL_KEYS)
 def test_what_one_description_does_not_tell_is_not_compared(key, tmp_path):
-    """Files of earlier versions tell neither head tile, nor experts, dropout, window."""
+    """Files of earlier versions tell neither head tile, nor experts, dropout, window, halves."""
+    said = "attention.window" if key == "halves" else key
     ours, theirs = (changed(**{key: value}) for value in TOLD[key])
     assert check_compatible(MEASURED, ours) == check_compatible(ours, MEASURED) == []
     assert check_compatible(ours, ours) == []
-    with pytest.raises(UserError, match=f"{key}: .* in the file, .* in the run"):
+    with pytest.raises(UserError, match=f"{said}: .* in the file, .* in the run"):
         check_compatible(ours, theirs)
     for description in (MEASURED, ours, theirs):
         path = tmp_path / "costs.json"
@@ -73,7 +76,8 @@ def test_what_one_description_does_not_tell_is_not_compared(key, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("head_tile", "auto"), ("head_tile", "0"), ("head_tile", 3), ("num_experts", "8"),
-     ("attention_dropout", 0.1), ("attention_window", None)],
+     ("attention_dropout", 0.1), ("attention_window", None), ("halves", []),
+     ("halves", {"mlp": 1}), ("halves", {"mlp": {"experts": -1}})],
 )  # fmt: skip
 def test_a_description_that_tells_nonsense_is_refused(key, value, tmp_path):
     path = tmp_path / "costs.json"

@@ -307,6 +307,72 @@ def test_the_vectorised_evaluation_is_to_the_bit_the_one_that_is_described(noisy
                 assert [getattr(costs, name) for name in QUANTITIES] == expected
 
 
+WINDOW = 4096
+WINDOWED = {"attention@2": {"window": WINDOW}, "attention": {}, "mlp": {"experts": 0}}
+
+
+def seen(s, window=WINDOW):
+    """Pairs of tokens, of which a window leaves s w out but for its first tokens."""
+    return s * s - max(s - window, 0) ** 2
+
+
+@pytest.mark.parametrize("longest", [8192, 131072])
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_attention_with_a_window_grows_with_the_tokens_beyond_it(longest, noise):
+    """The same where whole layers are timed; the layers without a window stay quadratic."""
+    kinds = {"attention@2": (2, 3), "layer@2": None, "attention": None, "layer": None}
+    lengths = [round(x) for x in np.geomspace(128, longest, 8)]
+    rng = np.random.default_rng(3)
+
+    def seconds(s, windowed):
+        return 2e-4 + 2e-7 * s + 1e-10 * (seen(s) if windowed else s * s)
+
+    points = [
+        replace(
+            measure("ulysses_z", operation, s, 1),
+            forward_seconds=seconds(s, "@" in operation) * np.exp(noise * rng.standard_normal()),
+        )
+        for operation in kinds
+        for s in lengths
+    ]
+    described = replace(DESCRIPTION, other_layers={"attention@2": (2, 3)}, halves=WINDOWED)
+    model = fit_table(CostTable(described, tuple(points), CONSTANTS))
+    for operation in kinds:
+        for times in (2, 4, 16):
+            told = model.predict("ulysses_z", operation, "forward_seconds", longest * times)
+            is_near = pytest.approx(seconds(longest * times, "@" in operation), rel=0.1)
+            assert told == is_near, (operation, times)
+
+
+def test_work_that_a_window_only_hides_stays_quadratic():
+    s = np.geomspace(128, 32768, 8)
+    law = fit_hybrid(
+        s, np.ones(8), 2e-4 + 1e-10 * s * s, operation="attention", is_time=True, window=WINDOW
+    ).law
+    assert law(131072, 1) == pytest.approx(2e-4 + 1e-10 * 131072**2, rel=1e-3)
+
+
+def test_a_law_with_a_window_is_read_and_evaluated_as_it_was_fitted(tmp_path):
+    s = np.geomspace(128, 32768, 8)
+    points = [
+        replace(measure("metp", name, int(x), 1), backward_seconds=1e-10 * seen(int(x)))
+        for name in ("attention@2", "mlp")
+        for x in s
+    ]
+    described = replace(DESCRIPTION, other_layers={"attention@2": (2, 3)}, halves=WINDOWED)
+    table = CostTable(described, tuple(points), CONSTANTS)
+    model, path = fit_table(table), tmp_path / "costs.json"
+    write_cost_file(path, table, model)
+    read = read_cost_file(path)
+    assert read.table.description == described and read.require_model().fits == model.fits
+    (fit,) = [one for one in model.fits if one.operation == "attention@2"]
+    backward = fit.fits[QUANTITIES.index("backward_seconds")]
+    assert backward.law.window == WINDOW
+    for length in (100, WINDOW, 5000, 32768, 50000, 1 << 20):
+        expected = hybrid_value(backward, length, 3, fit.max_length)
+        assert model.operation("metp", "attention@2", length, 3).backward_seconds == expected
+
+
 def test_noise_and_a_second_piece_do_not_spoil_a_law():
     s = np.geomspace(128, 32768, 9)
     y = np.maximum(3e-3, 2e-6 * s + 1e-10 * s * s)  # launches hide the work of short sequences

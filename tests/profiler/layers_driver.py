@@ -26,11 +26,12 @@ def main() -> None:
     from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
 
     layers = ModelLayers.of_arguments(args, args.num_layers)
-    kinds = layers.kinds()
+    kinds, halves = layers.kinds(), layers.halves(args)
     meter = make_meter()
     model, constants = profiled.build_and_measure(args.num_layers, meter, longest_tokens=length)
     found = {
         "others": {name: list(numbers) for name, numbers in kinds.others.items()},
+        "halves": halves,
         "profiled": [_what(model.layer_of(name)) for name in kinds.measured()],
         "static_bytes": constants.static_bytes - waiting_gradient_bytes(model.chunks[0]),
         "optimizer_bytes": constants.optimizer_bytes,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from megatron_paradyse.costs.layers import kinds_of
+from megatron_paradyse.costs.description import differences
+from megatron_paradyse.costs.layers import half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.model_layers import ModelLayers
+from tests.costs.synthetic import DESCRIPTION
 from tests.profiler.test_profile import MODEL, RANKS, run_profile
 from tests.train.harness import run_forked
 
@@ -59,6 +62,13 @@ def test_layers_are_told_apart_as_megatron_builds_them(flags, others, tmp_path):
     assert {name: list(numbers) for name, numbers in kinds.others.items()} == others
     numbers = [int(name.partition("@")[2] or 1) for name in kinds.measured()]
     assert [tuple(what) for what in found["profiled"]] == [built[n - 1] for n in numbers]
+    for name, has in found["halves"].items():
+        mlp, window, unrotated = built[layer_of(name) - 1]
+        if half_of(name) == "mlp":
+            assert has["experts"] == (4 if mlp == "MoELayer" else 0)
+        else:
+            assert (has.get("window"), has.get("rotated", 1)) == (window, 1 - unrotated)
+    assert list(found["halves"]) == ["attention", "mlp", *others]
     assert found["static_bytes"] == pytest.approx(found["whole_bytes"], rel=1e-3)
     for plan, predicted, measured in found.get("peaks", []):
         assert predicted == pytest.approx(measured, rel=0.005), plan
@@ -72,6 +82,30 @@ def test_a_list_of_fewer_layers_is_refused(name):
     assert ModelLayers.of_arguments(args, 2).patterns == {name: (0, 1)}
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} tells of 2 layers, and there"):
         ModelLayers.of_arguments(args, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("moe_layer_freq", "mlp.experts: 4 in the file, 0 in the run"),
+        ("window_attn_skip_freq", "attention.window: 32 in the file, none in the run"),
+        ("no_rope_freq", "attention.rotated: 0 in the file, 1 in the run"),
+    ],
+)
+def test_a_model_of_the_inverse_pattern_is_another_model(name, told):
+    """Which layers are unlike the first is then the same; what the first has is not."""
+    given = {"num_experts": 4, "moe_layer_freq": 1, "window_size": (31, 0), "qk_layernorm": False}
+    given |= {"window_attn_skip_freq": None, "no_rope_freq": None, "moe_ffn_hidden_size": 64}
+    given |= {"moe_router_topk": 2, "moe_shared_expert_intermediate_size": None}
+    given |= {"position_embedding_type": "rope"}
+    described = []
+    for pattern in ([1, 0, 0, 0], [0, 1, 1, 1]):
+        args = argparse.Namespace(**given | {name: pattern})
+        layers = ModelLayers.of_arguments(args, 4)
+        told_of = {"halves": layers.halves(args), "other_layers": layers.kinds().others}
+        described.append(dataclasses.replace(DESCRIPTION, **told_of))
+    assert described[0].other_layers == described[1].other_layers
+    assert told in differences(*described)
 
 
 def test_a_profile_measures_the_halves_of_each_kind(tmp_path):
