@@ -66,7 +66,7 @@ def checkout(expected: str) -> list[Check]:
     path = os.environ.get("MEGATRON_LM_PATH")
     if not path:
         return []
-    name, remedy = "MEGATRON_LM_PATH", "git -C $MEGATRON_LM_PATH checkout core_v0.19.0"
+    name, remedy = "MEGATRON_LM_PATH", "git -C $MEGATRON_LM_PATH checkout core_v0.19.2"
     cost = "its pretrain_gpt.py cannot be used; megatron_paradyse.pretrain_gpt can"
     if not Path(path, "pretrain_gpt.py").is_file():
         remedy = "export MEGATRON_LM_PATH=/path/to/Megatron-LM"

@@ -115,7 +115,7 @@ class Search:
             )
         if self._settings.profile:
             self._say(
-                "no --paradyse-cost-model: measuring this model on this machine, at most a minute "
+                "no --paradyse-cost-model: measuring this model on this machine, about a minute "
                 "(--paradyse-no-profile: do without)"
             )
             return "profile"
