@@ -13,7 +13,7 @@ from megatron_paradyse.machine import free_bytes
 from megatron_paradyse.planner.from_file import RESERVE_SHARE, UNLIMITED
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.memory_record import files_to_read, grid
-from megatron_paradyse.units import parse_bytes
+from megatron_paradyse.units import bytes_text, parse_bytes
 
 HOST_SHARE = 0.8  # of free host memory: data, checkpoints and the system take the rest
 TAUGHT_MARGIN = 0.02  # what a plan that ran out of memory is believed to have lacked
@@ -64,7 +64,7 @@ def _taught(trace: Path | None) -> list[int]:
     path = min(found, key=lambda path: min(found[path]))
     print_rank_0(
         f"> paradyse: {path} tells of {len(found[path])} plans that ran out of memory: the budget "
-        f"is at most {min(found[path]) / 2**30:.2f} GiB, until that file is removed"
+        f"is at most {bytes_text(min(found[path]))}, until that file is removed"
     )
     return found[path]
 

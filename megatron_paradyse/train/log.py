@@ -23,6 +23,7 @@ from megatron_paradyse.train.memory_record import keep_beside_checkpoints
 from megatron_paradyse.train.summary import Summary
 from megatron_paradyse.train.telemetry import Microbatch, Telemetry
 from megatron_paradyse.train.trace import Trace, out_of_memory_record
+from megatron_paradyse.units import bytes_text
 
 MOST_PLANS = 2  # on a line
 
@@ -145,7 +146,7 @@ class IterationLog:
             return UserError(f"out of memory between microbatches: {reason}: use more ranks")
         planned, predicted = microbatch.planned, ""
         if planned.peak_bytes is not None:
-            predicted = f", predicted peak {planned.peak_bytes / 2**30:.3f} GiB"
+            predicted = f", predicted peak {bytes_text(planned.peak_bytes)}"
         alive = self._telemetry.live_peak_bytes()
         record = out_of_memory_record(microbatch, margin=self._margin, alive=alive)
         kept = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,8 +128,12 @@ def test_harness_runs_every_case_though_one_raises():
     assert "on rank 0:" in found["bad"] and "RuntimeError: it broke" in found["bad"]
 
 
+def _sleep(group, seconds):
+    time.sleep(seconds)
+
+
 def test_harness_says_of_every_case_that_ranks_did_not_finish():
-    found = run_every_case(2, _fail_if_told, {"one": "", "two": ""}, timeout_seconds=0)
+    found = run_every_case(2, _sleep, {"one": 60, "two": 60}, timeout_seconds=0.1)
     assert set(found) == {"one", "two"} and "did not finish" in found["two"]
 
 
@@ -140,7 +146,6 @@ def _begun(group, step):
     x = torch.zeros(2 * group.size())
     collectives.all_gather(x, group)
     collectives.swap_halves(x, group)
-    collectives.ring_exchange(x, group)
     dist.all_reduce(x, group=group)  # as Megatron does
     if step and group.rank() == group.size() - 1:
         works.extend(transport.all_gather(torch.empty(len(x) * group.size()), x, group))
@@ -153,6 +158,6 @@ works: list = []
 @pytest.mark.parametrize("p", [2, 3])
 def test_ranks_that_are_at_the_same_place_have_begun_as_many_communications(p):
     found = run_ranks(p, _begun, {"together": 0, "apart": 1}, timeout_seconds=60)
-    together = 4 if p == 2 else 3
+    together = 3 if p == 2 else 2
     assert found["together"] == [together] * p
     assert found["apart"] == [together] * (p - 1) + [together + 1]
