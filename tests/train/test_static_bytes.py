@@ -17,7 +17,6 @@ WIDE = ["--hidden-size", 128, "--num-layers", 4]
 GRIDS = {
     "replicas that share the optimizer's states": [*TP2, *SHARED, "--bf16"],
     "stages of replicas that share": [*PP2, *SHARED, "--bf16"],
-    "stages of tied embeddings": [*TP2, *PP2, "--bf16"],
     "interleaved stages, momentum": [
         *(*TP2, *PP2, "--num-layers-per-virtual-pipeline-stage", 1, *LLAMA, "--optimizer", "sgd"),
     ],
