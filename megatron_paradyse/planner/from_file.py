@@ -271,7 +271,8 @@ class FilePolicies:
         What an optimizer's step needs besides is taken to grow with the stage's static bytes.
         """
         optimizer_bytes = self.costs.file.table.constants.optimizer_bytes
-        share = stage.static_bytes / self._profiled_bytes if self._profiled_bytes else 0.0
+        profiled = self._profiled_bytes
+        share = stage.static_bytes / profiled if profiled else 0.0
         always = stage.static_bytes + optimizer_bytes * share
         if always > stage.budget_bytes:
             raise UserError(
