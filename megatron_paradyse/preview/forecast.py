@@ -186,7 +186,7 @@ def _best_without(policy: CostPolicy, problem: Problem, chosen: Outcome) -> Riva
     found = []
     for half, name in sorted(used):
 
-        def drop(of, choice, half=half, name=name) -> bool:
+        def drop(_, of, choice, half=half, name=name) -> bool:
             return choice.name == name and (together or of == half)
 
         try:

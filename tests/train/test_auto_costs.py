@@ -46,7 +46,9 @@ def test_no_argument_that_costs_depend_on_is_left_out_of_their_name(names):
     assert {name for name in shaping if auto_costs.WITHOUT_EFFECT.fullmatch(name)} == DROPPED
 
 
-@pytest.mark.parametrize("name", ["tokenizer_type", "tokenizer_model", "vocab_file", "metadata_path"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer_type", "tokenizer_model", "vocab_file", "metadata_path"]
+)
 def test_a_tokenizer_has_costs_of_its_own(name, names):
     """Its vocabulary is known later: kept costs of another one were found and then refused."""
     assert name in names and not auto_costs.WITHOUT_EFFECT.fullmatch(name)
