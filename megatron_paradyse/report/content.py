@@ -50,8 +50,8 @@ class Content:
 
     @cached_property
     def layer_shares(self) -> dict[str, float]:
-        total = max(sum(t.summary.microbatches for t in self.traces), 1)
-        return self._joined(lambda s: s.layer_shares, lambda s: s.microbatches / total)
+        total = max(sum(t.summary.layers for t in self.traces), 1)
+        return self._joined(lambda s: s.layer_shares, lambda s: s.layers / total)
 
     @cached_property
     def time_shares(self) -> dict[str, float]:
