@@ -19,6 +19,7 @@ MASKS = (CAUSAL, "bidirectional")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by dtype
 DEVICE_KINDS = ("cpu", "cuda")
 SOURCES = ("measured", "stand-in", "simulated")
+MAX_RANKS = 1 << 20
 # Two devices of one name may differ by what driver and firmware reserve.
 MEMORY_TOLERANCE = 0.02
 OPTIONAL_KEYS = (
@@ -105,6 +106,8 @@ class Description:
         for name, count in _counts(self):
             if count < 1:
                 raise UserError(f"{name} must be at least 1, got {count!r:.40}")
+        if self.p > MAX_RANKS:
+            raise UserError(f"p must be at most {MAX_RANKS:,}, got {self.p!r:.40}")
         LayerKinds(self.model.num_layers, self.other_layers)  # UserError where they contradict
 
     def window(self, operation: str) -> float:

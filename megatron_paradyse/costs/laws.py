@@ -33,6 +33,8 @@ CONSTANT, BATCH, TOKENS, PAIRS = range(NUM_TERMS)
 MAX_PIECES = 3
 # Below this share of a quantity's largest value, errors are relative to it instead.
 SMALLEST = 1e-3
+# Seconds and bytes below it count as it: pairs of the longest sequences over it are still finite.
+NOTHING = 1e-30
 # A law of exact numbers comes near when its root mean square error is below this.
 NEAR = 0.02
 
@@ -84,7 +86,7 @@ def terms(s: Array, b: Array, window: float = math.inf) -> Array:
 
 def scale_of(y: Array) -> Array:
     """What errors of y are relative to: y, where it is not nearly nothing."""
-    return np.maximum(y, SMALLEST * max(float(y.max(initial=0.0)), np.finfo(float).tiny * 1e6))
+    return np.maximum(y, max(SMALLEST * float(y.max(initial=0.0)), NOTHING))
 
 
 def fit_law(

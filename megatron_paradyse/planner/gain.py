@@ -5,8 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_paradyse.plan import Plan
-from megatron_paradyse.planner.problem import Choice, Outcome, Planner, Problem, problem_less
+from megatron_paradyse.planner.problem import (
+    Choice,
+    LayerOptions,
+    Outcome,
+    Planner,
+    Problem,
+    problem_less,
+)
 from megatron_paradyse.strategies import base_name
+
+Bases = dict[str, set[str]]  # half -> its strategies, without suffix
 
 MEASURED_GAIN = 0.05  # below which measured costs do not tell plans apart
 
@@ -25,9 +34,9 @@ class GainPlanner:
     """A planner whose plans name several strategies only for a gain.
 
     A plan of a single strategy (with its variants +recompute and +offload, where those are offered)
-    is preferred if it fits and the planner's own does not take less by more than this share of its
-    time. Among many plans that of least predicted time is likely to be one whose costs were
-    measured too low.
+    wherever a layer's half has a choice of several is preferred if it fits and the planner's own
+    does not take less by more than this share of its time. Among many plans that of least predicted
+    time is likely to be one whose costs were measured too low.
     """
 
     def __init__(self, planner: Planner, *, gain: float):
@@ -39,8 +48,9 @@ class GainPlanner:
         best = self._planner.plan(problem)
         if not best.fits:
             return best
-        fixed = _fixed_halves(problem)
-        single = [self._single(problem, base, best, fixed) for base in _bases(problem, fixed)]
+        bases = _bases(problem)
+        names = sorted({name for halves in bases.values() for of in halves.values() for name in of})
+        single = [self._single(problem, base, best, bases) for base in names]
         fastest = min(
             (outcome for outcome in single if outcome is not None),
             key=lambda outcome: outcome.seconds,
@@ -49,12 +59,14 @@ class GainPlanner:
         return dataclasses.replace(fastest, bound_seconds=best.bound_seconds)
 
     def _single(
-        self, problem: Problem, base: str, best: Outcome, fixed: set[str]
+        self, problem: Problem, base: str, best: Outcome, bases: dict[int, Bases]
     ) -> Outcome | None:
         """The plan of one strategy, where it fits and mixing gains too little over it."""
-        less = problem_less(
-            problem, lambda half, choice: half not in fixed and base_name(choice.name) != base
-        )
+
+        def drop(options: LayerOptions, half: str, choice: Choice) -> bool:
+            return half in bases[id(options)] and base_name(choice.name) != base
+
+        less = problem_less(problem, drop)
         if less is None or self._gains(best, _least_seconds(less)):
             return None
         outcome = self._planner.plan(less)
@@ -67,33 +79,26 @@ class GainPlanner:
 
 def is_single(problem: Problem, plan: Plan) -> bool:
     """Whether a plan runs one strategy, with its variants, wherever there is a choice."""
-    halves = {"attention", "mlp"} - _fixed_halves(problem)
-    names = (getattr(choice, half) for choice in plan.layers.values() for half in halves)
+    bases = _bases(problem)
+    names = (
+        getattr(choice, half)
+        for number, choice in plan.layers.items()
+        for half in bases[id(problem.layers[number])]
+    )
     return len(set(map(base_name, names))) <= 1
 
 
-def _bases(problem: Problem, fixed: set[str]) -> list[str]:
-    """The strategies, without suffix, of every half that has a choice; sorted."""
-    return sorted(
-        {
-            base_name(choice.name)
-            for options in problem.layers.values()
-            for half, choices in _halves(options)
-            if half not in fixed
-            for choice in choices
-        }
-    )
+def _bases(problem: Problem) -> dict[int, Bases]:
+    """Of the options of layers, by their id, the halves that have a choice of strategies.
 
-
-def _fixed_halves(problem: Problem) -> set[str]:
-    """The operations of which no layer has a choice, as a mixture of experts' MLP."""
-    chosen = {
-        half
-        for options in problem.layers.values()
-        for half, choices in _halves(options)
-        if len(choices) > 1
-    }
-    return {"attention", "mlp"} - chosen
+    A mixture of experts' MLP may have none, nor has a layer for which the settings name one.
+    """
+    found: dict[int, Bases] = {}
+    for options in problem.layers.values():
+        if id(options) not in found:
+            halves = {half: {base_name(c.name) for c in of} for half, of in _halves(options)}
+            found[id(options)] = {half: names for half, names in halves.items() if len(names) > 1}
+    return found
 
 
 def _halves(options) -> tuple[tuple[str, tuple[Choice, ...]], ...]:

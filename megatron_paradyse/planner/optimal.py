@@ -56,7 +56,7 @@ def by_gathering(problem: Problem) -> list[Problem]:
     first, any other by the second.
     """
     alike = replace(problem, gather_bytes=0)
-    without = problem_less(alike, lambda _, choice: choice.gathers)
+    without = problem_less(alike, lambda _options, _half, choice: choice.gathers)
     if without is alike:
         return [alike]
     whole = replace(alike, base_bytes=problem.base_bytes + problem.gather_bytes)

@@ -135,8 +135,8 @@ class Outcome:
         return self.exceeds_bytes == 0
 
 
-# of "attention" or "mlp", a choice: whether it is taken away
-Drop = Callable[[str, Choice], bool]
+# of a layer's options, "attention" or "mlp", a choice: whether it is taken away
+Drop = Callable[[LayerOptions, str, Choice], bool]
 
 
 def problem_less(problem: Problem, drop: Drop) -> Problem | None:
@@ -156,12 +156,13 @@ def problem_less(problem: Problem, drop: Drop) -> Problem | None:
 
 def _less(options: LayerOptions, drop: Drop, granularity: str) -> LayerOptions | None:
     halves = {"attention": options.attention, "mlp": options.mlp}
-    if not any(drop(half, choice) for half, choices in halves.items() for choice in choices):
-        return options
-    attention, mlp = (
-        tuple(choice for choice in choices if not drop(half, choice))
+    left = {
+        half: tuple(choice for choice in choices if not drop(options, half, choice))
         for half, choices in halves.items()
-    )
+    }
+    if left == halves:
+        return options
+    attention, mlp = left.values()
     if granularity != "operation" and min(map(len, halves.values())) > 1:
         shared = {c.name for c in attention} & {c.name for c in mlp}
         attention, mlp = (

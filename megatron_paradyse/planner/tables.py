@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import LayerChoice
 from megatron_paradyse.planner.problem import Choice, LayerOptions, Problem, layer_choice
 
@@ -119,7 +120,7 @@ def _alike(options: LayerOptions) -> list[int]:
         if fixed or attention == mlp
     ]
     if not rows:
-        raise ValueError(
+        raise UserError(
             f"layer granularity needs a strategy that attention and MLP share, got {attentions} "
             f"and {mlps}: allow one in both, or use granularity operation"
         )

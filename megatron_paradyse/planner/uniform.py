@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.peak import evaluate
 from megatron_paradyse.planner.problem import LayerOptions, Outcome, Problem, layer_choice
@@ -22,7 +23,7 @@ def common_strategies(problem: Problem) -> list[str]:
     if common is None:
         return [problem.layers[min(problem.layers)].attention[0].name]
     if not common:
-        raise ValueError(
+        raise UserError(
             "one strategy for all layers needs a strategy that every layer offers, and there is "
             "none: allow one everywhere, or use granularity operation"
         )

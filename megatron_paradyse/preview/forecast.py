@@ -142,7 +142,7 @@ def alone(problem: Problem, names: Sequence[str] | None = None) -> dict[str, Out
     """What each strategy would take on all layers; empty where no strategy may run on all."""
     try:
         names = common_strategies(problem) if names is None else names
-    except ValueError:
+    except UserError:
         return {}
     outcomes = {name: evaluate(problem, mixed_plan(problem, name, name, 0)) for name in names}
     return {name: outcome for name, outcome in outcomes.items() if outcome is not None}
@@ -186,13 +186,13 @@ def _best_without(policy: CostPolicy, problem: Problem, chosen: Outcome) -> Riva
     found = []
     for half, name in sorted(used):
 
-        def drop(of, choice, half=half, name=name) -> bool:
+        def drop(_, of, choice, half=half, name=name) -> bool:
             return choice.name == name and (together or of == half)
 
         try:
             fewer = problem_less(problem, drop)
             outcome = policy.planner.plan(fewer) if fewer is not None else None
-        except ValueError:  # no strategy is left that all layers may run
+        except UserError:  # no strategy is left that all layers may run
             continue
         if outcome is not None:
             found.append(Rival(WITHOUT, name if together else f"{name} {LABELS[half]}", outcome))

@@ -89,16 +89,20 @@ def rival_text(one: Forecast, rival: Rival) -> str:
 
 def why_it_lost(one: Forecast, other: Outcome) -> str:
     """Slower by so many percent of the whole microbatch, or above the budget by so much."""
-    ratio = (other.seconds + one.edge_seconds) / one.seconds - 1
-    if abs(ratio) < ALIKE:
-        speed = "as fast"
-    else:
-        speed = f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
+    speed = _speed(other.seconds + one.edge_seconds, one.seconds)
     if other.fits or not one.outcome.fits:
         more = other.peak_bytes - one.outcome.peak_bytes
         size = f"peak {bytes_text(abs(more))} {'higher' if more > 0 else 'lower'}"
         return f"{speed}, {size}" if more else speed
     return f"{speed}, but exceeds the budget by {bytes_text(other.exceeds_bytes)}"
+
+
+def _speed(seconds: float, chosen: float) -> str:
+    """A published model may predict no time at all, far beyond the profiled lengths."""
+    if abs(seconds - chosen) <= ALIKE * chosen:
+        return "as fast"
+    word = "slower" if seconds > chosen else "faster"
+    return f"{abs(seconds / chosen - 1):.1%} {word}" if chosen else word
 
 
 def _notes(setup: Setup, found: Sequence[Forecast]) -> list[str]:

@@ -18,6 +18,7 @@ from megatron_paradyse.planner.from_file import (
     FilePolicies,
     read_costs,
 )
+from megatron_paradyse.planner.peak import with_margin
 from megatron_paradyse.planner.pipeline import in_flight, parameters
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.policy import cost_policy_kind
@@ -154,7 +155,7 @@ def _budget(settings: Settings, hardware: Hardware) -> tuple[int, str]:
     """Bytes of a rank, and the same in words."""
     if settings.memory_budget is not None:
         budget = parse_bytes(settings.memory_budget)
-        if budget <= 0:
+        if with_margin(budget, settings.memory_margin) <= 0:
             raise UserError(
                 f"a memory budget of {settings.memory_budget} holds nothing: give the memory of a "
                 "rank, such as 76GiB"

@@ -29,13 +29,9 @@ def default_lengths(longest: int, *, p: int, count: int = COUNT) -> tuple[int, .
             f"the longest length to profile must be at least 2p = {step}, got {longest}"
         )
     shortest = max(step, min(SHORTEST, longest // 4))
-    spaced = np.geomspace(shortest, longest, count)
-    return tuple(
-        sorted(
-            {max(step, round(length / step) * step) for length in spaced[:-1]}
-            | {longest // step * step}
-        )
-    )
+    last = longest // step * step
+    rounded = (round(length / step) * step for length in np.geomspace(shortest, longest, count))
+    return tuple(sorted({min(max(step, length), last) for length in rounded} | {last}))
 
 
 def lengths_between(lengths: Sequence[int], *, p: int) -> tuple[int, ...]:

@@ -50,8 +50,8 @@ class Content:
 
     @cached_property
     def layer_shares(self) -> dict[str, float]:
-        total = max(sum(t.summary.microbatches for t in self.traces), 1)
-        return self._joined(lambda s: s.layer_shares, lambda s: s.microbatches / total)
+        total = max(sum(t.summary.layers for t in self.traces), 1)
+        return self._joined(lambda s: s.layer_shares, lambda s: s.layers / total)
 
     @cached_property
     def time_shares(self) -> dict[str, float]:
@@ -177,7 +177,9 @@ class Content:
             "tokens_per_second": self.main.tokens / self.main.seconds
             if self.main.tokens and self.main.seconds
             else None,
-            "longest_sequence_tokens": max(trace.longest for trace in self.traces) or None,
+            "longest_sequence_tokens": max(trace.longest_document for trace in self.traces)
+            or max(trace.longest for trace in self.traces)
+            or None,
             "changes_of_plan": sum(trace.summary.switches for trace in self.traces),
             "layer_shares": self.layer_shares,
             "time_shares": self.time_shares,

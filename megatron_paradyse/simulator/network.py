@@ -5,8 +5,10 @@ collective's input and output, the whole message of an exchange. So B is what NC
 bus bandwidth.
 
 A named interconnect's times follow from its link: the ring algorithm's p-1 hops, and the share of
-the link's rate that large messages reach. Beyond the ranks that the link joins, a ring's slowest
-hop decides: "nvlink4+infiniband-ndr" is NVLink in a node and InfiniBand, a port per GPU, between.
+the link's rate that large messages reach. "nvlink4+infiniband-ndr" is NVLink in a node and
+InfiniBand, a port per GPU, between. Ranks fill nodes one after another. As many rings as a node has
+ports share a collective's bytes; an exchange is one message through one port; and of an all-to-all
+each rank sends what goes to other nodes through its own.
 """
 
 from __future__ import annotations
@@ -75,6 +77,11 @@ class Link:
     source: str
     start_seconds: float = 8e-6
 
+    @property
+    def rate(self) -> float:
+        """Bytes per second of large messages."""
+        return self.bytes_per_second * self.efficiency
+
 
 NODE, ANY = 8, 1 << 20
 # Rates are the makers'; hops and efficiencies are what public NCCL benchmarks commonly show.
@@ -120,7 +127,7 @@ def find_network(text: str, p: int) -> Network:
         raise UserError(f"{text} does not join {p} ranks: name a link between nodes after +")
     one_node = p <= LINKS[within].max_ranks
     name = within if one_node or within == between else f"{within}+{between}"
-    return _network_of_link(name, LINKS[within if one_node else between], p)
+    return _network_of_links(name, LINKS[within], LINKS[between], p)
 
 
 def free_network(p: int) -> Network:
@@ -128,21 +135,24 @@ def free_network(p: int) -> Network:
     return Network("none", p, "no time", {c: AlphaBeta(0.0, float("inf")) for c in COLLECTIVES})
 
 
-def _network_of_link(name: str, link: Link, p: int) -> Network:
-    rate = link.bytes_per_second * link.efficiency
-    once, around = link.start_seconds + 2 * link.hop_seconds, link.hop_seconds * (p - 1)
-    latencies = {
-        "all_to_all": link.start_seconds + around,
-        "exchange": once,
-        "all_reduce": link.start_seconds + 2 * around,
+def _network_of_links(name: str, within: Link, between: Link, p: int) -> Network:
+    nodes = -(-p // within.max_ranks)
+    fewest = p - (nodes - 1) * within.max_ranks  # ranks of a node, and so ports
+    rings = to_all = within.rate
+    if nodes > 1:
+        rings = min(within.rate, fewest * between.rate)
+        inside, outside = (within.max_ranks - 1) / (p - 1), (p - fewest) / (p - 1)
+        to_all = min(within.rate / inside, between.rate / outside)
+    slowest = within if nodes == 1 else between
+    start = slowest.start_seconds
+    around = (p - nodes) * within.hop_seconds + (nodes - 1) * between.hop_seconds
+    ring = AlphaBeta(start + around, rings)
+    others = {
+        "all_to_all": AlphaBeta(start + around, to_all),
+        "exchange": AlphaBeta(start + 2 * slowest.hop_seconds, slowest.rate),
+        "all_reduce": AlphaBeta(start + 2 * around, rings),
     }
-    ring = link.start_seconds + around
-    return Network(
-        name,
-        p,
-        link.source,
-        {c: AlphaBeta(latencies.get(c, ring), rate) for c in COLLECTIVES},
-    )
+    return Network(name, p, slowest.source, {c: others.get(c, ring) for c in COLLECTIVES})
 
 
 def read_network(path: str, p: int) -> Network:

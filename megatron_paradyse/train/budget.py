@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.training import print_rank_0
@@ -70,21 +71,32 @@ def _taught(trace: Path | None) -> list[int]:
 
 
 def _budgets_of(path: Path) -> list[int]:
-    """By each record of a file that holds for this grid and device; a trace is of its grid.
+    """By each record of a file that holds for this grid and device, as it says itself, or in a
+    trace the start before it.
 
     Such a plan had predicted_peak_bytes by the cost model, with the margin on top: below that less
     TAUGHT_MARGIN it is not chosen again.
     """
     found, here = [], grid()
+    started = here
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if '"out_of_memory"' not in line:
+            if '"out_of_memory"' not in line and '"run"' not in line:
                 continue
             try:
                 record = json.loads(line)
+                if record["kind"] == "run":
+                    started = _grid_of(record)
+                    continue
                 limit = int(record["predicted_peak_bytes"] * (1 + record["memory_margin"]))
             except (ValueError, TypeError, KeyError, OverflowError):
                 continue
-            if record.get("grid", here) == here:
+            if record.get("grid", started) == here:
                 found.append(int(limit * (1 - TAUGHT_MARGIN)))
     return found
+
+
+def _grid_of(run: dict[str, Any]) -> list[Any]:
+    """Of a start in a trace, as memory_record.grid has it."""
+    ranks = run["ranks"]
+    return [run["hardware"]["name"], ranks["tensor"], ranks["pipeline"]]

@@ -110,8 +110,9 @@ class Summary:
         """policies: those that choose by cost, of whose microbatches estimates are made."""
         self._policies = policies
         self.microbatches = self.switches = self.shapeless = self.unpriced = 0
+        self.layers = 0  # of all microbatches: chunks of a pipeline may differ in theirs
         self.seconds = self.planner_seconds = 0.0
-        self._shares: defaultdict[str, float] = defaultdict(float)
+        self._halves: Counter[str] = Counter()
         self._second_shares: defaultdict[str, float] = defaultdict(float)
         self._errors = RunningMedian()
         self._shapes: dict[Shape, ShapeTotals] = {}
@@ -162,11 +163,11 @@ class Summary:
         self.switches += switched
         self.seconds += measured
         self.planner_seconds += planner_seconds
-        share = 1 / (2 * len(layers))
+        self.layers += len(layers)
         for choice in layers.values():
             for name in (choice.attention, choice.mlp):
-                self._shares[name] += share
-                self._second_shares[name] += share * measured
+                self._halves[name] += 1
+                self._second_shares[name] += measured / (2 * len(layers))
         if predicted_seconds and seconds:
             self._errors.add(abs(predicted_seconds / seconds - 1))
         if not priced:
@@ -208,9 +209,8 @@ class Summary:
     @property
     def layer_shares(self) -> dict[str, float]:
         """The part of all layers' halves that each strategy ran, the largest first."""
-        total = max(self.microbatches, 1)
-        names = sorted(self._shares, key=lambda name: -self._shares[name])
-        return {name: self._shares[name] / total for name in names}
+        total = max(2 * self.layers, 1)
+        return {name: count / total for name, count in self._halves.most_common()}
 
     @property
     def time_shares(self) -> dict[str, float]:

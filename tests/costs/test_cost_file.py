@@ -115,6 +115,7 @@ def set_at(values, path, value):
         (["constants", "host_bytes_per_second"], None, "host_bytes_per_second must be a number"),
         (["constants", "host_bytes_per_second"], 0, "host_bytes_per_second must be at least 1"),
         (["description", "p"], 0, "p must be at least 1, got 0"),
+        (["description", "p"], 1 << 40, "p must be at most 1,048,576"),
         (["description", "p"], True, "description.p must be a whole number, got True"),
         (["description", "p"], 10**30, "description.p must lie in"),
         (["description", "dtype"], "a\nb", "description.dtype must be at most 500 printable"),

@@ -389,6 +389,14 @@ def test_noise_and_a_second_piece_do_not_spoil_a_law():
     assert law(131072, 1) == pytest.approx(2e-6 * 131072 + 1e-10 * 131072**2, rel=0.1)
 
 
+def test_next_to_nothing_is_fitted_too():
+    """Weights of 1 / y were infinite, and no solution was found."""
+    s, b = np.array(LENGTHS, float), np.ones(len(LENGTHS))
+    options = {"quadratic": True, "max_pieces": 2, "error_floor": 0.005, "exact": False}
+    law = fit_law(s, b, 1e-307 * s, **options)
+    assert 0 <= law(1 << 40, 1 << 20) < 1e-200
+
+
 def test_a_law_is_the_largest_of_its_pieces():
     law = Law(((5.0, 0.0, 0.0, 0.0), (0.0, 1.0, 2.0, 3.0)))
     assert law(0.5, 1) == 5.0

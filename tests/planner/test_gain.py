@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megatron_paradyse.planner import Choice, LayerOptions, OptimalPlanner, Problem
-from megatron_paradyse.planner.gain import GainPlanner
+from megatron_paradyse.planner.gain import GainPlanner, is_single
 from megatron_paradyse.strategies import RECOMPUTE, base_name
 from tests.planner.brute_force import cost, every_assignment
 
@@ -70,6 +70,20 @@ def test_an_mlp_of_its_own_is_no_mixture():
     layers = dict.fromkeys((1, 2), LayerOptions(attention, (Choice("megatron_ts", 1.0, 0, 0, 0),)))
     outcome = GainPlanner(OptimalPlanner(), gain=0.05).plan(Problem(layers, 9))
     assert {choice.attention for choice in outcome.plan.layers.values()} == {"a"}
+
+
+def test_a_layer_with_one_strategy_of_its_own_leaves_the_rule_to_the_others():
+    """Where one layer was pinned, the others mixed for any gain."""
+    halves = [
+        (Choice("a", first, 0, 0, 0), Choice("b", 2.02 - first, 0, 0, 0)) for first in (1, 1.02)
+    ]
+    free = LayerOptions(*halves)
+    pinned = (Choice("c", 1.0, 0, 0, 0), Choice("c" + RECOMPUTE, 1.5, 0, 0, 0))
+    problem = Problem({1: LayerOptions(pinned, pinned[:1]), 2: free, 3: free}, 9)
+    outcome = GainPlanner(OptimalPlanner(), gain=0.05).plan(problem)
+    assert outcome.plan.runs() == "1 c, 2-3 a" and is_single(problem, outcome.plan)
+    mixed = GainPlanner(OptimalPlanner(), gain=0.001).plan(problem)
+    assert mixed.plan.runs() == "1 c, 2-3 a/b" and not is_single(problem, mixed.plan)
 
 
 def test_layers_that_may_run_other_strategies_only_are_mixed_all_the_same():

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
-from megatron_paradyse.costs.table import BYTES_ONLY
+from megatron_paradyse.costs.table import BYTES_ONLY, CostTable, Measurement
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.preview import commands
 from megatron_paradyse.preview.explain import explanation
@@ -25,6 +25,7 @@ from megatron_paradyse.preview.peak_parts import peak_parts
 from megatron_paradyse.preview.plan_text import plan_report
 from megatron_paradyse.preview.setup import Grid, make_setup
 from megatron_paradyse.settings import GRANULARITY_CHOICES
+from tests.costs.synthetic import CONSTANTS, DESCRIPTION
 from tests.train.synthetic_costs import write_costs
 
 LENGTHS = (16, 64, 200, 256, 512)
@@ -266,6 +267,10 @@ REFUSED = {
     "lengths": (["--lengths", "1K,x"], "a count is written like 4096, 128K or 1.5M"),
     "no length": (["--lengths", "0"], "numbers from 1 to 1,099,511,627,776, such as 1K,32K,300K"),
     "zero budget": (["--lengths", "64", "--memory-budget", "0GiB"], "holds nothing: give"),
+    "budget of its margin": (
+        ["--lengths", "64", "--memory-budget", "1B", "--static-memory", "0B"],
+        "a memory budget of 1B holds nothing",
+    ),
     "no room": (
         ["--lengths", "64", "--memory-budget", "50MB"],
         "parameters, gradients and optimizer take 95.1 MiB of a memory budget of 47.7 MiB",
@@ -282,6 +287,40 @@ def test_bad_input_is_one_line_with_the_remedy(case, costs):
     result = run("plan", costs, *flags)
     assert result.exit_code != 0 and message in result.output
     assert len(result.output.splitlines()) == 1 and result.output.startswith("error: ")
+
+
+@pytest.mark.parametrize(("granularity", "rule"), [("layer", "share"), ("sequence", "offers")])
+def test_layers_that_no_one_strategy_may_run_are_refused_in_one_line(
+    granularity, rule, costs, tmp_path
+):
+    config = tmp_path / "settings.yaml"
+    halves = "{attention: [megatron_ts, metp], mlp: [ulysses_z, metp+recompute]}"
+    config.write_text(f"layers: {{1: {halves}}}\n")
+    flags = ["--lengths", 64, "--config", config, "--granularity", granularity]
+    (line,) = run("plan", costs, *flags).output.splitlines()
+    assert line.startswith("error: ") and f"{rule}" in line and "use granularity operation" in line
+    assert "internal error" not in line
+
+
+def test_a_published_model_may_predict_no_time_at_all(tmp_path):
+    """Its polynomials fall below zero far out; the comparison with other plans divided by it."""
+    path = str(tmp_path / "costs.json")
+    measured = [
+        Measurement(strategy, half, s, 1, "ok", seconds, 2 * seconds, *(more * s,) * 3)
+        for s, seconds in ((1024, 1.0), (2048, 2.1), (4096, 3.6), (8192, 4.2))
+        for strategy, halves, more in (
+            ("megatron_ts", ("attention", "mlp"), 1000.0),
+            ("metp", ("attention", "mlp"), 500.0),
+            ("model", ("embedding", "head"), 1.0),
+        )
+        for half in halves
+    ]
+    table = CostTable(DESCRIPTION, measured, CONSTANTS)
+    write_cost_file(path, table, fit_table(table, "paper"))
+    setup = make_setup(path, {})
+    assert forecast(setup, 32768).seconds == 0.0
+    output = run("plan", path, "--lengths", "32K", "--explain").output
+    assert "metp: as fast, peak" in " ".join(output.split())
 
 
 def test_files_without_costs_are_refused(costs, tmp_path):

@@ -37,7 +37,7 @@ from tests.strategies.harness import run_ranks
 
 
 def test_default_lengths_are_log_spaced_aligned_and_end_at_the_longest():
-    for longest, p in ((8192, 4), (131072, 8), (600, 3), (64, 4)):
+    for longest, p in ((8192, 4), (131072, 8), (600, 3), (64, 4), (15, 4)):
         lengths = default_lengths(longest, p=p)
         assert lengths == tuple(sorted(set(lengths))) and len(lengths) <= 8
         assert all(length % (2 * p) == 0 for length in lengths)

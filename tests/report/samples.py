@@ -46,6 +46,7 @@ RUN = {
 }
 PLANS = ("1-4 megatron_ts", "1-2 ulysses_z/metp, 3-4 ulysses_z", "1 metp+recompute, 2-4 metp")
 LENGTHS = (128, 1000, 4096, 8192)
+PADDING = 5
 
 
 def microbatch(iteration: int, seq_length: int = 1024, plan: str = PLANS[0], **more) -> dict:
@@ -78,7 +79,7 @@ def records(count: int = 8, *, run: dict | None = RUN) -> list[dict]:
         plan = PLANS[i % len(PLANS)]
         found += [
             microbatch(i + 1, LENGTHS[i % len(LENGTHS)], plan, switched=i > 0),
-            iteration(i + 1),
+            iteration(i + 1, longest_sequence_tokens=LENGTHS[i % len(LENGTHS)] - PADDING),
         ]
     return found
 

@@ -264,3 +264,14 @@ def test_a_trace_from_before_the_hosts_memory_was_planned_is_read(tmp_path):
     (run,) = read_trace(path).runs
     assert (run.stages[0].host_bytes, run.stages[0].input_bytes_per_token) == (None, 0.0)
     assert run.stages[0].angle_bytes_per_position == 0
+
+
+def test_layers_are_shared_by_their_number_where_stages_differ_in_it(tmp_path):
+    """Of 4 layers one ran metp: a quarter, in whichever traces the stages are."""
+    plans = ("1-3 megatron_ts", "4 metp")
+    chunks = [microbatch(1, plan=plan) for plan in plans]
+    one = write_trace(tmp_path / "one.jsonl", [*chunks, iteration(1)])
+    two = [write_trace(tmp_path / f"{i}.jsonl", [c, iteration(1)]) for i, c in enumerate(chunks)]
+    for paths in ([one], two):
+        content = Content([read_trace(str(path)) for path in paths], None)
+        assert content.layer_shares == {"megatron_ts": 0.75, "metp": 0.25}

@@ -38,10 +38,26 @@ def test_a_ring_takes_its_hops_and_its_bytes():
     network = find_network("nvlink3", 8)
     assert network.seconds("all_gather", 225e9) == pytest.approx(1.0, rel=1e-4)
     assert network.seconds("exchange", 0) < network.seconds("all_gather", 0)
+    assert find_network("nvlink3", 1).seconds("all_gather", 1e9) == 0.0
+
+
+def rate(network, collective: str) -> float:
+    return network.collectives[collective].bytes_per_second
+
+
+def test_between_nodes_rings_go_through_all_ports_and_a_message_through_one():
+    """A port of InfiniBand HDR reaches 0.85 x 25 GB/s, NVLink 0.75 x 300 GB/s."""
+    port, inside = 0.85 * 25e9, 0.75 * 300e9
     far = find_network("nvlink3", 16)
     assert far.name == "nvlink3+infiniband-hdr"
-    assert far.seconds("all_gather", 1e9) > 5 * network.seconds("all_gather", 1e9)
-    assert find_network("nvlink3", 1).seconds("all_gather", 1e9) == 0.0
+    for collective in ("all_gather", "reduce_scatter", "broadcast", "reduce", "all_reduce"):
+        assert rate(far, collective) == pytest.approx(8 * port)
+    assert rate(far, "exchange") == pytest.approx(port)
+    assert rate(far, "all_to_all") == pytest.approx(port * 15 / 8)  # 8 of 15 peers are far
+    assert far.seconds("all_gather", 0) == pytest.approx(8e-6 + 14 * 2e-6 + 5e-6)
+    assert rate(find_network("nvlink3", 12), "all_gather") == pytest.approx(4 * port)
+    assert rate(find_network("nvlink3+infiniband-ndr", 16), "all_gather") == pytest.approx(inside)
+    assert rate(find_network("infiniband-hdr", 16), "all_gather") == pytest.approx(port)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,14 @@ def test_no_argument_that_costs_depend_on_is_left_out_of_their_name(names):
 
 
 @pytest.mark.parametrize(
+    "name", ["tokenizer_type", "tokenizer_model", "vocab_file", "metadata_path"]
+)
+def test_a_tokenizer_has_costs_of_its_own(name, names):
+    """Its vocabulary is known later: kept costs of another one were found and then refused."""
+    assert name in names and not auto_costs.WITHOUT_EFFECT.fullmatch(name)
+
+
+@pytest.mark.parametrize(
     "name", ["lr", "min_lr", "decoupled_min_lr", "lr_warmup_iters", "lr_wsd_decay_style"]
 )
 def test_a_learning_rate_leaves_costs_as_they_are(name, names):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.planner.from_file import FilePolicies, read_costs
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train.correcting import OnlineCorrection
+from megatron_paradyse.train.correcting import WARM_UP, OnlineCorrection
 from megatron_paradyse.train.summary import Summary
 from megatron_paradyse.train.telemetry import Microbatch
 from megatron_paradyse.train.trace import as_record
@@ -36,8 +38,8 @@ def microbatch(policy, row, seconds):
     return Microbatch(planned, False, [0.0, seconds / 3, seconds, seconds * 5 / 3])
 
 
-def test_a_row_s_prediction_is_divided_among_what_its_plan_runs(policies, policy):
-    online = OnlineCorrection(
+def correction_of(policies):
+    return OnlineCorrection(
         policies.costs.strategies,
         policies.model,
         operations=policies.kinds.operations,
@@ -47,8 +49,21 @@ def test_a_row_s_prediction_is_divided_among_what_its_plan_runs(policies, policy
         margin=0.03,
         renew=lambda: None,
     )
+
+
+def test_a_microbatch_that_was_predicted_to_take_no_time_corrects_nothing(policies, policy):
+    """A published model says so far beyond the profiled lengths; training ended by a division."""
     ran = microbatch(policy, contiguous((16,) * 16, 4), 0.5)
-    seen = online._observe(ran)
+    ran = dataclasses.replace(ran, planned=dataclasses.replace(ran.planned, seconds=0.0))
+    online = correction_of(policies)
+    for _ in range(WARM_UP + 1):
+        assert not online.after_iteration([ran])
+    assert not online._observations
+
+
+def test_a_row_s_prediction_is_divided_among_what_its_plan_runs(policies, policy):
+    ran = microbatch(policy, contiguous((16,) * 16, 4), 0.5)
+    seen = correction_of(policies)._observe(ran)
     assert sum(seen.predicted_seconds.values()) == pytest.approx(ran.planned.seconds)
     assert seen.measured_seconds == pytest.approx(0.5)
 

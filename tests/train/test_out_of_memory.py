@@ -45,7 +45,7 @@ def failed(folder):
 @pytest.mark.parametrize(
     ("line", "budgets"),
     [
-        ({}, [980]),  # of a trace, whose grid its name tells
+        ({}, [980]),  # of an earlier trace, which does not tell
         ({"grid": ["H100", 4, 1]}, [980]),
         ({"grid": ["H100", 2, 1]}, []),
         ({"grid": ["A100", 4, 1]}, []),
@@ -62,4 +62,30 @@ def test_only_what_holds_for_this_grid_and_device_lowers_the_budget(
     record = {"kind": "out_of_memory", "predicted_peak_bytes": 800, "memory_margin": 0.25} | line
     path = tmp_path / "records.jsonl"
     path.write_text('{"kind": "out_of_memory", "pred\n' + json.dumps(record) + "\n")
+    assert budget._budgets_of(path) == budgets
+
+
+def start(name: str, tensor: int) -> dict:
+    """The record of a start in a trace."""
+    return {"kind": "run", "hardware": {"name": name}, "ranks": {"tensor": tensor, "pipeline": 1}}
+
+
+@pytest.mark.parametrize(
+    ("starts", "budgets"),
+    [
+        ([start("H100", 4)], [980]),
+        ([start("H100", 2)], []),
+        ([start("A100", 4)], []),
+        ([start("H100", 2), start("H100", 4)], [980]),
+    ],
+)
+def test_a_trace_goes_on_from_starts_on_other_grids(starts, budgets, monkeypatch, tmp_path):
+    """What 2 ranks could not hold lowered the budget of 4 that go on with their trace."""
+    plugin.install()
+    from megatron_paradyse.train import budget
+
+    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
+    record = {"kind": "out_of_memory", "predicted_peak_bytes": 800, "memory_margin": 0.25}
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*starts, record]))
     assert budget._budgets_of(path) == budgets
