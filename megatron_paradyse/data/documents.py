@@ -73,9 +73,18 @@ class DocumentDataset:
     """
 
     def __init__(
-        self, prefix: str, *, fraction: tuple[float, float], seq_length: int, long_documents: str
+        self,
+        prefix: str,
+        *,
+        fraction: tuple[float, float],
+        seq_length: int,
+        long_documents: str,
+        mmap: bool = True,
     ):
-        """fraction: the range of documents, as shares of their number, like Megatron's --split."""
+        """fraction: the range of documents, as shares of their number, like Megatron's --split.
+
+        mmap: the tokens are mapped into memory, else read document by document.
+        """
         for suffix in (".idx", ".bin"):
             if not Path(prefix + suffix).is_file():
                 raise UserError(
@@ -86,7 +95,7 @@ class DocumentDataset:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         try:
-            self._indexed = IndexedDataset(prefix)
+            self._indexed = IndexedDataset(prefix, mmap=mmap)
         except (AssertionError, ValueError, OSError) as error:
             raise UserError(
                 f"{prefix}.idx is not a Megatron index ({error}): prepare it again"

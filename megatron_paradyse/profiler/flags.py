@@ -44,6 +44,7 @@ DROPPED = {
     "--step-batch-size-schedule": 1,
     "--train-iters": 1,
     "--train-samples": 1,
+    "--phase-transition-iterations": 1,
     "--lr-warmup-iters": 1,
     "--lr-warmup-samples": 1,
     "--lr-warmup-fraction": 1,
