@@ -115,6 +115,7 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
         weights=weights,
         order=make_order(settings.order, seed=args.seed, group=args.global_batch_size),
         num_samples=max(num_samples or 0, 1),
+        group=args.global_batch_size if settings.order == BUCKETED else 1,
     )
     _report(split, datasets, settings, blended=weights is not None)
     return stream
@@ -188,7 +189,7 @@ def _report(split: str, datasets: list[DocumentDataset], settings, *, blended: b
     truncated = sum(d.samples.num_truncated for d in datasets)
     line = f"> {split}: {samples} sequences of {shortest} to {longest} tokens, {settings.order}"
     if blended and settings.order == BUCKETED:
-        line += " within each data set: a global batch mixes groups of several"
+        line += ": each global batch is of one data set"
     if short:
         line += f"; {short} documents of under two tokens left out"
     if truncated:

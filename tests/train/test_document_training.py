@@ -100,4 +100,4 @@ def test_interleaved_pipeline_evaluation_and_trace(data, tmp_path):
     assert run.stdout.count("validation loss at iteration 2") == 1
     assert "iteration 4/4 | lengths" in run.stdout
     assert "attention kernel torch CPU flash" in run.stdout
-    assert "bucketed within each data set: a global batch mixes groups of several" in run.stdout
+    assert "bucketed: each global batch is of one data set" in run.stdout
