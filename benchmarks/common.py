@@ -24,7 +24,7 @@ def options(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print the result as the last line")
     how = parser.add_mutually_exclusive_group()  # a saved result is a full one
-    how.add_argument("--quick", action="store_true", help="a version of at most one minute")
+    how.add_argument("--quick", action="store_true", help="about a minute, on two idle cores")
     how.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     return parser
 

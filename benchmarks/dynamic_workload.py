@@ -36,6 +36,15 @@ MODEL = {
     "--hidden-dropout": 0,
 }
 RANKS = 4
+# --quick: a rank per core of a small machine, whose processes alone take half of its minute.
+QUICK_MODEL = MODEL | {
+    "--num-layers": 2,
+    "--hidden-size": 128,
+    "--seq-length": 2048,
+    "--max-position-embeddings": 2048,
+}
+QUICK_RANKS = 2
+QUICK_PROFILED = "128,256,512"
 SCALE = 1 / 32
 PROFILED = "128,256,512,1K,2K,3K,5K,8K"
 TAIL = (1.2, 1.6, 2.2, 2.8)  # of what the fastest strategy can run
@@ -46,37 +55,40 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3, help="times each policy runs a document")
-    parser.add_argument("--costs", help="a fitted cost file of this model, instead of a profile")
+    parser.add_argument("--costs", help="a fitted cost file of this model and ranks, no profile")
     arguments = parser.parse_args()
     quick = arguments.quick
     lengths = draw_lengths("githubcode", arguments.documents, SCALE, arguments.seed).tolist()
     task = {
-        "lengths": [256, 640, 1024, 2560] if quick else lengths,
+        "lengths": [128, 320, 512, 1280] if quick else lengths,
         "rounds": 1 if quick else arguments.rounds,
         "tail": TAIL[1:2] if quick else TAIL,
         "tail_rounds": 1 if quick else 2,
         "share": 0.425,
     }
-    flags = [str(text) for pair in MODEL.items() for text in pair]
+    flags = flags_of_model(quick)
     with tempfile.TemporaryDirectory() as folder:
-        costs = arguments.costs or profile_and_fit(
-            Path(folder), flags, "128,256,512" if quick else PROFILED, quick
-        )
+        costs = arguments.costs or profile_and_fit(Path(folder), flags, PROFILED, quick)
         output = Path(folder) / "result.json"
         os.environ["DYNAMIC_WORKLOAD"] = json.dumps({**task, "costs": costs, "output": str(output)})
-        spawn("benchmarks.dynamic_workload_rank", flags, ranks=RANKS, timeout_seconds=3600)
+        ranks = QUICK_RANKS if quick else RANKS
+        spawn("benchmarks.dynamic_workload_rank", flags, ranks=ranks, timeout_seconds=3600)
         result = json.loads(output.read_text())
     configuration = {
-        "ranks": RANKS,
+        "ranks": ranks,
         "distribution": "githubcode",
         "scale": SCALE,
         "documents": arguments.documents,
         "seed": arguments.seed,
-        "profiled": "given" if arguments.costs else PROFILED,
+        "profiled": "given" if arguments.costs else QUICK_PROFILED if quick else PROFILED,
         **task,
-        **MODEL,
+        **(QUICK_MODEL if quick else MODEL),
     }
     finish("dynamic_workload", result, configuration, arguments)
+
+
+def flags_of_model(quick: bool) -> list[str]:
+    return [str(text) for pair in (QUICK_MODEL if quick else MODEL).items() for text in pair]
 
 
 def profile_and_fit(
@@ -88,13 +100,18 @@ def profile_and_fit(
     ranks: int = RANKS,
     packed: bool = False,
 ) -> str:
-    """A fitted cost file of the model on this machine, by the commands that users run."""
+    """A fitted cost file of the model on this machine, by the commands that users run.
+
+    quick: whatever the lengths and ranks, few of both and of the strategies.
+    """
+    if quick:
+        lengths, ranks = QUICK_PROFILED, QUICK_RANKS
     raw, fitted = str(folder / "raw.json"), str(folder / "costs.json")
     command = [sys.executable, "-m", "megatron_paradyse"]
     profile = [*command, "profile", "--nproc", str(ranks), "--output", raw, "--lengths", lengths]
     profile += ["--packed"] if packed else []
     if quick:
-        profile += ["--strategies", "megatron_ts,ulysses_z,metp,metp+recompute"]
+        profile += ["--quick", "--strategies", "megatron_ts,ulysses_z,metp,metp+recompute"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*profile, *flags], check=True, timeout=1800, env=environment, stdout=sys.stderr)
     subprocess.run([*command, "fit", raw, "-o", fitted], check=True, timeout=300, stdout=sys.stderr)

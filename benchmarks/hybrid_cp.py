@@ -17,6 +17,7 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from megatron_paradyse.preview.forecast import edge_seconds
 from megatron_paradyse.preview.setup import Setup, make_setup
 from megatron_paradyse.strategies import RECOMPUTE
 from reproduction import costs
-from reproduction.peer import RING, Peer
+from reproduction.peer import RING, Peer, simulate
 
 MODEL = "llama"
 P = 8  # ranks of a tensor-parallel group
@@ -48,8 +49,18 @@ def main() -> None:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="with simulated cost files kept from before")
     arguments = parser.parse_args()
-    result = estimate(RANKS[:1] if arguments.quick else RANKS, arguments.folder)
+    if arguments.quick and arguments.folder is None:
+        result = quick_estimate()
+    else:
+        result = estimate(RANKS[:1] if arguments.quick else RANKS, folder=arguments.folder)
     finish("hybrid_cp", result, {"model": MODEL, "p": P, "costs": costs.HARDWARE}, arguments)
+
+
+def quick_estimate() -> dict:
+    """Few ranks, few documents, few simulated lengths: nothing of it is kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        of_model = costs.ModelCosts(MODEL, Path(folder), coarse=True)
+        return estimate(RANKS[:1], of_model=of_model, documents=DOCUMENTS_PER_GROUP // 4)
 
 
 def workloads(count: int) -> dict[str, list[int]]:
@@ -66,16 +77,26 @@ def workloads(count: int) -> dict[str, list[int]]:
     return {name: [int(tokens) for tokens in lengths] for name, lengths in drawn.items()}
 
 
-def estimate(ranks: tuple[int, ...] = RANKS, folder: Path | None = None) -> dict:
-    """The ratio by workload and ranks, and their geometric mean."""
+def estimate(
+    ranks: tuple[int, ...] = RANKS,
+    *,
+    folder: Path | None = None,
+    of_model: costs.ModelCosts | None = None,
+    documents: int = DOCUMENTS_PER_GROUP,
+) -> dict:
+    """The ratio by workload and ranks, and their geometric mean.
+
+    folder: of the simulated costs, unless of_model says which; documents: for every 8 ranks.
+    """
     folder = folder or costs.ROOT / "build" / "reproduction" / costs.sources_digest()
-    folder.mkdir(parents=True, exist_ok=True)
-    of_model = costs.ModelCosts(MODEL, folder)
+    of_model = of_model or costs.ModelCosts(MODEL, folder)
+    of_model.folder.mkdir(parents=True, exist_ok=True)
+    simulate([of_model])
     setup = make_setup(str(of_model.path()), {"policy": "optimal", "offload": False})
     rows = []
     for num_ranks in ranks:
         peers = [Peer(of_model, name, num_ranks) for name in (RING, RING + RECOMPUTE)]
-        count = DOCUMENTS_PER_GROUP * num_ranks // P
+        count = documents * num_ranks // P
         for name, lengths in workloads(count).items():
             row = compare(setup, peers, lengths, num_ranks)
             rows.append({"workload": name, "ranks": num_ranks, **row})

@@ -24,7 +24,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import hybrid_cp
 from benchmarks.common import finish, options, spawn
-from benchmarks.dynamic_workload import MODEL, PROFILED, RANKS, SCALE, profile_and_fit
+from benchmarks.dynamic_workload import (
+    MODEL,
+    PROFILED,
+    QUICK_MODEL,
+    QUICK_PROFILED,
+    QUICK_RANKS,
+    RANKS,
+    SCALE,
+    flags_of_model,
+    profile_and_fit,
+)
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.row_accuracy import measure_row_accuracy, row_lines, summarize_rows
 from megatron_paradyse.data.distributions import draw_lengths
@@ -37,7 +47,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=64, help="of a global batch")
     parser.add_argument("--global-batches", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="times each runs a global batch")
-    parser.add_argument("--costs", help="a fitted cost file of this model, instead of a profile")
+    parser.add_argument("--costs", help="a fitted cost file of this model and ranks, no profile")
     parser.add_argument("--fixed", help="strategies to compare with (default: all with costs)")
     parser.add_argument("--budget", default=BUDGET, help="memory of a rank")
     parser.add_argument("--no-estimate", action="store_true", help="leave the peer's estimate out")
@@ -52,30 +62,30 @@ def main() -> None:
         "budget": arguments.budget,
         "fixed": arguments.fixed.split(",") if arguments.fixed else None,
         "solved": [
-            draw_lengths("githubcode", 1024, SCALE, 100 + seed).tolist()
+            draw_lengths("githubcode", 128 if quick else 1024, SCALE, 100 + seed).tolist()
             for seed in range(1 if quick else 3)
         ],
     }
-    flags = [str(text) for pair in MODEL.items() for text in pair]
+    flags, ranks = flags_of_model(quick), QUICK_RANKS if quick else RANKS
     with tempfile.TemporaryDirectory() as folder:
         costs = arguments.costs or profile_and_fit(
-            Path(folder), flags, "64,256,1K" if quick else PROFILED, quick, packed=True
+            Path(folder), flags, PROFILED, quick, packed=True
         )
         errors = measure_row_accuracy(read_cost_file(costs).table)
         print("\n".join(row_lines(errors)), file=sys.stderr)
         output = Path(folder) / "result.json"
         os.environ["PACKED_WORKLOAD"] = json.dumps({**task, "costs": costs, "output": str(output)})
-        spawn("benchmarks.packed_workload_rank", flags, ranks=RANKS, timeout_seconds=3600)
+        spawn("benchmarks.packed_workload_rank", flags, ranks=ranks, timeout_seconds=3600)
         result = {**json.loads(output.read_text()), "row_accuracy": summarize_rows(errors)}
-    if not arguments.no_estimate:
-        result |= hybrid_cp.estimate(hybrid_cp.RANKS[:1] if quick else hybrid_cp.RANKS)
+    if not (arguments.no_estimate or quick):  # which takes a minute of its own: bench hybrid_cp
+        result |= hybrid_cp.estimate()
     configuration = {
-        "ranks": RANKS,
+        "ranks": ranks,
         "distribution": "githubcode",
         "scale": SCALE,
-        "profiled": "given" if arguments.costs else PROFILED,
+        "profiled": "given" if arguments.costs else QUICK_PROFILED if quick else PROFILED,
         **{key: task[key] for key in ("lengths", "rounds", "budget")},
-        **MODEL,
+        **(QUICK_MODEL if quick else MODEL),
     }
     finish("packed_workload", result, configuration, arguments)
 

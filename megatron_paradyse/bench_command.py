@@ -75,7 +75,7 @@ def find_benchmarks() -> dict[str, Benchmark]:
 )
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--all", "run_all", is_flag=True, help="Run every benchmark, one after the other.")
-@click.option("--quick", is_flag=True, help="A version of at most a minute of each.")
+@click.option("--quick", is_flag=True, help="About a minute of each, on two idle cores.")
 @click.option("--save", is_flag=True, help="Write results to benchmarks/results/ too.")
 @click.option(
     "--time-limit",

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.settings import RUN_FILE_KEY
 from megatron_paradyse.yaml_file import compose_yaml
 
 NAME = r"-*[a-z][a-z0-9_-]*"  # num-layers, num_layers or --num-layers
@@ -22,12 +23,17 @@ VALUE: dict[str, Any] = {"anyOf": [SCALAR, {"type": "array", "items": SCALAR}, {
 def read_flags(path: str, what: str) -> list[str]:
     """The flags of a whole file; UserError with the line of what is wrong.
 
-    what: before the path in errors, such as the flag that names the file.
+    Of a file for `megatron-paradyse train`, those under its key `megatron`, and the file itself as
+    the --paradyse-config. what: before the path in errors, such as the flag that names the file.
     """
     root = compose_yaml(path, what)
     if root is None:
         raise UserError(f"{what} {path}: expected 'flag: value' lines, as in 'num-layers: 4'")
-    return flags_of(f"{what} {path}", "a model", root)
+    nodes = {key.value: node for key, node in items_of(f"{what} {path}", "a model", root)}
+    if "megatron" not in nodes:
+        return flags_of(f"{what} {path}", "a model", root)
+    settings = ["--paradyse-config", path] if RUN_FILE_KEY in nodes else []
+    return [*flags_of(f"{what} {path}", "megatron", nodes["megatron"]), *settings]
 
 
 def flags_of(path: str, what: str, node: yaml.Node) -> list[str]:

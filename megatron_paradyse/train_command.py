@@ -162,3 +162,22 @@ def _environment(path: str, node: Any) -> dict[str, str]:
             raise UserError(f"{place}: {key.value} is there twice: keep one")
         found[key.value] = text_of(path, key.value, value)
     return found
+
+
+def take_environment(path: str | None) -> None:
+    """Set what a --model file for `train` says of the environment: here, for ranks started here.
+
+    Of a file of flags alone, of a model's name or of no file, nothing.
+    """
+    import yaml
+
+    from megatron_paradyse.flag_file import items_of
+    from megatron_paradyse.yaml_file import compose_yaml
+
+    if path is None or not os.path.isfile(path):
+        return
+    root = compose_yaml(path, "--model")
+    if isinstance(root, yaml.MappingNode):
+        nodes = {key.value: node for key, node in items_of(path, "a model", root)}
+        if "megatron" in nodes:
+            os.environ.update(_environment(path, nodes.get("environment")))

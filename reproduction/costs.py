@@ -49,6 +49,7 @@ LENGTHS = {
     "llama": "512,2K,8K,16K,32K,64K,128K,256K,512K,1M,1536K",
     "bert": "512,2K,8K,32K,64K,128K,256K,1M,4M,12M",
 }
+COARSE_LENGTHS, COARSE_STRATEGIES = "512,16K,256K", ("megatron_ts", "megatron_ts+recompute")
 TILED, UNTILED = "tiled", "untiled"
 HEADS = (TILED, UNTILED)
 PAPER_SPARSE = "paper-sparse"  # the published fit of the simulated lengths alone
@@ -59,10 +60,14 @@ AT_ONCE = int(os.environ.get("JOBS", "2"))  # simulations
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """The cost files of one model, by kind of fit and of head."""
+    """The cost files of one model, by kind of fit and of head.
+
+    coarse: of few lengths and two strategies, in no time, to see that what reads them runs.
+    """
 
     model: str
     folder: Path
+    coarse: bool = False
 
     def path(self, kind: str = HYBRID, head: str = TILED) -> Path:
         """A fitted cost file; made where it is missing."""
@@ -88,7 +93,8 @@ class ModelCosts:
         path = self.folder / f"{self.model}-{head}-raw.json"
         if not path.is_file():
             flags = ["--strategies", CHEAPEST] if head == UNTILED else []
-            flags += ["--lengths", LENGTHS[self.model]]
+            flags += ["--strategies", ",".join(COARSE_STRATEGIES)] if self.coarse else []
+            flags += ["--lengths", COARSE_LENGTHS if self.coarse else LENGTHS[self.model]]
             flags += ["--paradyse-head-tile", "off"] if head == UNTILED else []
             run_simulator(path, self.model, flags, ranks=RANKS)
         return path

@@ -55,9 +55,7 @@ FREE_BYTES_PER_SECOND = 1e15
 def run(arguments: argparse.Namespace) -> None:
     """Write peer-simulated.csv."""
     all_costs = costs.simulated_costs(arguments.models)
-    with ThreadPoolExecutor(costs.AT_ONCE) as pool:
-        wanted = [(c, size) for c in all_costs.values() if state_fits(c) for size in SIZES]
-        list(pool.map(lambda pair: _cost_file(*pair), wanted))
+    simulate(all_costs.values())
     rows = [
         row
         for one in all_costs.values()
@@ -71,6 +69,13 @@ def run(arguments: argparse.Namespace) -> None:
         made=origin(SIMULATED, f"{costs.HARDWARE}; an estimate"),
         replaces=of_panels(arguments.models, arguments.distributions),
     )
+
+
+def simulate(all_costs: Iterable[costs.ModelCosts]) -> None:
+    """The costs that peers of these models take, those that are missing, two at once."""
+    with ThreadPoolExecutor(costs.AT_ONCE) as pool:
+        wanted = [(c, size) for c in all_costs if state_fits(c) for size in SIZES]
+        list(pool.map(lambda pair: _cost_file(*pair), wanted))
 
 
 def _rows(of_model: costs.ModelCosts, distribution: str) -> list[dict]:
@@ -206,7 +211,8 @@ def _cost_file(of_model: costs.ModelCosts, size: int) -> Path:
     if path.is_file():
         return path
     raw = path.with_name(f"{path.stem}-raw.json")
-    flags = ["--lengths", ",".join(str(size * tokens) for tokens in TOKENS)]
+    simulated = TOKENS[::2] if of_model.coarse else TOKENS
+    flags = ["--lengths", ",".join(str(size * tokens) for tokens in simulated)]
     flags += ["--strategies", f"{RING},{RING}{RECOMPUTE}"]
     if size > 1:
         network = path.with_name(f"{path.stem}-network.json")

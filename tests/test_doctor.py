@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +16,7 @@ from megatron_paradyse.doctor import FAULT, LACK, OK, SKIP, checks, commands, li
 TORCH = {"name": "torch", "version": "2.15", "cuda": "13.2", "gloo": True, "nccl": True}
 CPU = {"torch": {**TORCH, "gpus": []}, "megatron": {"name": "megatron"}}
 GPU = {**CPU, "torch": {**TORCH, "gpus": [{"name": "H100", "memory_bytes": 80 << 30}]}}
+WHEELS = Path(str(metadata.distribution("megatron-core").locate_file("")))
 
 
 @pytest.fixture
@@ -25,11 +27,13 @@ def found(monkeypatch):
         def version(name):
             if name in without:
                 raise metadata.PackageNotFoundError(name)
-            return "0.19.2" if name == "megatron-core" else "1.0"
+            return "1.0"
 
         hidden = {"transformer-engine", "apex", "flash-attn"} - set(extra)
         without = {*without, *hidden}
         monkeypatch.setattr(checks.metadata, "version", version)
+        megatron = None if "megatron-core" in without else ("0.19.2", WHEELS)
+        monkeypatch.setattr(checks, "find_megatron", lambda: megatron)
         monkeypatch.setattr(checks, "probe", lambda names: (answers, failure))
         return {check.name: check for check in checks.check_all()}
 
@@ -140,6 +144,23 @@ def test_a_checkout_of_another_version_is_told(monkeypatch, tmp_path):
         info.write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 0\n")
         (check,) = machine.checkout("0.19")
         assert check.state == state and f"0.{minor}.0" in check.found
+
+
+@pytest.mark.parametrize(
+    ("patch", "state", "words"), [("19", OK, ""), ("20", FAULT, "the plugin is made for 0.19")]
+)
+def test_a_checkout_on_the_path_is_told_as_what_it_is(patch, state, words, monkeypatch, tmp_path):
+    """As an import would find it, before the wheel; its training is imported elsewhere."""
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    info = tmp_path / "megatron/core/package_info.py"
+    info.write_text(f"MAJOR = 0\nMINOR = {patch}\nPATCH = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [n for n in sys.modules if n.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    check = checks._megatron(CPU, "")
+    assert (check.state, check.cost) == (state, words)
+    assert check.found == f"0.{patch}.1, a checkout of Megatron-LM in {tmp_path}"
+    assert state == OK or check.remedy == f"git -C {tmp_path} checkout core_v0.19.2"
 
 
 LEGEND = "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe and NUMA nodes\n"

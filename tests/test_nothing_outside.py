@@ -74,6 +74,9 @@ def test_commands_never_look_up_a_host(arguments, tmp_path):
 
 def test_the_installed_megatron_is_supported_and_others_are_refused(tmp_path, monkeypatch):
     megatron_version.check_megatron()
+    found = megatron_version.find_megatron()
+    assert found is not None and megatron_version.is_wheel(found[1])
+    assert not megatron_version.is_wheel(tmp_path)
     for version in ((0, 18, 0), (0, 20, 0), (1, 19, 0)):
         core = tmp_path / str(version[1]) / str(version[0]) / "megatron" / "core"
         core.mkdir(parents=True)

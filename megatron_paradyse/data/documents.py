@@ -73,9 +73,18 @@ class DocumentDataset:
     """
 
     def __init__(
-        self, prefix: str, *, fraction: tuple[float, float], seq_length: int, long_documents: str
+        self,
+        prefix: str,
+        *,
+        fraction: tuple[float, float],
+        seq_length: int,
+        long_documents: str,
+        mmap: bool = True,
     ):
-        """fraction: the range of documents, as shares of their number, like Megatron's --split."""
+        """fraction: the range of documents, as shares of their number, like Megatron's --split.
+
+        mmap: the tokens are mapped into memory, else read document by document.
+        """
         for suffix in (".idx", ".bin"):
             if not Path(prefix + suffix).is_file():
                 raise UserError(
@@ -86,7 +95,7 @@ class DocumentDataset:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         try:
-            self._indexed = IndexedDataset(prefix)
+            self._indexed = IndexedDataset(prefix, mmap=mmap)
         except (AssertionError, ValueError, OSError) as error:
             raise UserError(
                 f"{prefix}.idx is not a Megatron index ({error}): prepare it again"
@@ -159,8 +168,12 @@ class SampleStream:
         weights: Sequence[float] | None,
         order: Callable[[np.ndarray, int], np.ndarray],
         num_samples: int,
+        group: int = 1,
     ):
-        """order(lengths, epoch) is a permutation of the samples; num_samples bounds the blend."""
+        """order(lengths, epoch) is a permutation of the samples; num_samples bounds the blend.
+
+        group: so many samples in a row are of one dataset of the blend, as one draw by the weights.
+        """
         self._datasets = list(datasets)
         self._order = order
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
@@ -169,7 +182,7 @@ class SampleStream:
             self._blend = None
         else:
             self._lengths = [d.lengths for d in self._datasets]
-            self._blend = _blend(weights, num_samples)
+            self._blend = _blend(weights, num_samples, group)
             self._per_lap = np.bincount(self._blend[0], minlength=len(weights))
         self._first = np.cumsum([0] + [len(d) for d in self._datasets])
 
@@ -204,14 +217,16 @@ class SampleStream:
         return self._datasets[dataset][index]
 
 
-def _blend(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """(dataset, its running count) for each of num_samples positions, following the weights."""
+def _blend(weights: Sequence[float], num_samples: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """(dataset, its running count) of at least num_samples positions, in groups by the weights."""
     from megatron.core.datasets import helpers
 
     shares = np.asarray(weights, dtype=np.float64)
-    sources = np.zeros(num_samples, dtype=np.int16)
-    positions = np.zeros(num_samples, dtype=np.int64)
+    num_groups = -(-num_samples // group)
+    sources = np.zeros(num_groups, dtype=np.int16)
+    counts = np.zeros(num_groups, dtype=np.int64)
     helpers.build_blending_indices(
-        sources, positions, shares / shares.sum(), len(shares), num_samples, False
+        sources, counts, shares / shares.sum(), len(shares), num_groups, False
     )
-    return sources, positions
+    positions = counts[:, None] * group + np.arange(group)
+    return sources.repeat(group), positions.reshape(-1)

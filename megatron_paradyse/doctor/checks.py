@@ -14,6 +14,7 @@ from typing import Any
 from megatron_paradyse import __version__
 from megatron_paradyse.doctor import FAULT, LACK, OK, Check, machine
 from megatron_paradyse.doctor.links import links
+from megatron_paradyse.train.megatron_version import find_megatron, is_wheel
 
 PROBE_SECONDS = 120
 MEGATRON = "0.19"
@@ -144,17 +145,23 @@ def _backends(torch: dict[str, Any]) -> list[Check]:
 
 
 def _megatron(answers: dict[str, Any], failure: str) -> Check:
-    name, version = "megatron-core", _version("megatron-core")
-    remedy = f"pip install 'megatron-core>={MEGATRON},<0.20'"
-    if not version:
+    """Of what an import finds: the wheel, or a checkout of Megatron-LM on the path."""
+    name, remedy = "megatron-core", f"pip install 'megatron-core>={MEGATRON},<0.20'"
+    found = find_megatron()
+    if found is None:
+        remedy += ", or export PYTHONPATH=/path/to/Megatron-LM"
         return Check(name, FAULT, "not installed", "nothing can train", remedy)
+    version, folder = found
+    told = version if is_wheel(folder) else f"{version}, a checkout of Megatron-LM in {folder}"
     if not version.startswith(f"{MEGATRON}."):
-        return Check(name, FAULT, version, f"the plugin is made for {MEGATRON}", remedy)
+        if told != version:
+            remedy = f"git -C {folder} checkout core_v0.19.2"
+        return Check(name, FAULT, told, f"the plugin is made for {MEGATRON}", remedy)
     answer = answers.get("megatron", {"error": f"importing it {failure or 'gave no answer'}"})
     if "error" in answer:
-        found = f"{version}, whose training cannot be imported: {answer['error']}"
-        return Check(name, FAULT, found, "nothing can train", INSTALL)
-    return Check(name, OK, version)
+        told += f", whose training cannot be imported: {answer['error']}"
+        return Check(name, FAULT, told, "nothing can train", INSTALL)
+    return Check(name, OK, told)
 
 
 def _on_gpus(name: str, answers: dict[str, Any], gpus: bool) -> Check:

@@ -32,8 +32,10 @@ def run_measurement(
     """Make the trials; returns when they are in the file. As one of the ranks it never returns."""
     from megatron_paradyse.preview.trials import Options, run_trials
     from megatron_paradyse.simulator.models import model_flags
+    from megatron_paradyse.train_command import take_environment
 
     check_output(how.output)
+    take_environment(how.model)
     p = setup.description.p
     ranks = int(os.environ.get("WORLD_SIZE", how.nproc or 0))
     if how.stand_in and ranks:

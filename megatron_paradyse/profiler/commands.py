@@ -28,7 +28,7 @@ PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]
 )
 @click.option("--nproc", type=click.IntRange(1), metavar="P", help="Start P ranks here.")
 @click.option("-o", "--output", required=True, metavar="FILE", help="JSON to write.")
-@click.option("--model", type=click.Path(), help="YAML mapping of Megatron flags to values.")
+@click.option("--model", type=click.Path(), help="YAML of Megatron flags, or a file for train.")
 @click.option("--lengths", type=LENGTHS, help="Such as 1K,4K,16K; default: 8, log-spaced.")
 @click.option(
     "--bytes-lengths", type=LENGTHS, help="Measure bytes only; default: some between those."
@@ -75,9 +75,11 @@ def profile(
     """
     from megatron_paradyse.profiler.flags import megatron_flags
     from megatron_paradyse.profiler.points import strategies_to_profile
+    from megatron_paradyse.train_command import take_environment
     from megatron_paradyse.whole_file import check_output
 
     check_output(output)
+    take_environment(model)
     options = Options(
         output=output,
         lengths=lengths,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
+from megatron_paradyse.settings import load_yaml_settings
 
 # Flags that have no meaning in a profile, and how many values follow: None, as many as there are.
 DROPPED = {
@@ -44,6 +46,7 @@ DROPPED = {
     "--step-batch-size-schedule": 1,
     "--train-iters": 1,
     "--train-samples": 1,
+    "--phase-transition-iterations": 1,
     "--lr-warmup-iters": 1,
     "--lr-warmup-samples": 1,
     "--lr-warmup-fraction": 1,
@@ -67,8 +70,12 @@ ASSUMED = {
 
 
 def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) -> list[str]:
-    """The flags that the ranks parse: those of the model file, then the given ones."""
-    flags = _without_dropped([*(read_flags(model_path, "--model") if model_path else []), *given])
+    """The flags that the ranks parse: those of the model file, then the given ones.
+
+    What a profile depends on of a --paradyse-config among them stands as flags in its place.
+    """
+    flags = [*(read_flags(model_path, "--model") if model_path else []), *given]
+    flags = [*_of_settings_file(flags), *_without_dropped(flags)]
     names = {flag.partition("=")[0] for flag in flags}
     assumed = [text for pair in ASSUMED.items() if pair[0] not in names for text in pair]
     if "--tensor-model-parallel-size" not in names:
@@ -86,6 +93,22 @@ def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) 
     if {"packed", "--paradyse-sequences=packed"} & {*flags}:  # rows are measured anyway
         last += ["--paradyse-sequences", "documents"]
     return [*assumed, *flags, *last]
+
+
+def _of_settings_file(flags: Sequence[str]) -> list[str]:
+    """Its loss head and its sequences."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--paradyse-config")
+    path = parser.parse_known_args(flags)[0].paradyse_config
+    if path is None:
+        return []
+    settings = load_yaml_settings(path, "--paradyse-config")
+    wanted = {name: settings[name] for name in ("head_tile", "sequences") if name in settings}
+    return [
+        text
+        for name, value in wanted.items()
+        for text in (f"--paradyse-{name.replace('_', '-')}", str(value))
+    ]
 
 
 def _without_dropped(flags: list[str]) -> list[str]:

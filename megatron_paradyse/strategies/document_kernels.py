@@ -57,7 +57,8 @@ def flash_attn_documents_backward(grad_out, q, k, v, out, lse, rule: BlockRule):
     backward(
         grad_out, q, k, v, out, lse[0].contiguous(), *grads, *_lengths(rule.parts, q),
         dropout_p=0.0, softmax_scale=rule.scale, causal=rule.causal, softcap=0.0,
-        alibi_slopes=None, deterministic=False, **_window(rule),
+        alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_window(rule),
     )  # fmt: skip
     return _heads_first(*grads)
 

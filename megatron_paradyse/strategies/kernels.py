@@ -216,7 +216,7 @@ def _flash_attn_backward(grad_out, q, k, v, out, lse, rule):
     backward(
         grad_out, q, k, v, out, lse.contiguous(), *grads, dropout_p=0.0, softmax_scale=rule.scale,
         causal=rule.causal, window_size_left=left, window_size_right=right, softcap=0.0,
-        alibi_slopes=None, deterministic=False,
+        alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return _rows_first(*grads)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 import torch
 
-from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.edges.tiles import OFF
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
@@ -34,6 +32,7 @@ from megatron_paradyse.strategies import (
 )
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.train.counting import samples_of
+from megatron_paradyse.train.document_flags import prepare_documents
 from megatron_paradyse.train.model_kind import BERT, GPT, SPECS
 from megatron_paradyse.train.packed_flags import check_packed
 from megatron_paradyse.units import parse_bytes
@@ -130,7 +129,7 @@ def before_validation(args: argparse.Namespace) -> None:
     args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
     check_packed(args, only_megatron_ts=_only_megatron_ts(args))
     if args.paradyse_settings.sequences != FIXED:
-        _prepare_documents(args)
+        prepare_documents(args)
 
 
 def after_validation(args: argparse.Namespace) -> None:
@@ -154,7 +153,7 @@ def after_validation(args: argparse.Namespace) -> None:
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
-    """Megatron's own check of it comes once the model is built, and says nothing."""
+    """Megatron's own checks of it come once the model is built, and say nothing."""
     for unit in ("iters", "samples"):
         total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
         warmup = getattr(args, f"lr_warmup_{unit}")
@@ -163,6 +162,12 @@ def _check_schedule(args: argparse.Namespace) -> None:
                 f"--lr-warmup-{unit} {warmup} with a learning rate of {total} {unit}: give fewer, "
                 f"or more --train-{unit} or --lr-decay-{unit}"
             )
+    phases = args.phase_transition_iterations
+    if phases and not args.train_samples:
+        raise UserError(
+            f"--phase-transition-iterations {phases} without --train-samples: Megatron counts "
+            "phases in samples: give --train-samples, iterations times --global-batch-size"
+        )
 
 
 def _check_model(args: argparse.Namespace) -> None:
@@ -191,9 +196,16 @@ def _check_model(args: argparse.Namespace) -> None:
         "log_max_attention_logit": (False, "only some strategies would log it"),
         "qk_clip": (False, "only some strategies would record the logits that it clips by"),
         "fine_grained_activation_offloading": (False, "strategies with +offload do that"),
+        "cpu_offloading_num_layers": (0, "strategies with +offload do that"),
         "overlap_moe_expert_parallel_comm": (False, "it replaces the layer's forward"),
         "use_transformer_engine_op_fuser": (False, "its MLP has no switchable strategy"),
         "tp_comm_overlap": (False, "its buffers have one fixed sequence length"),
+        "hybrid_context_parallel": (False, "its schedule shares out sequences by itself"),
+        "experimental_attention_variant": (None, "it has no switchable strategy"),
+        "heterogeneous_layers_config_path": (None, "plans are of layers of one size"),
+        "heterogeneous_layers_config_encoded_json": (None, "plans are of layers of one size"),
+        "perform_rl_step": (False, "plans are made for pretraining"),
+        "inprocess_restart": (False, "a rank that fails ends, and torchrun starts again"),
     }
     for name, (allowed, why) in refused.items():
         value = getattr(args, name, allowed)
@@ -226,32 +238,46 @@ def _check_bert(args: argparse.Namespace) -> None:
 
 def _check_edges(args: argparse.Namespace) -> None:
     settings = args.paradyse_settings
-    shards = args.tensor_parallel_num_weight_shards
-    sharded = {
-        "tensor_parallel_num_weight_shards": shards not in (None, args.tensor_model_parallel_size),
-        "use_megatron_fsdp": args.use_megatron_fsdp,
-        "use_torch_fsdp2": args.use_torch_fsdp2,
-    }
-    megatrons = settings.policy == f"fixed:{MEGATRON_TS}" and settings.sequences != PACKED
-    for name, given in sharded.items():
-        if given and not (megatrons and settings.head_tile == OFF):
-            raise UserError(
-                f"--{name.replace('_', '-')} with --paradyse: strategies, packed rows and the loss "
-                "head in tiles need whole weights: leave it out, or give --paradyse-policy "
-                "fixed:megatron_ts and --paradyse-head-tile off"
-            )
+    _check_own_modules(args)
     if settings.head_tile == OFF:
         return
     refused = {
         "defer_embedding_wgrad_compute": "keeps the gradients of all logits",
         "config_logger_dir": "writes all logits",
         "use_mup": "scales all logits",
+        "logits_save_dir": "keeps all logits",
+        "logits_load_dir": "compares all logits",
     }
     for name, why in refused.items():
         if getattr(args, name, False):
             raise UserError(
                 f"--{name.replace('_', '-')} {why}, which the loss head in tiles never has: "
                 "leave it out, or give --paradyse-head-tile off"
+            )
+
+
+def _check_own_modules(args: argparse.Namespace) -> None:
+    """Flags that only the forward of Megatron's own linears obeys."""
+    settings = args.paradyse_settings
+    megatrons = settings.policy == f"fixed:{MEGATRON_TS}" and settings.sequences != PACKED
+    if megatrons and settings.head_tile == OFF:
+        return
+    shards = args.tensor_parallel_num_weight_shards
+    sharded = shards not in (None, args.tensor_model_parallel_size)
+    whole, own = "need whole weights", "do not call the linears whose tensors it saves"
+    refused = {
+        "tensor_parallel_num_weight_shards": (sharded, whole),
+        "use_megatron_fsdp": (args.use_megatron_fsdp, whole),
+        "use_torch_fsdp2": (args.use_torch_fsdp2, whole),
+        "save_activations_interval": (args.save_activations_interval, own),
+        "save_dgrads_interval": (args.save_dgrads_interval, own),
+    }
+    for name, (given, why) in refused.items():
+        if given:
+            raise UserError(
+                f"--{name.replace('_', '-')} with --paradyse: strategies, packed rows and the loss "
+                f"head in tiles {why}: leave it out, or give --paradyse-policy fixed:{MEGATRON_TS} "
+                "and --paradyse-head-tile off"
             )
 
 
@@ -291,8 +317,9 @@ def _only_megatron_ts(args: argparse.Namespace) -> str | None:
     """The flag that no other strategy can run, if there is one."""
     if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
         return f"--position-embedding-type {args.position_embedding_type}"
-    if getattr(args, "attention_output_gate", False):
-        return "--attention-output-gate"
+    for name in ("attention_output_gate", "batch_invariant_mode", "use_kitchen_attention"):
+        if getattr(args, name, False):
+            return "--" + name.replace("_", "-")
     return None if args.softmax_type == "vanilla" else f"--softmax-type {args.softmax_type}"
 
 
@@ -323,64 +350,3 @@ def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple
     if isinstance(policy, PlanFilePolicy) and args.num_layers:
         policy.check_layers(args.num_layers)
     return policy.strategies
-
-
-def _prepare_documents(args: argparse.Namespace) -> None:
-    if args.mock_data:
-        raise UserError(
-            "--mock-data has no documents: give --data-path, or --paradyse-sequences fixed"
-        )
-    for name in ("sft", "fim_data", "full_validation", "multiple_validation_sets"):
-        if getattr(args, name, False):
-            flag = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{flag} with --paradyse-sequences {args.paradyse_settings.sequences}: use fixed, "
-                f"or drop {flag}"
-            )
-    if args.seq_length is None:
-        raise UserError("--seq-length is missing: give the longest sequence to train on")
-    args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens
-    for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
-        if args.paradyse_settings.balance and getattr(args, name):
-            raise UserError(
-                f"--paradyse-balance with --{name.replace('_', '-')}: global batches of one size "
-                "only: drop one"
-            )
-    _take_tokenizer_from_data(args)
-    for entry in args.data_path or []:
-        if not _is_number(entry) and not Path(f"{entry}.idx").is_file():
-            raise UserError(
-                f"data file {entry}.idx not found: give --data-path the prefix that "
-                "'megatron-paradyse data prepare' wrote, without .bin or .idx"
-            )
-
-
-def _take_tokenizer_from_data(args: argparse.Namespace) -> None:
-    """Without --tokenizer-type, the vocabulary that the data were prepared with.
-
-    A checkpoint may say NullTokenizer, and does not say of which vocabulary.
-    """
-    prefixes = [entry for entry in args.data_path or [] if not _is_number(entry)]
-    given = args.tokenizer_type not in (None, "NullTokenizer") or args.vocab_size is not None
-    if given or not prefixes:
-        return
-    if not Path(f"{prefixes[0]}.json").is_file():
-        return
-    metadata = read_metadata(prefixes[0])
-    if args.eod_mask_loss and metadata.eod is None:
-        raise UserError(
-            f"--eod-mask-loss with {prefixes[0]}, whose tokenizer ends no document: leave it out"
-        )
-    names = ("tokenizer_type", "vocab_size", "null_tokenizer_eod_id")
-    args.paradyse_instead_of |= {name: getattr(args, name) for name in names}
-    args.tokenizer_type = "NullTokenizer"  # tokens are ready; only the vocabulary's size is needed
-    args.vocab_size = metadata.vocab_size
-    args.null_tokenizer_eod_id = metadata.eod
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -192,9 +192,8 @@ class Search:
         self._fit(raw)
 
     def _flags(self) -> list[str]:
-        """The model's: those of the run, and what its script or its YAML file says."""
-        flags = ["--", *sys.argv[1:], "--paradyse-head-tile", str(self._settings.head_tile)]
-        return [*flags, "--paradyse-model", self._args.paradyse_model]
+        """The model's: those of the run, its settings file among them, and what its script says."""
+        return ["--", *sys.argv[1:], "--paradyse-model", self._args.paradyse_model]
 
     def _fit(self, raw: Path, remedy: str = "") -> None:
         command = [

@@ -48,7 +48,7 @@ def provide_document_iterators(
     args = get_args()
     sources = _sources(args)
     evaluated = 0 if args.skip_train else args.consumed_valid_samples  # as Megatron's own loaders
-    consumed = (args.consumed_train_samples, evaluated, 0)
+    consumed = (_consumed_in_phase(args), evaluated, 0)
     needed = (not args.skip_train, bool(args.eval_iters), bool(args.eval_iters))
     if args.paradyse_settings.sequences == PACKED:
         iterator_of = functools.partial(_packed, args, vp_stage, costs)
@@ -60,6 +60,17 @@ def provide_document_iterators(
         else None
         for i, split in enumerate(SPLITS)
     )
+
+
+def _consumed_in_phase(args) -> int:
+    """Training samples since the last of --phase-transition-iterations, or since the beginning.
+
+    As Megatron counts them: a phase has data of its own, and begins with their first sample.
+    """
+    if not args.phase_transition_iterations:
+        return args.consumed_train_samples
+    begun = max(i for i in (0, *args.phase_transition_iterations) if i <= args.iteration)
+    return (args.iteration - begun) * args.global_batch_size
 
 
 def _sources(args) -> list[tuple[list[str], list[float] | None, tuple[float, float] | None]]:
@@ -87,6 +98,7 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
             fraction=share,
             seq_length=args.seq_length,
             long_documents=settings.long_documents,
+            mmap=args.mmap_bin_files,
         )
         for prefix in (prefixes if share is not None else [])
     ]
@@ -103,6 +115,7 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
         weights=weights,
         order=make_order(settings.order, seed=args.seed, group=args.global_batch_size),
         num_samples=max(num_samples or 0, 1),
+        group=args.global_batch_size if settings.order == BUCKETED else 1,
     )
     _report(split, datasets, settings, blended=weights is not None)
     return stream
@@ -176,7 +189,7 @@ def _report(split: str, datasets: list[DocumentDataset], settings, *, blended: b
     truncated = sum(d.samples.num_truncated for d in datasets)
     line = f"> {split}: {samples} sequences of {shortest} to {longest} tokens, {settings.order}"
     if blended and settings.order == BUCKETED:
-        line += " within each data set: a global batch mixes groups of several"
+        line += ": each global batch is of one data set"
     if short:
         line += f"; {short} documents of under two tokens left out"
     if truncated:

@@ -21,6 +21,7 @@ from megatron_paradyse.costs.description import (
     tile_text,
 )
 from megatron_paradyse.machine import cpu_name
+from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_kind import MASKS
 from megatron_paradyse.train.model_layers import ModelLayers
 
@@ -109,9 +110,12 @@ def hardware() -> Hardware:
 
 
 def versions() -> dict[str, str]:
-    names = ("torch", "megatron-core", "transformer-engine", "flash-attn")
+    """Of packages as installed; of Megatron as it would be imported, from a checkout too."""
     found = {"python": platform.python_version()}
-    for name in names:
+    for name in ("torch", "megatron-core", "transformer-engine", "flash-attn"):
+        if name == "megatron-core":
+            found |= {name: megatron_version() or "unknown"}
+            continue
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

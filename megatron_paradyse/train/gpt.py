@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 
 import torch
 from megatron.core import mpu
@@ -17,7 +19,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    StragglerDetector,
+    get_attr_wrapped_model,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers
 from megatron.training import training as megatron_training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -33,12 +39,20 @@ from megatron_paradyse.train.packed_batch import PackedStep
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 SPIKY_LOSS_FACTOR = 10  # as in Megatron-LM's pretrain_gpt.py: of the largest loss seen
 LAUNCH = "run it through megatron_paradyse.launch with a checkout's pretrain_gpt.py"
+stragglers = StragglerDetector()  # the one that Megatron configures and reports, --log-straggler
 
 
 def pretrain() -> None:
     """Parse Megatron's flags and train the model that --paradyse-model names."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):
+    for name in (
+        "sft",
+        "fim_data",
+        "hybrid_context_parallel",
+        "dataloader_inter_document_masking",
+        "logits_load_dir",
+        "inprocess_restart",
+    ):
         if getattr(args, name, False):
             raise UserError(f"--{name.replace('_', '-')} is not in this entry point: {LAUNCH}")
     if args.paradyse_model == BERT:
@@ -71,17 +85,19 @@ def forward_step(data_iterator, model):
     """One microbatch forward: the output tensor, and the function that makes the loss of it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    with stragglers(bdata=True):
+        batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     row = batch.get("packed_seq_params")
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        **({} if row is None else {"packed_seq_params": row}),
-    )
+    with stragglers:
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+            **({} if row is None else {"packed_seq_params": row}),
+        )
     return output, functools.partial(loss_function, batch["loss_mask"])
 
 
@@ -162,12 +178,25 @@ def _provide_datasets(num_samples, vp_stage: int | None = None):
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None and not args.mock_data:
         raise UserError("no data: give --data-path PREFIX or --mock-data")
-    config = GPTDatasetConfig(
+    config = _dataset_config(args, blend, blend_per_split)
+
+    def is_built_on_this_rank() -> bool:
+        first_or_last = is_first_or_last_pipeline_stage(vp_stage)
+        return first_or_last and mpu.get_tensor_model_parallel_rank() == 0
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, num_samples, is_built_on_this_rank, config).build()
+
+
+def _dataset_config(args, blend, blend_per_split) -> GPTDatasetConfig:
+    return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
         split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
@@ -176,14 +205,24 @@ def _provide_datasets(num_samples, vp_stage: int | None = None):
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        sequences_per_dataset=_sequences_per_dataset(args.per_dataset_sequences_path),
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
 
-    def is_built_on_this_rank() -> bool:
-        first_or_last = is_first_or_last_pipeline_stage(vp_stage)
-        return first_or_last and mpu.get_tensor_model_parallel_rank() == 0
 
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(kind, num_samples, is_built_on_this_rank, config).build()
+def _sequences_per_dataset(path: str | None) -> dict | None:
+    if path is None:
+        return None
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--per-dataset-sequences-path {path}: {error}: give the JSON file that Megatron-LM's "
+            "tools/build_sequences_per_dataset.py wrote"
+        ) from error

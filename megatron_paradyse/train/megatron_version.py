@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib import metadata
 from pathlib import Path
 
 from megatron_paradyse.errors import UserError
@@ -25,6 +26,12 @@ def check_megatron() -> None:
 
 def megatron_version() -> str | None:
     """Of the megatron.core that an import would find, read without importing it."""
+    found = find_megatron()
+    return None if found is None else found[0]
+
+
+def find_megatron() -> tuple[str, Path] | None:
+    """That version, and the folder that holds the package megatron."""
     spec = importlib.util.find_spec("megatron")
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder, "core", "package_info.py")
@@ -33,5 +40,13 @@ def megatron_version() -> str | None:
             parts = [
                 re.search(rf"^{name} *= *(\d+)", text, re.M) for name in ("MAJOR", "MINOR", "PATCH")
             ]
-            return ".".join(part[1] if part else "?" for part in parts)
+            return ".".join(part[1] if part else "?" for part in parts), Path(folder).parent
     return None
+
+
+def is_wheel(folder: Path) -> bool:
+    """Whether what lies there was installed as the package megatron-core; else it is a checkout."""
+    try:
+        return Path(str(metadata.distribution("megatron-core").locate_file(""))) == folder
+    except metadata.PackageNotFoundError:
+        return False

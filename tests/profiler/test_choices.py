@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.table import LAYER, MLP, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
+from megatron_paradyse.profiler import start
 from megatron_paradyse.profiler.agree import (
     Agreement,
     OneRankFailedError,
@@ -127,6 +132,58 @@ def test_a_model_file_is_a_mapping_of_flags(tmp_path):
             read_flags(str(path), "--model")
     with pytest.raises(UserError, match="give an existing YAML file"):
         read_flags(str(tmp_path / "none"), "--model")
+
+
+MODELS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.yaml"))
+RUN_FILE = """\
+nproc_per_node: 8
+environment: {A_VARIABLE_OF_THE_RUN: 7}
+megatron: {num-layers: 4, vocab-size: 9, swiglu: true}
+paradyse: {policy: optimal, head_tile: 128, sequences: fixed, trace: t.jsonl}
+"""
+
+
+def test_a_file_that_train_takes_is_a_model_file_too(tmp_path):
+    """Its flags of Megatron's, and of its settings what costs depend on; given flags win."""
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN_FILE)
+    given = ["--paradyse-sequences", "documents", "--num-layers", "2"]
+    text = " ".join(megatron_flags(given, model_path=str(path), ranks=2))
+    parts = [
+        "--paradyse-head-tile 128 --paradyse-sequences fixed",
+        "--num-layers 4 --vocab-size 9 --swiglu",
+        " ".join(given),
+    ]
+    assert sorted(map(text.index, parts)) == list(map(text.index, parts))
+    assert "t.jsonl" not in text and "optimal" not in text
+    path.write_text("megatron: {num-layers: 4, lr: {a: b}}\n")
+    with pytest.raises(UserError, match="line 1: --lr: expected a number or a text"):
+        read_flags(str(path), "--model")
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda p: p.stem)
+def test_known_models_can_be_profiled(path):
+    flags = megatron_flags(["--vocab-size", "9"], model_path=str(path), ranks=8)
+    assert {"--num-layers", "--hidden-size", "--num-attention-heads"} <= {*flags}
+    assert not {"--train-samples", "--nproc-per-node", "--environment", "optimal"} & {*flags}
+
+
+def test_ranks_of_a_profile_have_the_environment_of_the_run(tmp_path, monkeypatch):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN_FILE)
+    monkeypatch.setenv("A_VARIABLE_OF_THE_RUN", "1")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    seen = []
+    monkeypatch.setattr(
+        start, "start_ranks", lambda *_, **__: seen.append(os.environ["A_VARIABLE_OF_THE_RUN"])
+    )
+    command = ["profile", "--nproc", "1", "--output", str(tmp_path / "raw.json"), "--model"]
+    assert CliRunner().invoke(cli, [*command, str(path)]).exit_code == 0
+    path.write_text("num-layers: 4\nvocab-size: 9\n")
+    assert CliRunner().invoke(cli, [*command, str(path)]).exit_code == 0
+    path.write_text("- a\n")
+    assert "a model is described by" in CliRunner().invoke(cli, [*command, str(path)]).output
+    assert seen == ["7", "7"]
 
 
 def test_the_first_rank_that_failed_says_why(tmp_path):

@@ -69,6 +69,7 @@ def _install_flash_attn(monkeypatch, operators: CudaOperators) -> None:
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
         window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
+        assert deterministic is torch.are_deterministic_algorithms_enabled()
         grads = operators._flash_attention_backward(
             dout, q, k, v, out, softmax_lse, None, None, q.shape[1], k.shape[1], dropout_p,
             causal, None, None, scale=softmax_scale, window_size_left=window_size_left,
@@ -96,6 +97,7 @@ def _install_flash_attn(monkeypatch, operators: CudaOperators) -> None:
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
         softcap, alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
     ):  # fmt: skip
+        assert deterministic is torch.are_deterministic_algorithms_enabled()
         grads = operators._flash_attention_backward(
             dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, dropout_p, causal, None, None, scale=softmax_scale,
@@ -127,6 +129,17 @@ def test_documents_side_by_side_are_one_call(kernel, row, causal, monkeypatch):
         torch.testing.assert_close(got, true)
     expected = 1 if row is not SHUFFLED else 4 - causal
     assert operators.names.count("_flash_attention_forward") == expected, operators.names
+
+
+def test_flash_attention_is_told_to_be_deterministic(monkeypatch):
+    """By --deterministic-mode, which tells PyTorch; its stand-in looks what it was called with."""
+    _install_flash_attn(monkeypatch, CudaOperators())
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend_in_pieces(FLASH_ATTN, mask="causal", n=4, g=2, d=8, dtype=torch.float64)
+        attend_in_row(FLASH_ATTN, contiguous((5, 1, 7, 3), 1), causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("most", [128 * 64 * 2, 1])

@@ -106,7 +106,8 @@ def with_defaults(flags: tuple[object, ...] | list[object]) -> list[str]:
     chosen = {"--paradyse-policy", "--paradyse-config", "--paradyse-cost-model"} & {*given}
     if "--paradyse" in given and not chosen:
         given += ["--paradyse-policy", "fixed:megatron_ts"]
-    defaults = [text for k, v in MODEL.items() if k not in given for text in (k, str(v))]
+    left_out = {*given, *(["--train-iters"] if "--train-samples" in given else [])}
+    defaults = [text for k, v in MODEL.items() if k not in left_out for text in (k, str(v))]
     return defaults + given
 
 

@@ -50,3 +50,14 @@ def test_a_rank_that_never_comes_is_named(tmp_path):
     assert codes[2] == 0 and 0 not in codes[:2]
     said = [line for line in stderr.splitlines() if line.startswith("error")]
     assert said and all("no word of ranks 2 for 1.5 s: see their logs" in line for line in said)
+
+
+def test_a_checkout_of_megatron_has_a_version_to_compare(monkeypatch):
+    """Of what an import finds: no package need be installed."""
+    from megatron_paradyse.train import plugin
+
+    plugin.install()
+    from megatron_paradyse.train import describe
+
+    monkeypatch.setattr(describe, "megatron_version", lambda: "0.19.1")
+    assert describe.versions()["megatron-core"] == "0.19.1"

@@ -9,12 +9,14 @@ import sys
 import pytest
 import torch
 
+from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.simulator.models import model_flags
 from megatron_paradyse.train import auto_costs, plugin
 from megatron_paradyse.train.model_kind import GPT
-from tests.train.harness import with_defaults
+from tests.train.harness import with_defaults, write_documents
 from tests.train.synthetic_costs import write_costs
+from tests.train.test_refused_flags import parsed, validated
 
 # Of the fields that shape a model and its buffers: what its weights begin as, and what is logged.
 DROPPED = {"init_method_std", "log_max_attention_logit"}
@@ -78,16 +80,48 @@ def search(folder, monkeypatch, **settings) -> auto_costs.Search:
     return auto_costs.Search(args, Settings(**settings))
 
 
-def test_simulated_costs_are_of_the_loss_head_that_the_settings_file_says(tmp_path, monkeypatch):
-    """A simulation reads no settings file, as its flags say."""
+def test_costs_are_of_the_loss_head_and_sequences_that_the_settings_file_says(
+    tmp_path, monkeypatch
+):
+    """Neither a profile nor a simulation reads the file: its flags say so."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "settings.yaml").write_text("head_tile: 128\nsequences: fixed\norder: bucketed\n")
     ran: list[list[str]] = []
-    one = search(tmp_path, monkeypatch, head_tile=128)
+    one = search(tmp_path, monkeypatch, head_tile=128, sequences="fixed")
     monkeypatch.setattr(one, "_gpu", lambda: "h200")
     monkeypatch.setattr(one, "_run", lambda command, *_: ran.append(command))
     one._simulate()
     given = ran[0][ran[0].index("--") + 1 :]
-    text = " ".join(model_flags(None, given, ranks=2, dtype="bfloat16"))
-    assert "--paradyse-head-tile 128" in text and "settings.yaml" not in text
+    for flags in (
+        model_flags(None, given, ranks=2, dtype="bfloat16"),
+        megatron_flags(given, model_path=None, ranks=2),
+    ):
+        text = " ".join(flags)
+        assert "--paradyse-head-tile 128 --paradyse-sequences fixed" in text
+        assert "settings.yaml" not in text and "bucketed" not in text
+
+
+@pytest.mark.parametrize("sequences", ["fixed", "documents", "packed"])
+def test_costs_have_one_name_whether_a_flag_or_a_settings_file_says_it(
+    sequences, tmp_path, monkeypatch
+):
+    """And the ranks of their profile parse the same; other sequences have other costs."""
+    from megatron_paradyse.train.counting import samples_of
+
+    write_documents(tmp_path / "corpus", [20] * 10)
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"sequences: {sequences}\n")
+    found = []
+    for said in (["--paradyse-sequences", sequences], ["--paradyse-config", file]):
+        args = parsed(monkeypatch, "--paradyse-policy", "optimal", "--micro-batch-size", 1, *said)
+        args.data_path = [str(tmp_path / "corpus")]
+        args = validated(args)
+        profiled = megatron_flags(sys.argv[1:], model_path=None, ranks=1)
+        last = len(profiled) - profiled[::-1].index("--paradyse-sequences")
+        key = auto_costs._key(args, args.paradyse_settings)
+        found.append((samples_of(args), key, profiled[last]))
+    assert found[0] == found[1]
+    assert found[0][2] == {"packed": "documents"}.get(sequences, sequences)
 
 
 def test_ranks_write_what_the_first_found_where_it_is_not_there_yet(tmp_path, monkeypatch):

@@ -7,7 +7,9 @@ import argparse
 import pytest
 import torch
 
+from megatron_paradyse.settings import Settings
 from megatron_paradyse.train import plugin
+from tests.train.harness import write_documents
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,7 @@ def test_an_evaluation_alone_begins_at_the_first_sample(skip_train, first, monke
         consumed_valid_samples=24,
         skip_train=skip_train,
         eval_iters=2,
+        phase_transition_iterations=None,
         paradyse_settings=argparse.Namespace(sequences="documents"),
     )
     monkeypatch.setattr(datasets, "get_args", lambda: args)
@@ -112,3 +115,43 @@ def test_megatrons_end_for_a_result_names_what_it_checked(checks, words, monkeyp
     assert f"{words} iteration 5 (Megatron exits with code 16)" in log.not_a_number(
         "Megatron exits with code 16"
     )
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_files_of_tokens_are_mapped_into_memory_unless_told(mapped, tmp_path):
+    """--no-mmap-bin-files; the tokens are the same."""
+    from megatron_paradyse.train import datasets
+
+    write_documents(tmp_path / "corpus", [20, 30])
+    args = argparse.Namespace(
+        seq_length=64,
+        mmap_bin_files=mapped,
+        seed=1,
+        global_batch_size=2,
+        paradyse_settings=Settings(order="short-to-long"),
+    )
+    stream = datasets._stream(args, "train", ([str(tmp_path / "corpus")], None, (0.0, 1.0)), 2)
+    assert (type(stream._datasets[0]._indexed.bin_reader).__name__ == "_MMapBinReader") is mapped
+    assert [len(stream.tokens(i)) for i in range(2)] == [20, 30]
+
+
+def test_the_detector_of_stragglers_times_reading_and_the_forward_apart(monkeypatch):
+    """--log-straggler reports of what was timed; without it the detector does nothing."""
+    from megatron.core.utils import StragglerDetector
+
+    from megatron_paradyse.train import gpt
+
+    assert isinstance(gpt.stragglers, StragglerDetector)
+    happened = []
+    monkeypatch.setattr(
+        gpt.stragglers, "start", lambda: happened.append(f"start, data {gpt.stragglers.bdata}")
+    )
+    monkeypatch.setattr(gpt.stragglers, "stop", lambda: happened.append("stop"))
+    batch = dict.fromkeys(gpt.BATCH)
+    monkeypatch.setattr(gpt, "get_attr_wrapped_model", lambda model, name: None)
+    monkeypatch.setattr(gpt, "read_batch", lambda *of: happened.append("read") or batch)
+    timer = argparse.Namespace(start=lambda: None, stop=lambda: None)
+    monkeypatch.setattr(gpt, "get_timers", lambda: lambda *of, **how: timer)
+    gpt.forward_step(None, lambda *of, **how: happened.append("forward"))
+    assert happened[:3] == ["start, data True", "read", "stop"]
+    assert happened[3].startswith("start") and happened[4:] == ["forward", "stop"]

@@ -87,16 +87,16 @@ def test_what_this_package_sets_is_back_after_a_save_that_fails(monkeypatch):
 def test_the_vocabulary_of_the_data_is_not_what_a_checkpoint_keeps(of_checkpoint, monkeypatch):
     """It is taken anew at each start; a checkpoint of NullTokenizer does not tell its size."""
     plugin.install()
-    from megatron_paradyse.train import arguments
+    from megatron_paradyse.train import document_flags
 
-    monkeypatch.setattr(arguments.Path, "is_file", lambda path: True)
+    monkeypatch.setattr(document_flags.Path, "is_file", lambda path: True)
     metadata = argparse.Namespace(vocab_size=257, eod=256)
-    monkeypatch.setattr(arguments, "read_metadata", lambda prefix: metadata)
+    monkeypatch.setattr(document_flags, "read_metadata", lambda prefix: metadata)
     given = {"tokenizer_type": of_checkpoint, "vocab_size": None, "null_tokenizer_eod_id": None}
     args = argparse.Namespace(
         data_path=["corpus"], eod_mask_loss=False, paradyse_instead_of={}, **given
     )
-    arguments._take_tokenizer_from_data(args)
+    document_flags._take_tokenizer_from_data(args)
     assert (args.tokenizer_type, args.vocab_size) == ("NullTokenizer", 257)
     assert args.paradyse_instead_of == given
 

@@ -176,6 +176,29 @@ def test_weights_blend_datasets_and_keep_each_ones_epochs(tmp_path):
         assert sorted(first[epoch * 10 : epoch * 10 + 10]) == list(range(10))
 
 
+def test_bucketed_global_batches_of_a_blend_are_groups_of_one_dataset(tmp_path):
+    """By the weights, each data set through its own epochs; on every lap through the blend."""
+    random, sets = np.random.default_rng(3), []
+    for name, count, longest in (("a", 100, 60), ("b", 37, 20)):
+        write_documents(tmp_path / name, random.integers(2, longest, size=count).tolist())
+        sets.append(
+            DocumentDataset(
+                str(tmp_path / name), fraction=(0.0, 1.0), seq_length=64, long_documents="split"
+            )
+        )
+    order = make_order("bucketed", seed=1, group=8)
+    stream = SampleStream(sets, weights=[3.0, 1.0], order=order, num_samples=160, group=8)
+    batches = [[stream._locate(8 * k + i) for i in range(8)] for k in range(40)]
+    assert all(len({source for source, _ in batch}) == 1 for batch in batches)
+    assert [batch[0][0] for batch in batches].count(0) == 30
+    for number, dataset in enumerate(sets):
+        seen = [index for batch in batches for source, index in batch if source == number]
+        whole = [order(dataset.lengths, epoch) for epoch in range(-(-len(seen) // len(dataset)))]
+        assert seen == np.concatenate(whole)[: len(seen)].tolist()
+    spans = [[stream.length(8 * k + i).bit_length() for i in range(8)] for k in range(40)]
+    assert sum(len(set(span)) == 1 for span in spans) >= 30  # the others are what buckets leave
+
+
 def test_a_missing_file_is_named_with_the_remedy(tmp_path):
     with pytest.raises(UserError, match=r"nothing\.idx not found.*data prepare"):
         DocumentDataset(

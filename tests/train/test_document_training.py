@@ -60,6 +60,26 @@ def test_resuming_continues_at_the_exact_sample(data, tmp_path):
         np.testing.assert_allclose(resumed.values(name), whole.values(name)[3:], rtol=1e-6)
 
 
+@pytest.mark.parametrize("sequences", ["documents", "packed"])
+def test_a_phase_begins_with_the_first_documents_of_its_data(sequences, tmp_path):
+    """--phase-transition-iterations: saves, ends; the next start reads its data from the first."""
+    flags = ["--split", "100,0,0", "--paradyse", "--paradyse-sequences", sequences]
+    flags += ["--micro-batch-size", 1, "--train-samples", 32]
+    if sequences == "packed":
+        flags += ["--paradyse-pack-tokens", 128]
+    for name, seed in (("one", 1), ("other", 2)):
+        lengths = np.random.default_rng(seed).integers(2, 60, size=60).tolist()
+        write_documents(tmp_path / name, lengths)
+    phases = ["--phase-transition-iterations", "2", "--save-interval", 100]
+    phases += ["--save", tmp_path / "saved", "--load", tmp_path / "saved", "--no-mmap-bin-files"]
+    first = train(tmp_path / "1", *flags, *phases, "--data-path", tmp_path / "one", ranks=1)
+    assert [record["iteration"] for record in first.records] == [1, 2]
+    second = train(tmp_path / "2", *flags, *phases, "--data-path", tmp_path / "other", ranks=1)
+    assert [record["iteration"] for record in second.records] == [3, 4]
+    fresh = train(tmp_path / "3", *flags, "--data-path", tmp_path / "other", ranks=1)
+    np.testing.assert_array_equal(second.values("tokens"), fresh.values("tokens")[:2])
+
+
 def test_interleaved_pipeline_evaluation_and_trace(data, tmp_path):
     """Virtual stages, a blend of two data sets, validation, and a trace of each grid."""
     trace = tmp_path / "trace.jsonl"
@@ -80,4 +100,4 @@ def test_interleaved_pipeline_evaluation_and_trace(data, tmp_path):
     assert run.stdout.count("validation loss at iteration 2") == 1
     assert "iteration 4/4 | lengths" in run.stdout
     assert "attention kernel torch CPU flash" in run.stdout
-    assert "bucketed within each data set: a global batch mixes groups of several" in run.stdout
+    assert "bucketed: each global batch is of one data set" in run.stdout

@@ -23,6 +23,35 @@ REFUSED = {
     "--log-max-attention-logit True": ["--log-max-attention-logit"],
     "--qk-clip True": ["--qk-clip"],
     "--fine-grained-activation-offloading True": ["--fine-grained-activation-offloading"],
+    "--cpu-offloading-num-layers 2": ["--cpu-offloading-num-layers", 2],
+    "--hybrid-context-parallel True": ["--hybrid-context-parallel"],
+    "--experimental-attention-variant dsa": ["--experimental-attention-variant", "dsa"],
+    "--heterogeneous-layers-config-path here": ["--heterogeneous-layers-config-path", "here"],
+    "--heterogeneous-layers-config-encoded-json {}": [
+        "--heterogeneous-layers-config-encoded-json", "{}",
+    ],
+    "--perform-rl-step True": ["--perform-rl-step"],
+    "--inprocess-restart True": ["--inprocess-restart"],
+    "--phase-transition-iterations 2,4 without --train-samples": [
+        "--phase-transition-iterations", "2,4",
+    ],
+    "--logits-save-dir keeps all logits": ["--logits-save-dir", "here"],
+    "--logits-load-dir compares all logits": ["--logits-load-dir", "here"],
+    "--logits-save-dir with --paradyse-sequences documents": [
+        "--logits-save-dir", "here", "--paradyse-head-tile", "off",
+    ],
+    "--logits-load-dir with --paradyse-sequences packed": [
+        *PACKED, "--logits-load-dir", "here", "--paradyse-head-tile", "off",
+    ],
+    "--object-storage-cache-path with --paradyse-sequences documents": [
+        "--object-storage-cache-path", "here",
+    ],
+    "--batch-invariant-mode does not run with metp": [
+        "--batch-invariant-mode", "--paradyse-policy", "fixed:metp",
+    ],
+    "--use-kitchen-attention with --paradyse-sequences packed": [
+        *PACKED, "--use-kitchen-attention",
+    ],
     "--softmax-type learnable": [*PACKED, "--softmax-type", "learnable"],
     "--attention-backend unfused": [*PACKED, "--attention-backend", "unfused"],
     "--recompute-granularity full with --paradyse-policy optimal": [
@@ -63,11 +92,12 @@ def validated(args):
 
 
 SHARDED = ["--tensor-parallel-num-weight-shards 2", "--use-megatron-fsdp", "--use-torch-fsdp2"]
+OF_LINEARS = ["--save-activations-interval 1", "--save-dgrads-interval 1"]
 WHOLE = ["--paradyse-head-tile", "off", "--paradyse-policy"]
 
 
-@pytest.mark.parametrize("flag", SHARDED)
-def test_weights_in_shards_run_with_megatrons_own_layers_only(flag, monkeypatch):
+@pytest.mark.parametrize("flag", [*SHARDED, *OF_LINEARS])
+def test_what_needs_megatrons_linears_runs_with_its_own_layers_only(flag, monkeypatch):
     for policy, *more in (["fixed:metp"], ["optimal"], ["fixed:megatron_ts", *PACKED]):
         args = parsed(monkeypatch, *flag.split(), *WHOLE, policy, *more)
         with pytest.raises(UserError, match=f"^{flag.split()[0]} with --paradyse: .* or give "):
@@ -75,6 +105,44 @@ def test_weights_in_shards_run_with_megatrons_own_layers_only(flag, monkeypatch)
     args = parsed(monkeypatch, *flag.split(), *WHOLE, "fixed:megatron_ts", "--mock-data")
     with pytest.raises(UserError, match="--mock-data has no documents"):  # which comes later
         validated(args)
+
+
+ELSEWHERE = ["--sft", "--fim-data", "--logits-load-dir here", "--inprocess-restart"]
+
+
+@pytest.mark.parametrize("flag", [*ELSEWHERE, "--dataloader-inter-document-masking"])
+def test_what_only_a_checkouts_script_obeys_is_refused_without_it(flag, monkeypatch):
+    """Without --paradyse too, as this entry is then a plain pretraining."""
+    from megatron_paradyse.train import gpt
+
+    given = argparse.Namespace(**{flag.split()[0].strip("-").replace("-", "_"): flag})
+    monkeypatch.setattr(gpt, "parse_and_validate_args", lambda args_defaults: given)
+    with pytest.raises(UserError, match=f"^{flag.split()[0]} is not in this entry point: run it"):
+        gpt.pretrain()
+
+
+def test_megatrons_data_are_made_as_all_its_flags_say(monkeypatch, tmp_path):
+    """Every field of the configuration of its datasets that a flag of the same meaning sets."""
+    plugin.install()
+    from megatron_paradyse.train import gpt
+
+    counts = tmp_path / "counts.json"
+    counts.write_text('{"corpus": [8, 8]}')
+    flags = ["--multiple-validation-sets", "--full-validation", "--allow-ambiguous-pad-tokens"]
+    flags += ["--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap"]
+    flags += ["--object-storage-cache-path", "there", "--data-cache-path", "here"]
+    args = parsed(monkeypatch, *flags, "--per-dataset-sequences-path", counts)
+    args.data_parallel_size = 1
+    monkeypatch.setattr(gpt, "build_tokenizer", lambda args: argparse.Namespace(vocab_size=64))
+    blends = [(["corpus"], None), (["one", "other"], None), None]
+    config = gpt._dataset_config(args, None, blends)
+    assert config.multiple_validation_sets and config.full_validation
+    assert config.allow_ambiguous_pad_tokens and config.object_storage_cache_path == "there"
+    assert config.fast_cache_load and config.defer_npy_index_mmap
+    assert config.sequences_per_dataset == {"corpus": [8, 8]}
+    counts.unlink()
+    with pytest.raises(UserError, match=r"^--per-dataset-sequences-path .*: give the JSON file"):
+        gpt._dataset_config(args, None, blends)
 
 
 OF_A_CHECKPOINT = {
@@ -128,6 +196,7 @@ def test_iterations_that_a_tracker_file_names_are_refused(monkeypatch):
 def test_a_profile_leaves_out_schedules_of_learning_rate_batches_and_stages():
     schedules = ["--lr-warmup-iters", "2000", "--lr-decay-samples", "4000000"]
     schedules += ["--lr-warmup-samples=20000", "--step-batch-size-schedule", "0:1 64:2"]
+    schedules += ["--phase-transition-iterations", "2,4", "--train-samples", "32"]
     schedules += ["--pipeline-model-parallel-layout", "E|tt|tt|L"]
     schedules += ["--decoder-first-pipeline-num-layers", "1"]
     plain = ["--num-layers", "4", "--vocab-size", "64", "--no-rope-freq", "[0,0,0,1]"]

@@ -1,0 +1,75 @@
+"""--quick of the benchmarks that profile or simulate first: little of it, by the same steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import dynamic_workload, hybrid_cp, packed_workload
+from reproduction import costs, peer
+from tests.train.synthetic_costs import write_costs
+
+
+class FirstSimulationError(Exception):
+    """Ends a benchmark."""
+
+
+def test_a_quick_estimate_simulates_few_lengths_and_keeps_none(monkeypatch):
+    ran: list[tuple[Path, list[str]]] = []
+
+    def simulate(path, model, flags, *, ranks):
+        ran.append((path, flags))
+        raise FirstSimulationError
+
+    monkeypatch.setattr(costs, "run_simulator", simulate)
+    monkeypatch.setattr(sys, "argv", ["hybrid_cp.py", "--quick"])
+    with pytest.raises(FirstSimulationError):
+        hybrid_cp.main()
+    path, flags = ran.pop()
+    assert not path.is_relative_to(costs.ROOT) and not path.parent.exists()
+    assert flags[flags.index("--lengths") + 1].count(",") == 2
+    assert flags[flags.index("--strategies") + 1].split(",") == list(costs.COARSE_STRATEGIES)
+    coarse = costs.ModelCosts("llama", path.parent, coarse=True)
+    with pytest.raises(FirstSimulationError):
+        peer._cost_file(coarse, 1)
+    assert ran[0][1][1] == "512,16384,262144"
+
+
+@pytest.mark.parametrize("benchmark", [dynamic_workload, packed_workload])
+def test_a_quick_workload_is_of_a_small_model_on_two_ranks(benchmark, monkeypatch, capsys):
+    commands: list[list[str]] = []
+    spawned: list[tuple[list[str], int]] = []
+
+    def run(command, **how):
+        commands.append(command)
+        if "fit" in command:
+            write_costs(Path(command[-1]))
+
+    def spawn(module, flags, *, ranks, timeout_seconds):
+        spawned.append((flags, ranks))
+        name = module.rpartition(".")[2].removesuffix("_rank").upper()
+        task = json.loads(dynamic_workload.os.environ[name])
+        assert task["rounds"] == 1 and len(task["lengths"]) <= 4
+        Path(task["output"]).write_text("{}")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(benchmark, "spawn", spawn)
+    monkeypatch.setattr(packed_workload, "measure_row_accuracy", lambda table: [])
+    monkeypatch.setattr(packed_workload, "row_lines", lambda errors: [])
+    monkeypatch.setattr(packed_workload, "summarize_rows", lambda errors: {})
+    monkeypatch.setattr(hybrid_cp, "estimate", lambda *of, **how: pytest.fail("takes a minute"))
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--quick"])
+    for name in ("DYNAMIC_WORKLOAD", "PACKED_WORKLOAD"):
+        monkeypatch.setenv(name, "")
+    benchmark.main()
+    profile = commands[0]
+    assert "--quick" in profile and profile[profile.index("--nproc") + 1] == "2"
+    for flags in (profile, spawned[0][0]):
+        assert flags[flags.index("--num-layers") + 1] == "2"
+    assert spawned[0][1] == 2
+    configuration = json.loads(capsys.readouterr().out.splitlines()[-1])["configuration"]
+    assert configuration["ranks"] == 2 and configuration["--num-layers"] == 2
