@@ -114,8 +114,14 @@ def apply_arguments(args) -> None:
             setattr(args, name, value)
     if args.async_save:  # Megatron's worker, a process apart, would end at once, and ranks wait
         args.async_save = args.use_persistent_ckpt_worker = False
-        if os.environ.get("RANK", "0") == "0":
-            print("> paradyse: --async-save needs a GPU: checkpoints are saved at once", flush=True)
+        _say_once("--async-save needs a GPU: checkpoints are saved at once")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """On the first rank; Megatron may parse its arguments several times."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"> paradyse: {text}", flush=True)
 
 
 def _patch_torch() -> None:
