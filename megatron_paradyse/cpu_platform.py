@@ -10,6 +10,7 @@ and the compiler's CUDA paths.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -111,6 +112,16 @@ def apply_arguments(args) -> None:
     for name, value in CPU_ARGUMENTS.items():
         if hasattr(args, name):
             setattr(args, name, value)
+    if args.async_save:  # Megatron's worker, a process apart, would end at once, and ranks wait
+        args.async_save = args.use_persistent_ckpt_worker = False
+        _say_once("--async-save needs a GPU: checkpoints are saved at once")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """On the first rank; Megatron may parse its arguments several times."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"> paradyse: {text}", flush=True)
 
 
 def _patch_torch() -> None:
@@ -139,6 +150,7 @@ def _patch_torch() -> None:
         "get_device_capability": lambda device=None: (0, 0),
         "get_device_properties": lambda device=None: properties,
         "memory_allocated": zero,
+        "memory_stats": lambda device=None: collections.defaultdict(int),
         "max_memory_allocated": zero,
         "memory_reserved": zero,
         "max_memory_reserved": zero,

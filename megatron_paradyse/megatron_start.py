@@ -84,7 +84,10 @@ def install() -> None:
     import megatron.training.training as training
     from megatron.core.transformer import torch_norm
 
+    from megatron_paradyse import plain_adam
+
     allow_variants()
+    plain_adam.install()
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         dataset_utils.compile_helpers = lambda: None
     training.set_jit_fusion_options = _short_warm_up(training.set_jit_fusion_options)

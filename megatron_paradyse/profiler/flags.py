@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
 from megatron_paradyse.settings import load_yaml_settings
+from megatron_paradyse.train.data_files import DATA_FLAGS
 
 # Flags that have no meaning in a profile, and how many values follow: None, as many as there are.
 DROPPED = {
@@ -42,6 +43,8 @@ DROPPED = {
     "--pipeline-model-parallel-layout": 1,
     "--overlap-p2p-communication-warmup-flush": 0,
     "--global-batch-size": 1,
+    "--eval-global-batch-size": 1,
+    "--eval-micro-batch-size": 1,
     "--rampup-batch-size": None,
     "--step-batch-size-schedule": 1,
     "--train-iters": 1,
@@ -82,7 +85,7 @@ def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) 
         assumed += ["--tensor-model-parallel-size", str(ranks)]
     if ranks > 1 and "--sequence-parallel" not in names:
         assumed.append("--sequence-parallel")
-    if "--data-path" not in names and "--tokenizer-type" not in names:
+    if not names & {*DATA_FLAGS, "--tokenizer-type"}:
         if "--vocab-size" not in names:
             raise UserError(
                 "the size of the vocabulary is missing: give --vocab-size, or --data-path or "

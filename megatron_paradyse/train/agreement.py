@@ -23,6 +23,7 @@ import torch
 import megatron_paradyse
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
+from megatron_paradyse.train.data_files import data_prefixes
 from megatron_paradyse.train.describe import versions
 from megatron_paradyse.train.meeting import MEETING_SECONDS, meet, ranks
 
@@ -30,8 +31,9 @@ from megatron_paradyse.train.meeting import MEETING_SECONDS, meet, ranks
 OWN = re.compile(
     r"rank|local_rank|init_method|tensorboard.*|wandb.*|log_.*|logging_level|data_cache_path|"
     r"data_path|data_args_path|.*_data_path|per_split_data_args_path|vocab_file|merge_file|"
-    r"tokenizer_model|save|load|pretrained_checkpoint|paradyse_(config|settings|trace|log|debug|"
-    r"cost_model|watchdog_seconds)|result_rejected_tracker_filename|config_logger_dir"
+    r"tokenizer_model|save|load|pretrained_checkpoint|non_persistent_.*_ckpt_dir|"
+    r"paradyse_(config|settings|trace|log|debug|cost_model|watchdog_seconds)|"
+    r"result_rejected_tracker_filename|config_logger_dir"
 )
 SETTINGS_OF_OWN = ("trace", "log", "cost_model", "watchdog_seconds")
 SECONDS_TO_HEAR = 5
@@ -117,10 +119,10 @@ def _file_values(args: argparse.Namespace, settings: Settings | None) -> Values:
         kind, _, path = settings.policy.partition(":")
         if kind == "plan":
             found["the plan file"] = _file_digest(path)
-    for place, entry in enumerate(args.data_path or []):
+    for number, prefix in enumerate(data_prefixes(args), 1):
         for suffix in (".idx", ".bin"):
-            if Path(entry + suffix).exists():
-                found[f"file {place + 1} of --data-path ({suffix})"] = _file_digest(entry + suffix)
+            if Path(prefix + suffix).exists():
+                found[f"data set {number} ({suffix})"] = _file_digest(prefix + suffix)
     return found
 
 

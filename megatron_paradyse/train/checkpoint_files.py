@@ -63,6 +63,18 @@ def list_files(checkpoint: Path) -> None:
     write_whole(checkpoint / LIST, json.dumps(_sizes(checkpoint), indent=1) + "\n")
 
 
+def begin_writing(checkpoint: Path, *, listed_at_end: bool) -> None:
+    """Of a checkpoint that is written over, as after a restart from an earlier one.
+
+    Its list is of what was there; until list_files() nothing is whole. Without that to come, as in
+    the background, there is no list.
+    """
+    if not listed_at_end:
+        (checkpoint / LIST).unlink(missing_ok=True)
+    elif (checkpoint / LIST).exists():
+        write_whole(checkpoint / LIST, "{}\n")
+
+
 def _sizes(checkpoint: Path) -> dict[str, int]:
     return {
         path.relative_to(checkpoint).as_posix(): path.stat().st_size
@@ -89,8 +101,16 @@ def problem_of(checkpoint: Path) -> str | None:
     for name, size in listed.items():
         if found.get(name) != size:
             has = f"{found[name]} bytes" if name in found else "missing"
-            return f"{name!r:.100} is {has}, {size!r:.20} were written"
+            return f"{name!r:.100} is {has}, {size!r:.20} were written{_since(checkpoint, name)}"
     return None
+
+
+def _since(checkpoint: Path, name: str) -> str:
+    """What else may be: a stock run saved over it, and knows of no list."""
+    file = checkpoint / name
+    if not file.is_file() or file.stat().st_mtime_ns <= (checkpoint / LIST).stat().st_mtime_ns:
+        return ""
+    return f" (if a run without --paradyse has saved it again, remove its {LIST})"
 
 
 def whole_iterations(folder: str | None) -> list[int]:

@@ -21,6 +21,7 @@ from megatron_paradyse.train import counting
 from megatron_paradyse.train.byte_buffers import release_byte_buffers
 from megatron_paradyse.train.checkpoint_files import (
     TRACKER,
+    begin_writing,
     folder_of,
     iteration_to_load,
     list_files,
@@ -51,15 +52,17 @@ def install() -> None:
 def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_whole(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        folder = get_args().save
+        folder, listed = get_args().save, not get_args().async_save
+        kept = torch.distributed.get_rank() == 0 and not kwargs.get("non_persistent_ckpt")
         collecting = gc.isenabled()
         gc.disable()  # until release_byte_buffers()
         try:
+            checkpoint = folder_of(folder, iteration)
+            if kept:
+                begin_writing(checkpoint, listed_at_end=listed)
             with as_given(get_args()), managers_end_with_this_process():
                 result = save(iteration, *args, **kwargs)
-            checkpoint = folder_of(folder, iteration)
-            first = torch.distributed.get_rank() == 0
-            if first and checkpoint.is_dir() and not get_args().async_save:
+            if kept and listed and checkpoint.is_dir():
                 list_files(checkpoint)
         except (Exception, CheckpointException) as error:
             release_byte_buffers()
@@ -110,9 +113,10 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             reason = reason_of(error)
             remedies = (remedy for words, remedy in OF_ANOTHER_RUN.items() if words in reason)
+            loaded = checkpointing.get_loaded_iteration()
             raise UserError(
                 f"the checkpoint in {folder} cannot be loaded: {reason}: "
-                f"{next(remedies, None) or others(folder, None)}"
+                f"{next(remedies, None) or others(folder, loaded)}"
             ) from error
 
     return load_whole
@@ -162,4 +166,5 @@ def reason_of(error: BaseException) -> str:
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     words = " ".join(first.split()).rstrip(".")
     named = words and isinstance(error, AssertionError)  # a check that says what it wants
-    return (words if named else f"{type(error).__name__}: {words}")[:300]
+    kind = type(error).__name__
+    return (words if named else f"{kind}: {words}" if words else kind)[:300]

@@ -11,7 +11,6 @@ from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import (
     StepBatchsizeNumMicroBatchesCalculator as Schedule,
 )
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import get_args, print_rank_0
 
@@ -189,12 +188,11 @@ def _num_in_flight(args) -> int:
 
 
 def _most_microbatches(args) -> int:
-    """Of an iteration: with a schedule of batch sizes, of the largest of them."""
-    if args.step_batch_size_schedule is None:
-        return get_num_microbatches()
-    steps = Schedule._parse_schedule(args.step_batch_size_schedule, None)
-    largest = max(size for _, size in steps)
-    return max(1, largest // (args.micro_batch_size * args.data_parallel_size))
+    """Of an iteration; of the largest where batch sizes grow."""
+    sizes = [args.global_batch_size]
+    if args.step_batch_size_schedule is not None:
+        sizes = [size for _, size in Schedule._parse_schedule(args.step_batch_size_schedule, None)]
+    return max(1, max(sizes) // (args.micro_batch_size * args.data_parallel_size))
 
 
 def _share_of_stage(model_chunks: list) -> float:

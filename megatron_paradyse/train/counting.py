@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_paradyse.data.choices import BUCKETED
 from megatron_paradyse.settings import FIXED
 
 
@@ -12,8 +13,9 @@ def samples_of(args: argparse.Namespace) -> str:
     settings = args.paradyse_settings
     if settings.sequences == FIXED:
         return _fixed(args.seq_length)
+    groups = f", in groups of {args.global_batch_size}," if settings.order == BUCKETED else ""
     return (
-        f"{settings.order} documents of up to {args.seq_length} tokens "
+        f"{settings.order} documents{groups} of up to {args.seq_length} tokens "
         f"(longer ones: {settings.long_documents})"
     )
 

@@ -106,9 +106,10 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
     if stream_size == 0 or (weights is not None and not all(len(d) for d in datasets)):
         if split == "test":
             return None
+        change = "" if args.split is None else f"change --split {args.split}, "
         raise UserError(
-            f"the {split} split has no document of two tokens or more: change --split "
-            f"{args.split}, add data, or set --eval-iters 0"
+            f"the {split} split has no document of two tokens or more: {change}add data, or set "
+            "--eval-iters 0"
         )
     stream = SampleStream(
         datasets,

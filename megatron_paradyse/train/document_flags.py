@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.data_files import check_there, data_prefixes, take_vocabulary
 
 
 def prepare_documents(args: argparse.Namespace) -> None:
@@ -39,41 +38,6 @@ def prepare_documents(args: argparse.Namespace) -> None:
                 f"--paradyse-balance with --{name.replace('_', '-')}: global batches of one size "
                 "only: drop one"
             )
-    _take_tokenizer_from_data(args)
-    for entry in args.data_path or []:
-        if not _is_number(entry) and not Path(f"{entry}.idx").is_file():
-            raise UserError(
-                f"data file {entry}.idx not found: give --data-path the prefix that "
-                "'megatron-paradyse data prepare' wrote, without .bin or .idx"
-            )
-
-
-def _take_tokenizer_from_data(args: argparse.Namespace) -> None:
-    """Without --tokenizer-type, the vocabulary that the data were prepared with.
-
-    A checkpoint may say NullTokenizer, and does not say of which vocabulary.
-    """
-    prefixes = [entry for entry in args.data_path or [] if not _is_number(entry)]
-    given = args.tokenizer_type not in (None, "NullTokenizer") or args.vocab_size is not None
-    if given or not prefixes:
-        return
-    if not Path(f"{prefixes[0]}.json").is_file():
-        return
-    metadata = read_metadata(prefixes[0])
-    if args.eod_mask_loss and metadata.eod is None:
-        raise UserError(
-            f"--eod-mask-loss with {prefixes[0]}, whose tokenizer ends no document: leave it out"
-        )
-    names = ("tokenizer_type", "vocab_size", "null_tokenizer_eod_id")
-    args.paradyse_instead_of |= {name: getattr(args, name) for name in names}
-    args.tokenizer_type = "NullTokenizer"  # tokens are ready; only the vocabulary's size is needed
-    args.vocab_size = metadata.vocab_size
-    args.null_tokenizer_eod_id = metadata.eod
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    prefixes = data_prefixes(args)
+    take_vocabulary(args, prefixes)
+    check_there(prefixes)

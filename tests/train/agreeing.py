@@ -9,13 +9,15 @@ from pathlib import Path
 
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train import agreement, plugin
+from megatron_paradyse.train.data_files import DATA_FLAGS
 
 
 def main() -> None:
     plugin.SECONDS_TO_BE_ENDED = 2  # no torchrun ends the others here
     difference, odd, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     rank = int(os.environ["RANK"])
-    args = argparse.Namespace(lr=0.1, rank=rank, data_path=[], tensorboard_dir=f"here-{rank}")
+    args = argparse.Namespace(lr=0.1, rank=rank, tensorboard_dir=f"here-{rank}")
+    vars(args).update({flag[2:].replace("-", "_"): None for flag in DATA_FLAGS})
     settings = {"policy": "plan:" + str(folder / f"plan-{rank}"), "trace": f"trace-{rank}"}
     if rank == odd and difference == "flag":
         args.lr = 0.2

@@ -6,8 +6,9 @@ import argparse
 
 import pytest
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train import counting, plugin
+from megatron_paradyse.train import checkpoint_files, counting, data_files, plugin
 from tests.train.harness import train, write_documents
 
 SMALL = ["--num-layers", 1, "--train-iters", 2]
@@ -65,6 +66,38 @@ def test_a_checkpoint_that_counts_alike_is_not_warned_of(of_checkpoint, warned):
         assert counting.warning(run, checkpoint) is None
 
 
+def test_bucketed_documents_of_other_batches_are_other_samples():
+    """The order of an epoch is cut into groups of a global batch."""
+    settings = Settings(order="bucketed")
+    args = argparse.Namespace(paradyse_settings=settings, seq_length=64, global_batch_size=8)
+    before = counting.samples_of(args)
+    args.global_batch_size = 16
+    assert "in groups of 16" in counting.samples_of(args) != before
+    args.paradyse_settings = Settings()
+    assert counting.samples_of(args) == SHUFFLED
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_not_its_own_remedy(tmp_path, monkeypatch):
+    plugin.install()
+    from megatron_paradyse.train import checkpoints
+
+    for iteration in (2, 4):
+        folder = checkpoint_files.folder_of(str(tmp_path), iteration)
+        folder.mkdir()
+        (folder / "common.pt").write_bytes(b"x")
+        checkpoint_files.list_files(folder)
+    args = argparse.Namespace(load=str(tmp_path), ckpt_step=None, exit_on_missing_checkpoint=False)
+    monkeypatch.setattr(checkpoints, "get_args", lambda: args)
+    monkeypatch.setattr(checkpoints.checkpointing, "get_loaded_iteration", lambda: 4)
+
+    def load():
+        raise AssertionError
+
+    said = "cannot be loaded: AssertionError: load an earlier one with --ckpt-step 2$"
+    with pytest.raises(UserError, match=said):
+        checkpoints._loading(load)()
+
+
 def test_what_this_package_sets_is_back_after_a_save_that_fails(monkeypatch):
     plugin.install()
     from megatron_paradyse.train.checkpoints import as_given
@@ -86,17 +119,12 @@ def test_what_this_package_sets_is_back_after_a_save_that_fails(monkeypatch):
 @pytest.mark.parametrize("of_checkpoint", [None, "NullTokenizer"])
 def test_the_vocabulary_of_the_data_is_not_what_a_checkpoint_keeps(of_checkpoint, monkeypatch):
     """It is taken anew at each start; a checkpoint of NullTokenizer does not tell its size."""
-    plugin.install()
-    from megatron_paradyse.train import document_flags
-
-    monkeypatch.setattr(document_flags.Path, "is_file", lambda path: True)
+    monkeypatch.setattr(data_files.Path, "is_file", lambda path: True)
     metadata = argparse.Namespace(vocab_size=257, eod=256)
-    monkeypatch.setattr(document_flags, "read_metadata", lambda prefix: metadata)
+    monkeypatch.setattr(data_files, "read_metadata", lambda prefix: metadata)
     given = {"tokenizer_type": of_checkpoint, "vocab_size": None, "null_tokenizer_eod_id": None}
-    args = argparse.Namespace(
-        data_path=["corpus"], eod_mask_loss=False, paradyse_instead_of={}, **given
-    )
-    document_flags._take_tokenizer_from_data(args)
+    args = argparse.Namespace(eod_mask_loss=False, paradyse_instead_of={}, **given)
+    data_files.take_vocabulary(args, ["corpus"])
     assert (args.tokenizer_type, args.vocab_size) == ("NullTokenizer", 257)
     assert args.paradyse_instead_of == given
 

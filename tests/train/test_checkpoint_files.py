@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.checkpoint_files import (
     LIST,
     TRACKER,
+    begin_writing,
     folder_of,
     iteration_to_load,
     list_files,
@@ -72,3 +74,33 @@ def test_a_first_start_and_a_stock_checkpoint_are_megatrons_business(tmp_path, f
 def test_the_list_of_a_checkpoint_names_every_file(folder):
     listed = json.loads((folder / "iter_0000008" / LIST).read_text())
     assert listed == {"common.pt": 8, "inner/0.distcp": 80}
+
+
+def test_a_checkpoint_that_is_written_over_is_whole_again_at_the_end_alone(folder):
+    checkpoint = folder / "iter_0000012"
+    begin_writing(checkpoint, listed_at_end=True)
+    with pytest.raises(UserError, match=r"lists no files: .* --ckpt-step 8"):
+        iteration_to_load(str(folder), None)
+    (checkpoint / "common.pt").write_bytes(b"longer than before")
+    list_files(checkpoint)
+    assert iteration_to_load(str(folder), None) is None and 12 in whole_iterations(str(folder))
+
+
+def test_a_save_in_the_background_leaves_no_list_of_what_it_replaces(folder):
+    begin_writing(folder / "iter_0000012", listed_at_end=False)
+    (folder / "iter_0000012" / "common.pt").write_bytes(b"longer than before")
+    assert iteration_to_load(str(folder), None) is None
+    begin_writing(folder / "iter_0000016", listed_at_end=True)  # a new one
+    assert not (folder / "iter_0000016").exists()
+
+
+def test_a_list_that_stock_megatron_has_outdated_is_said_to_be_one(folder):
+    path = folder / "iter_0000012" / "common.pt"
+    path.write_bytes(b"longer than before")
+    age = (path.parent / LIST).stat().st_mtime_ns
+    os.utime(path, ns=(age - 1, age - 1))
+    with pytest.raises(UserError, match="12 were written: load an earlier one"):
+        iteration_to_load(str(folder), None)
+    os.utime(path, ns=(age + 1, age + 1))
+    with pytest.raises(UserError, match=f"saved it again, remove its {LIST}"):
+        iteration_to_load(str(folder), None)

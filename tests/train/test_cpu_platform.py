@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import pytest
 import torch
 
+from megatron_paradyse.train import plugin
 from tests.train.harness import run_bounded, with_defaults
 
 
@@ -30,6 +32,23 @@ def test_it_is_refused_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="with a GPU"):
         cpu_platform.install()
+
+
+def test_the_memory_of_a_cpu_is_logged_as_none():
+    """As Megatron asks for it with --log-memory-to-tensorboard."""
+    plugin.install()
+    assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0
+
+
+def test_saves_in_the_background_are_saved_at_once(capsys):
+    """Their worker wants a GPU; a rank would wait for it for ever."""
+    from megatron_paradyse.cpu_platform import apply_arguments
+
+    for _ in range(2):  # as often as Megatron parses them
+        args = argparse.Namespace(async_save=True, use_persistent_ckpt_worker=True)
+        apply_arguments(args)
+        assert (args.async_save, args.use_persistent_ckpt_worker) == (False, False)
+    assert capsys.readouterr().out.count("--async-save needs a GPU") == 1
 
 
 def test_it_is_not_imported_where_there_is_a_gpu():

@@ -199,6 +199,7 @@ def test_a_profile_leaves_out_schedules_of_learning_rate_batches_and_stages():
     schedules += ["--phase-transition-iterations", "2,4", "--train-samples", "32"]
     schedules += ["--pipeline-model-parallel-layout", "E|tt|tt|L"]
     schedules += ["--decoder-first-pipeline-num-layers", "1"]
+    schedules += ["--eval-global-batch-size", "2", "--eval-micro-batch-size", "2"]
     plain = ["--num-layers", "4", "--vocab-size", "64", "--no-rope-freq", "[0,0,0,1]"]
     kept = megatron_flags(
         [*plain, *schedules, "--lr-decay-style", "cosine"], model_path=None, ranks=1
@@ -212,18 +213,19 @@ def test_the_words_of_a_failed_profile_are_found(line):
     assert SAID_ERROR.match(f"an {line}") is None
 
 
-@pytest.mark.parametrize("schedule", ["0:4 1B:32 2B:16", "0:4,1B:0.032K, 2B:16"])
-def test_microbatches_in_flight_are_those_of_the_largest_batch(schedule, monkeypatch):
+@pytest.mark.parametrize("schedule", ["0:4 1B:32 2B:16", "0:4,1B:0.032K, 2B:16", None])
+def test_microbatches_in_flight_are_those_of_the_largest_batch(schedule):
+    """Without a schedule, of the batch that --rampup-batch-size ends with."""
     plugin.install()
     from megatron_paradyse.train import choosing
 
-    monkeypatch.setattr(choosing, "get_num_microbatches", lambda: 1)
     args = argparse.Namespace(
-        step_batch_size_schedule=schedule, micro_batch_size=2, data_parallel_size=2
+        step_batch_size_schedule=schedule,
+        global_batch_size=4 if schedule else 32,
+        micro_batch_size=2,
+        data_parallel_size=2,
     )
     assert choosing._most_microbatches(args) == 8
-    args.step_batch_size_schedule = None
-    assert choosing._most_microbatches(args) == 1
 
 
 @pytest.mark.parametrize(

@@ -42,3 +42,16 @@ def test_checkpoint_of_one_continues_in_the_other(first, second, tmp_path):
     assert [record["iteration"] for record in resumed.records] == [3, 4]
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(resumed.values(name), whole.values(name)[2:], rtol=1e-5)
+
+
+@pytest.mark.parametrize("more", [[], ["--ckpt-format", "torch"]], ids=["torch_dist", "torch"])
+def test_a_distributed_optimizer_goes_on_from_its_checkpoint(more, tmp_path):
+    """With PyTorch's Adam too, whose checkpoints Megatron alone saves and cannot load."""
+    flags = [*TWO_LAYERS, *OURS, "--use-distributed-optimizer", *more]
+    saved = ["--save", tmp_path / "saved", "--save-interval", 2]
+    whole = train(tmp_path / "whole", *flags, *saved, ranks=2)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train(tmp_path / "b", *flags, "--load", tmp_path / "saved", ranks=2)
+    assert [record["iteration"] for record in resumed.records] == [3, 4]
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(resumed.values(name), whole.values(name)[2:], rtol=1e-6)

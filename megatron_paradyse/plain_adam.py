@@ -1,0 +1,74 @@
+"""Checkpoints of Megatron's distributed optimizer with PyTorch's Adam.
+
+Where neither TransformerEngine nor apex is installed, Megatron 0.19 saves such a checkpoint and
+cannot load it: it asks an optimizer that has not stepped for its step, takes the step for a tensor
+of the gradient buffer, writes parameters in float32 in place, and gives all parameters one step,
+which each of them then counts on.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+STEP = "step"
+
+
+def install() -> None:
+    """Patch the distributed optimizer, unless TransformerEngine or apex has another Adam; once."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    optimizer: Any = distrib_optimizer.DistributedOptimizer
+    optimizer.state_dict = _after_a_step(optimizer.state_dict)
+    optimizer.load_state_dict = _with_steps_apart(optimizer.load_state_dict)
+    name = "_set_main_param_and_optimizer_states"
+    setattr(optimizer, name, _but_the_step(getattr(optimizer, name)))
+
+
+def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _after_a_step(state_dict):
+    @functools.wraps(state_dict)
+    def state_of_zeros(self, *args, **kwargs):
+        if _is_adam(self.optimizer) and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.optimizer.state[parameter] = {
+                        STEP: torch.zeros(()),
+                        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                    }
+        return state_dict(self, *args, **kwargs)
+
+    return state_of_zeros
+
+
+def _with_steps_apart(load_state_dict):
+    @functools.wraps(load_state_dict)
+    def load_and_part(self, *args, **kwargs):
+        load_state_dict(self, *args, **kwargs)
+        for state in self.optimizer.state.values() if _is_adam(self.optimizer) else ():
+            state[STEP] = state[STEP].clone()
+
+    return load_and_part
+
+
+def _but_the_step(set_states):
+    """That came with the groups of parameters already."""
+
+    @functools.wraps(set_states)
+    def set_but_step(self, model_param, tensors):
+        if _is_adam(self.optimizer):
+            group, place = self.model_param_group_index_map[model_param]
+            parameter = self.optimizer.param_groups[group]["params"][place]
+            tensors = {**tensors, STEP: self.optimizer.state[parameter].get(STEP)}
+        with torch.no_grad():
+            set_states(self, model_param, tensors)
+
+    return set_but_step

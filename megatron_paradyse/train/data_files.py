@@ -1,0 +1,89 @@
+"""The data sets that a run's flags name, and the vocabulary that they were prepared with."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_paradyse.data.metadata import DatasetMetadata, read_metadata
+from megatron_paradyse.errors import UserError
+
+DATA_FLAGS = (
+    "--data-path",
+    "--data-args-path",
+    "--train-data-path",
+    "--valid-data-path",
+    "--test-data-path",
+    "--per-split-data-args-path",
+)
+
+
+def data_prefixes(args: argparse.Namespace) -> list[str]:
+    """The data sets of all splits without their weights, each once, as Megatron reads the flags.
+
+    UserError where it cannot read them.
+    """
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    values = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in DATA_FLAGS}
+    given = [flag for flag, value in values.items() if value is not None]
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except (OSError, ValueError, KeyError, AssertionError, TypeError) as error:
+        reason = f"{type(error).__name__} {' '.join(str(error).split())[:200]}".rstrip()
+        raise UserError(
+            f"{' and '.join(given)} cannot be read as data sets ({reason}): give one flag, and "
+            "PREFIX or WEIGHT PREFIX WEIGHT PREFIX"
+        ) from error
+    blends = [blend] if blend is not None else per_split or []
+    return list(dict.fromkeys(prefix for each in blends if each for prefix in each[0]))
+
+
+def check_there(prefixes: list[str]) -> None:
+    for prefix in prefixes:
+        if not Path(f"{prefix}.idx").is_file():
+            raise UserError(
+                f"data file {prefix}.idx not found: give --data-path the prefix that "
+                "'megatron-paradyse data prepare' wrote, without .bin or .idx"
+            )
+
+
+def take_vocabulary(args: argparse.Namespace, prefixes: list[str]) -> None:
+    """Without --tokenizer-type, the vocabulary that the data were prepared with, in place.
+
+    A checkpoint may say NullTokenizer, and does not say of which vocabulary.
+    """
+    if args.tokenizer_type not in (None, "NullTokenizer") or args.vocab_size is not None:
+        return  # a PREFIX.json may then be anything, such as what a .bin was made of
+    metadata = _common_metadata(prefixes)
+    if metadata is None:
+        return
+    if args.eod_mask_loss and metadata.eod is None:
+        raise UserError(
+            f"--eod-mask-loss with {prefixes[0]}, whose tokenizer ends no document: leave it out"
+        )
+    names = ("tokenizer_type", "vocab_size", "null_tokenizer_eod_id")
+    args.paradyse_instead_of |= {name: getattr(args, name) for name in names}
+    args.tokenizer_type = "NullTokenizer"  # tokens are ready; only the vocabulary's size is needed
+    args.vocab_size = metadata.vocab_size
+    args.null_tokenizer_eod_id = metadata.eod
+
+
+def _common_metadata(prefixes: list[str]) -> DatasetMetadata | None:
+    """Of the data sets that have any; UserError where they have other vocabularies."""
+    found = {p: read_metadata(p) for p in prefixes if Path(f"{p}.json").is_file()}
+    if not found:
+        return None
+    first, *others = found.items()
+    for prefix, metadata in others:
+        mine, its = (_vocabulary(m) for m in (first[1], metadata))
+        if mine != its:
+            raise UserError(
+                f"{first[0]} has the vocabulary of {mine} and {prefix} of {its}: prepare them with "
+                "one tokenizer"
+            )
+    return first[1]
+
+
+def _vocabulary(metadata: DatasetMetadata) -> str:
+    return f"{metadata.tokenizer} with {metadata.vocab_size} ids, end of document {metadata.eod}"

@@ -1,0 +1,98 @@
+"""The data sets of a run, whichever of Megatron's flags name them, and their vocabulary."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from megatron_paradyse.data.metadata import DatasetMetadata
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train import agreement, plugin
+from tests.train.harness import MODEL, write_documents
+from tests.train.test_refused_flags import validated
+
+FLAGS = {
+    "--data-path": "A B",
+    "--data-args-path": "args.txt",
+    "--train-data-path": "A --valid-data-path B",
+    "--per-split-data-args-path": "splits.json",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Data sets A and B of 257 ids, and the files that name them."""
+    for name in "AB":
+        write_documents(tmp_path / name, [20] * 10)
+        write_metadata(tmp_path / name)
+    (tmp_path / "args.txt").write_text("1 A\n2 B\n")
+    (tmp_path / "splits.json").write_text(json.dumps({"train": "A", "valid": ["B"], "test": "B"}))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_metadata(prefix, vocab_size=257):
+    counts = dict.fromkeys(
+        ("num_documents", "num_tokens", "max_document_tokens", "num_empty_documents"), 20
+    )
+    metadata = DatasetMetadata(
+        tokenizer="bytes",
+        tokenizer_parameters={},
+        vocab_size=vocab_size,
+        eod=vocab_size - 1,
+        append_eod=True,
+        dtype="uint16",
+        source="jsonl",
+        source_parameters={},
+        **counts,
+    )
+    prefix.with_suffix(".json").write_text(metadata.to_json())
+
+
+def arguments_of(monkeypatch, *flags):
+    """Megatron's arguments for documents, validated, without a tokenizer."""
+    plugin.install()
+    from megatron.training.arguments import parse_args
+
+    without = ("--tokenizer-type", "--vocab-size")
+    given = [text for k, v in MODEL.items() if k not in without for text in (k, str(v))]
+    given += ["--paradyse", "--paradyse-policy", "fixed:megatron_ts", *flags]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *given])
+    return validated(parse_args())
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_way_to_name_data_gives_vocabulary_and_digests(flag, folder, monkeypatch):
+    args = arguments_of(monkeypatch, flag, *FLAGS[flag].split())
+    assert (args.tokenizer_type, args.vocab_size) == ("NullTokenizer", 257)
+    digests = {k: v for k, v in agreement.values_of(args).items() if k.startswith("data set")}
+    assert len(digests) == 4 and all("bytes" in digest for digest in digests.values())
+    (folder / "B.bin").write_bytes(b"other data")
+    changed = agreement.values_of(args)
+    assert [k for k, v in digests.items() if changed[k] != v] == ["data set 2 (.bin)"]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_data_set_that_is_not_there_is_named(flag, folder, monkeypatch):
+    (folder / "B.idx").unlink()
+    with pytest.raises(UserError, match=r"data file B\.idx not found: "):
+        arguments_of(monkeypatch, flag, *FLAGS[flag].split())
+
+
+@pytest.mark.parametrize(
+    "flags", ["--data-args-path none.txt", "--data-args-path args.txt --data-path A", "--data-path"]
+)
+def test_flags_that_name_no_data_set_are_one_line(flags, folder, monkeypatch):
+    with pytest.raises(UserError, match=r"^--data-.*cannot be read as data sets \("):
+        arguments_of(monkeypatch, *flags.split())
+
+
+def test_data_sets_of_other_vocabularies_are_refused(folder, monkeypatch):
+    """Each token would be learnt as another one, without a sign."""
+    write_metadata(folder / "B", 300)
+    with pytest.raises(UserError, match=r"A has .* of bytes with 257 ids, .* and B of "):
+        arguments_of(monkeypatch, "--data-path", "A", "B")
+    given = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "300"]
+    assert arguments_of(monkeypatch, "--data-path", "A", "B", *given).vocab_size == 300
