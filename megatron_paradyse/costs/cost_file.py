@@ -25,6 +25,7 @@ from megatron_paradyse.costs.description import (
     HALVES_KEY,
     OPTIONAL_KEYS,
     OTHER_LAYERS,
+    WINDOW,
     Description,
     Hardware,
     ModelShape,
@@ -180,7 +181,7 @@ def _read_table(values: dict[str, Any]) -> CostTable:
         description,
         tuple(_read_measurement(point, f"measurements[{i}]") for i, point in enumerate(points)),
         Constants(**constants),
-        tuple(read_row(row, f"rows[{i}]", p=description.p) for i, row in enumerate(rows)),
+        tuple(read_row(row, f"rows[{i}]", description) for i, row in enumerate(rows)),
     )
 
 
@@ -219,7 +220,12 @@ def _read_halves(value: Any) -> dict[str, dict[str, int]]:
     halves = check_object(value, where, max_items=MAX_LAYERS)
     return {
         name: {
-            key: check_integer(number, f"{where}.{name:.40}.{key:.40}", low=0, high=MAX_SEQ_LENGTH)
+            key: check_integer(
+                number,
+                f"{where}.{name:.40}.{key:.40}",
+                low=int(key == WINDOW),
+                high=MAX_SEQ_LENGTH,
+            )
             for key, number in check_object(
                 has, f"{where}.{name:.40}", max_items=MAX_OF_HALF
             ).items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +110,19 @@ class Description:
             raise UserError(f"p must be at most {MAX_RANKS:,}, got {self.p!r:.40}")
         LayerKinds(self.model.num_layers, self.other_layers)  # UserError where they contradict
 
+    @functools.cached_property
+    def windows(self) -> dict[str, int]:
+        """Of each kind of attention that has a window: the keys that a query sees."""
+        names = [name for name in self.layer_kinds.halves() if half_of(name) == ATTENTION]
+        found = {name: self.window(name) for name in names if self.attention_mask == CAUSAL}
+        return {name: int(keys) for name, keys in found.items() if math.isfinite(keys)}
+
+    @property
+    def common_window(self) -> int | None:
+        """Keys that a query sees, where every attention has that window."""
+        names = [name for name in self.layer_kinds.halves() if half_of(name) == ATTENTION]
+        return common_window(self.windows.get(name) for name in names)
+
     def window(self, operation: str) -> float:
         """Keys that a query of its attention sees: an attention's or a whole layer's."""
         kind = self.layer_kinds.operations(layer_of(operation))
@@ -120,6 +133,12 @@ class Description:
     def layer_kinds(self) -> LayerKinds:
         """Which operations are those of which layer."""
         return LayerKinds(self.model.num_layers, self.other_layers)
+
+
+def common_window(windows: Iterable[int | None]) -> int | None:
+    """The window of all layers; None where there is another, or a layer without."""
+    found = set(windows)
+    return found.pop() if len(found) == 1 else None
 
 
 def _counts(d: Description) -> Iterator[tuple[str, int]]:

@@ -34,7 +34,7 @@ from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFi
 from megatron_paradyse.costs.offloaded import host_link
 from megatron_paradyse.costs.packed import Packed, PackedFit
 from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
-from megatron_paradyse.costs.row_bytes import layer_sizes
+from megatron_paradyse.costs.row_bytes import packed_of
 from megatron_paradyse.costs.row_law import FACTORS, NOTHING, RowLaw
 from megatron_paradyse.costs.strict import (
     ContentError,
@@ -155,8 +155,7 @@ def _read_packed(value: Any, table: CostTable, fits: Collection[tuple[str, str]]
         }
         laws = (RowLaw(numbers[name], numbers[f"{name}_floor"]) for name in ("forward", "backward"))
         read[strategy] = PackedFit(strategy, like, count, *laws)
-    sizes = layer_sizes(table.description)
-    return Packed(sizes.causal, sizes, read)
+    return dataclasses.replace(packed_of(table.description), fits=read)
 
 
 def _read_operation(value: Any, where: str, kind: str, measured: Measured) -> OperationFit:

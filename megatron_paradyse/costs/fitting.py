@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -17,11 +18,10 @@ from megatron_paradyse.costs.packed import (
     MIN_ROWS,
     Packed,
     PackedFit,
-    one_document,
     work_of,
 )
 from megatron_paradyse.costs.paper import PaperFit, fit_paper
-from megatron_paradyse.costs.row_bytes import layer_sizes
+from megatron_paradyse.costs.row_bytes import packed_of
 from megatron_paradyse.costs.row_law import RowPoints, fit_row_law
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
@@ -62,26 +62,31 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
             f"nothing was measured at {MIN_LENGTHS} lengths or more: profile at more lengths"
         )
     model = CostModel(kind, fits, table.constants, host_link(table))
-    sizes = layer_sizes(table.description)
-    found = fit_rows(model, table.rows, causal=sizes.causal)
-    return model.with_rows(Packed(sizes.causal, sizes, found))
+    packed = packed_of(table.description)
+    found = fit_rows(model, table.rows, packed)
+    return model.with_rows(dataclasses.replace(packed, fits=found))
 
 
 def fit_rows(
-    model: CostModel, rows: Sequence[RowMeasurement], *, causal: bool
+    model: CostModel, rows: Sequence[RowMeasurement], packed: Packed
 ) -> dict[str, PackedFit]:
-    """The laws of each strategy of which four rows or more were measured, by its name."""
+    """The laws of each strategy of which four rows or more were measured, by its name.
+
+    model, packed: of single documents.
+    """
     found: dict[str, PackedFit] = {}
     for strategy in dict.fromkeys(m.strategy for m in rows):
         own = [m for m in rows if m.strategy == strategy and m.is_ok]
         names = [name for name in (strategy, *AS_LOCAL) if name in model.strategies(ATTENTION)]
         if len(own) < MIN_ROWS or (strategy not in names and strategy != LOCAL) or not names:
             continue
-        work = np.array([work_of(strategy, m.load) for m in own])
-        of_one = np.array([one_document(strategy, m.load, causal=causal) for m in own])
+        ones = [packed.load_of_one(m.load.seq_length, m.load.p) for m in own]
         s = np.array([float(m.load.seq_length) for m in own])
         laws = []
-        for name in TIME_QUANTITIES:
+        for name, fit in zip(TIME_QUANTITIES, model.fits_of(names[0], ATTENTION), strict=False):
+            windowed = packed.counts_window(strategy, ATTENTION, fit)
+            work = np.array([work_of(strategy, m.load.seen(windowed)) for m in own])
+            of_one = np.array([work_of(strategy, load.seen(windowed)) for load in ones])
             measured = np.array([getattr(m, name) for m in own])
             one = [model.predict(names[0], ATTENTION, name, m.load.seq_length) for m in own]
             laws.append(fit_row_law(RowPoints(measured, np.array(one), s, work, of_one)))

@@ -6,22 +6,27 @@ measurements ("derived") scores take the share of the time that the law of one d
 pairs of tokens, and nothing else is known: what is not exchanged is not taken off, so that times
 are too long rather than too short.
 
+Of attention with a window the pairs that it leaves count, where they do in the law of one document.
+
 A row of one document that is spread evenly costs exactly what that document costs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_paradyse.costs.hybrid import HybridFit
 from megatron_paradyse.costs.laws import PAIRS
 from megatron_paradyse.costs.row_law import RowLaw
-from megatron_paradyse.packing.load import Load, load_of_one
+from megatron_paradyse.packing.load import Load, load_of, load_of_one
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.strategies import base_name
 from megatron_paradyse.strategies.sizes import LayerSizes
 
 MIN_ROWS = 4
+Work = tuple[float, ...]  # what the factors of a law multiply
 # No row takes less than this share of one document's time: fits know no kernel's launch.
 LEAST_SHARE = 0.05
 # Every rank has some heads of all queries, so that documents need not be even.
@@ -47,16 +52,41 @@ class PackedFit:
 class Packed:
     """How packed rows follow from single documents.
 
-    causal: whether these have one triangle of scores; sizes: of the layer, for any s.
+    causal: whether these have one triangle of scores; sizes: of the layer, for any s. windows: the
+    keys that a query sees, of each kind of attention that has a window; in_tiles: whether the tiled
+    kernel hides the others.
     """
 
     causal: bool
     sizes: LayerSizes
     fits: Mapping[str, PackedFit] = field(default_factory=dict)  # by strategy
+    windows: Mapping[str, int] = field(default_factory=dict)
+    in_tiles: bool = False
+
+    @property
+    def window(self) -> int | None:
+        """What loads count within: a model has one window."""
+        return max(self.windows.values(), default=None)
+
+    def load_of(self, row: Row) -> Load:
+        return load_of(row, causal=self.causal, window=self.window)
+
+    def load_of_one(self, seq_length: int, p: int) -> Load:
+        return load_of_one(seq_length, p, causal=self.causal, window=self.window)
+
+    def counts_window(self, strategy: str, operation: str, fit: object) -> bool:
+        """Whether a time follows the scores that the operation's window leaves, not all of them.
+
+        fit: of one document's. Columns there are for the keys that come, and no others.
+        """
+        if operation not in self.windows:
+            return False
+        takes_all = isinstance(fit, HybridFit) and math.isinf(fit.law.window)
+        return base_name(strategy) in WHOLE_COLUMNS or not takes_all
 
 
-def work_of(strategy: str, load: Load) -> tuple[float, ...]:
-    """What the factors of a law multiply, of the rank that has the most."""
+def work_of(strategy: str, load: Load) -> Work:
+    """Of the rank that has the most."""
     base = base_name(strategy)
     if base in SPLIT_HEADS:
         return load.scores / load.p, 0.0, load.documents, 0.0
@@ -65,11 +95,6 @@ def work_of(strategy: str, load: Load) -> tuple[float, ...]:
         rows = load.seq_length / load.p
         scores = rows * (rows + load.keys_received)
     return scores, load.keys_received, load.fullest_documents, load.peers
-
-
-def one_document(strategy: str, load: Load, *, causal: bool) -> tuple[float, ...]:
-    """work_of one document of the row's tokens."""
-    return work_of(strategy, load_of_one(load.seq_length, load.p, causal=causal))
 
 
 def share_of_scores(fit: HybridFit, seq_length: int) -> float:

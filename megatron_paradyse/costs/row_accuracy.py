@@ -57,7 +57,7 @@ def _left_out(
     assert packed is not None
     for row in (m for m in rows if m.is_ok):
         others = [m for m in rows if m.strategy == row.strategy and m.load != row.load]
-        fits = fit_rows(single, others, causal=packed.causal)
+        fits = fit_rows(single, others, packed)
         if fits:
             yield single.with_rows(dataclasses.replace(packed, fits=fits)), row
 

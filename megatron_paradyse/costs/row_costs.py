@@ -11,32 +11,44 @@ from megatron_paradyse.costs.packed import (
     AS_LOCAL,
     LEAST_SHARE,
     LOCAL,
-    one_document,
+    Work,
     share_of_scores,
     work_of,
 )
 from megatron_paradyse.costs.row_bytes import with_row_bytes
 from megatron_paradyse.costs.row_law import NOTHING, RowLaw
-from megatron_paradyse.costs.table import ATTENTION, MODEL, OperationCosts
+from megatron_paradyse.costs.table import ATTENTION, MODEL, TIME_QUANTITIES, OperationCosts
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.strategies import RECOMPUTE, base_name, offloads, recomputes
 
 
 @dataclass(frozen=True)
+class Counted:
+    """A law, whether it counts what a window leaves, and what one document of s tokens holds."""
+
+    law: RowLaw
+    windowed: bool
+    of_one: Work
+
+    def seconds(self, one: float, seq_length: int, work: Work) -> float:
+        """On a row of that work; one: of one document."""
+        return max(one + self.law.excess(one, seq_length, work, self.of_one), LEAST_SHARE * one)
+
+
+@dataclass(frozen=True)
 class RowTerms:
     """Seconds of a strategy's attention on the rows of s tokens.
 
-    one: costs of one document; work: what that holds; like: whose document it is. forward,
-    backward: laws of the strategy without suffix, and alone: what its one document takes.
+    one: costs of one document; like: whose document it is. forward, backward: of the strategy
+    without suffix, and alone: what its one document takes.
     """
 
     strategy: str
     like: str
     one: OperationCosts
-    work: tuple[float, ...]
-    forward: RowLaw
-    backward: RowLaw
+    forward: Counted
+    backward: Counted
     alone: OperationCosts
 
     def seconds(self, load: Load) -> tuple[float, float]:
@@ -44,12 +56,12 @@ class RowTerms:
 
         Of +recompute in proportion to those without: it does the same, the forward twice.
         """
-        work = work_of(self.strategy, load)
         alone = (self.alone.forward_seconds, self.alone.backward_seconds)
-        forward, backward = (
-            max(one + law.excess(one, load.seq_length, work, self.work), LEAST_SHARE * one)
-            for law, one in zip((self.forward, self.backward), alone, strict=True)
-        )
+        work = again = work_of(self.strategy, load.seen(self.forward.windowed))
+        if self.backward.windowed != self.forward.windowed:
+            again = work_of(self.strategy, load.seen(self.backward.windowed))
+        forward = self.forward.seconds(alone[0], load.seq_length, work)
+        backward = self.backward.seconds(alone[1], load.seq_length, again)
         if self.one is self.alone:
             return forward, backward
         return (
@@ -71,7 +83,6 @@ def row_terms(model: CostModel, strategy: str, load: Load, operation: str = ATTE
     """
     packed, s = model.packed, load.seq_length
     assert packed is not None and not offloads(strategy)
-    work = one_document(strategy, load, causal=packed.causal)
     fit = packed.fits.get(base_name(strategy)) if operation == ATTENTION else None
     if fit is not None:
         one = alone = model.operation(fit.like, ATTENTION, s)
@@ -79,19 +90,45 @@ def row_terms(model: CostModel, strategy: str, load: Load, operation: str = ATTE
         if recomputes(strategy):
             name += RECOMPUTE
             one = model.operation(name, ATTENTION, s)
-        return RowTerms(strategy, name, one, work, fit.forward, fit.backward, alone)
+        counts = _of_one(model, strategy, fit.like, operation, load)
+        forward, backward = Counted(fit.forward, *counts[0]), Counted(fit.backward, *counts[1])
+        return RowTerms(strategy, name, one, forward, backward, alone)
     # What exchanges less than others takes no longer than the fastest of them.
     names = like(model, strategy, operation)
     name = min(names, key=lambda name: model.operation(name, operation, s).time_seconds)
     one = model.operation(name, operation, s)
-    laws = []
-    fits = model.fits_of(name, operation)
-    for fitted, seconds in zip(fits, (one.forward_seconds, one.backward_seconds), strict=False):
-        share = share_of_scores(fitted, s) if isinstance(fitted, HybridFit) else 0.0
-        laws.append(RowLaw((share * seconds / work[0], *NOTHING[1:])))
+    fits, counts = model.fits_of(name, operation), _of_one(model, strategy, name, operation, load)
+    times = (one.forward_seconds, one.backward_seconds)
+    forward, backward = (
+        Counted(_derived(fit, s, seconds, of_one), windowed, of_one)
+        for fit, seconds, (windowed, of_one) in zip(fits, times, counts, strict=False)
+    )
     first = model.operation(names[0], operation, s)  # keeps what it does
     one = replace(first, forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds)
-    return RowTerms(strategy, names[0], one, work, laws[0], laws[1], one)
+    return RowTerms(strategy, names[0], one, forward, backward, one)
+
+
+def _derived(fit: object, seq_length: int, seconds: float, of_one: Work) -> RowLaw:
+    """Scores take what the law of one document gives to pairs of tokens."""
+    share = share_of_scores(fit, seq_length) if isinstance(fit, HybridFit) else 0.0
+    return RowLaw((share * seconds / of_one[0], *NOTHING[1:]))
+
+
+def _of_one(
+    model: CostModel, strategy: str, name: str, operation: str, load: Load
+) -> tuple[tuple[bool, Work], tuple[bool, Work]]:
+    """Forward and backward: whether the window counts, as for name, and one document's work."""
+    packed = model.packed
+    assert packed is not None
+    one = packed.load_of_one(load.seq_length, load.p)
+    forward, backward = (
+        packed.counts_window(strategy, operation, fit)
+        for fit in model.fits_of(name, operation)[: len(TIME_QUANTITIES)]
+    )
+    return (
+        (forward, work_of(strategy, one.seen(forward))),
+        (backward, work_of(strategy, one.seen(backward))),
+    )
 
 
 class RowCosts:
@@ -131,7 +168,16 @@ class RowCosts:
         suffix = strategy.removeprefix(base_name(strategy))
         names = [name + suffix for name in AS_LOCAL if name + suffix in known]
         least = self._model.operation(names[0], operation, s) if names else None
-        return with_row_bytes(strategy, one, fits, packed.sizes, self._load, least=least)
+        window = packed.windows.get(operation)
+        return with_row_bytes(
+            strategy,
+            one,
+            fits,
+            packed.sizes,
+            self._load.seen(window is not None),
+            least=least,
+            tiled_window=window if packed.in_tiles else None,
+        )
 
 
 def like(model: CostModel, strategy: str, operation: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_paradyse.costs.description import Description
 from megatron_paradyse.costs.strict import (
     ContentError,
     check_integer,
@@ -28,7 +29,9 @@ from megatron_paradyse.packing.load import Load
 from megatron_paradyse.units import MAX_SEQ_LENGTH
 
 KEYS = ("strategy", "load", "status")
-LOAD_KEYS = tuple(field.name for field in dataclasses.fields(Load))
+WITHIN = "within"  # a window, where a model has one: those of a load that are fewer then
+WITHIN_KEYS = ("scores", "fullest_scores", "keys_received", "peers")
+LOAD_KEYS = tuple(field.name for field in dataclasses.fields(Load) if field.name != WITHIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +80,15 @@ class RowMeasurement:
 
 def row_values(m: RowMeasurement) -> dict[str, Any]:
     """As values for JSON."""
-    values: dict[str, Any] = {"strategy": m.strategy, "load": dataclasses.asdict(m.load)}
-    values["status"] = m.status
+    load = {name: getattr(m.load, name) for name in LOAD_KEYS}
+    if m.load.within is not None:
+        load[WITHIN] = {name: getattr(m.load.within, name) for name in WITHIN_KEYS}
+    values: dict[str, Any] = {"strategy": m.strategy, "load": load, "status": m.status}
     return values | {name: getattr(m, name) for name in (QUANTITIES if m.is_ok else ())}
 
 
-def read_row(value: Any, where: str, *, p: int) -> RowMeasurement:
-    """The measurement of these values, on p ranks; ContentError for anything wrong."""
+def read_row(value: Any, where: str, d: Description) -> RowMeasurement:
+    """The measurement of these values, in a file of that; ContentError for anything wrong."""
     ok = isinstance(value, dict) and value.get("status") == OK
     quantities = QUANTITIES if ok else ()
     values = dict(check_keys(value, where, KEYS + quantities))
@@ -91,12 +96,18 @@ def read_row(value: Any, where: str, *, p: int) -> RowMeasurement:
     check_text(values["status"], f"{where}.status", max_length=MAX_STATUS)
     for name in quantities:
         check_number(values[name], f"{where}.{name}", low=0, high=MAX_QUANTITY)
-    values["load"] = _read_load(values["load"], f"{where}.load", p)
+    values["load"] = _read_load(values["load"], f"{where}.load", d)
     return RowMeasurement(**values)
 
 
-def _read_load(value: Any, where: str, p: int) -> Load:
-    values = check_keys(value, where, LOAD_KEYS)
+def _read_load(value: Any, where: str, d: Description) -> Load:
+    if d.windows and isinstance(value, dict) and WITHIN not in value:
+        raise ContentError(
+            f"{where} lacks {WITHIN!r}, what the attention window leaves of a row, as in files of "
+            "earlier versions: profile --packed again, into a new file"
+        )
+    values = dict(check_keys(value, where, LOAD_KEYS + ((WITHIN,) if d.windows else ())))
+    within = values.pop(WITHIN, None)
     s = check_integer(values["seq_length"], f"{where}.seq_length", low=1, high=MAX_SEQ_LENGTH)
     check_integer(values["p"], f"{where}.p", low=1, high=s)
     pairs, tokens = ("scores", "fullest_scores"), ("documents", "fullest_documents")
@@ -108,6 +119,17 @@ def _read_load(value: Any, where: str, p: int) -> Load:
     check_integer(values["peers"], f"{where}.peers", low=0, high=values["p"] - 1)
     if not isinstance(values["in_order"], bool):
         raise ContentError(f"{where}.in_order must be true or false")
-    if values["p"] != p:
-        raise ContentError(f"{where}.p must be that of the description, {p}, got {values['p']}")
-    return Load(**values)
+    if values["p"] != d.p:
+        raise ContentError(f"{where}.p must be that of the description, {d.p}, got {values['p']}")
+    load = Load(**values)
+    if not d.windows:
+        return load
+    return dataclasses.replace(load, within=_read_within(within, f"{where}.{WITHIN}", load))
+
+
+def _read_within(value: Any, where: str, load: Load) -> Load:
+    values = check_keys(value, where, WITHIN_KEYS)
+    for name in WITHIN_KEYS:
+        low, high = int(name in WITHIN_KEYS[:2]), getattr(load, name)
+        check_integer(values[name], f"{where}.{name}", low=low, high=high)
+    return dataclasses.replace(load, **values)

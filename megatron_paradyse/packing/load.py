@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.work import scores_up_to
 
 STEPS_PER_DOUBLING = 16
+
+Pieces = list[tuple[int, int, int]]  # of a document, in its order: (rank, start, stop) inside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,8 @@ class Load:
     there are; fullest_documents: of how many the rank with the most of them holds tokens. in_order:
     whether the rows of the ranks, one rank after the other, are in the order of positions. peers:
     the ranks with which the one that has the most of them shares documents.
+    within: of a model with a sliding window, the same for layers that have it: the scores and keys
+    that it leaves, and as peers the ranks that keys come from or go to. None of other models.
     """
 
     seq_length: int
@@ -31,38 +38,50 @@ class Load:
     fullest_documents: int
     peers: int
     in_order: bool = True
+    within: Load | None = None
 
     @property
     def crosses(self) -> bool:
         """Whether any document lies on more than one rank."""
         return self.keys_received > 0
 
+    def seen(self, windowed: bool) -> Load:
+        """By a layer with the window, or by one without."""
+        if not windowed:
+            return self
+        assert self.within is not None, "loads of a model with a window tell what it leaves"
+        return self.within
 
-def load_of(row: Row, *, causal: bool) -> Load:
-    """One walk over documents and ranges; packing/work.py says the same rank by rank."""
+
+def load_of(row: Row, *, causal: bool, window: int | None = None) -> Load:
+    """packing/work.py says the same rank by rank. window: keys that a causal query sees."""
+    load = _load_of(row, causal, row.seq_length)
+    return load if window is None else replace(load, within=_load_of(row, True, window))
+
+
+def _load_of(row: Row, causal: bool, window: int) -> Load:
+    """One walk over documents and ranges. window: s where there is none."""
     scores, missing, documents = [0] * row.p, [0] * row.p, [0] * row.p
-    ranges = iter(sorted((stop, r) for r, shard in enumerate(row.shards) for _, stop in shard))
-    range_stop, rank = next(ranges)
-    position = 0
     sharing: dict[int, set[int]] = {}  # by rank, itself among them
-    for length in row.lengths:
-        start, stop = position, position + length
-        held: dict[int, tuple[int, int]] = {}  # by rank: tokens, and what its queries see
-        while position < stop:
-            if position == range_stop:
-                range_stop, rank = next(ranges)
-            first, position = position - start, min(range_stop, stop)
-            last = position - start
-            if causal:
-                scores[rank] += (last * (last + 1) - first * (first + 1)) // 2
+    for length, pieces in _documents(row):
+        held: dict[int, int] = {}  # by rank: up to where
+        for rank, start, stop in pieces:
+            if not causal:
+                scores[rank] += (stop - start) * length
+            elif stop <= window:
+                scores[rank] += (stop * (stop + 1) - start * (start + 1)) // 2
             else:
-                scores[rank] += (last - first) * length
-            held[rank] = (held.get(rank, (0, 0))[0] + last - first, last if causal else length)
-        for rank_of, (tokens, seen) in held.items():
-            missing[rank_of] += seen - tokens
-            documents[rank_of] += 1
-            if len(held) > 1:
-                sharing.setdefault(rank_of, set()).update(held)
+                scores[rank] += scores_up_to(stop, window) - scores_up_to(start, window)
+            before = start - held.get(rank, 0)
+            missing[rank] += before if before < window else window - 1
+            held[rank] = stop
+        for rank, stop in held.items():
+            missing[rank] += 0 if causal else length - stop
+            documents[rank] += 1
+        if len(held) > 1:
+            for group in (held,) if length <= window else _exchanging(pieces, window):
+                for rank in group:
+                    sharing.setdefault(rank, set()).update(group)
     starts = [start for shard in row.shards for start, _ in shard]
     return Load(
         seq_length=row.seq_length,
@@ -77,29 +96,79 @@ def load_of(row: Row, *, causal: bool) -> Load:
     )
 
 
-def load_of_one(seq_length: int, p: int, *, causal: bool) -> Load:
-    """Of one document of s tokens, its causal scores spread evenly as the strategies do."""
+def _documents(row: Row) -> Iterator[tuple[int, Pieces]]:
+    """The length of each document, and what ranks hold of it."""
+    ranges = iter(sorted((stop, r) for r, shard in enumerate(row.shards) for _, stop in shard))
+    range_stop, rank = next(ranges)
+    position = 0
+    for length in row.lengths:
+        begin, stop = position, position + length
+        pieces: Pieces = []
+        while position < stop:
+            if position == range_stop:
+                range_stop, rank = next(ranges)
+            first, position = position, min(range_stop, stop)
+            pieces.append((rank, first - begin, position - begin))
+        yield length, pieces
+
+
+def _exchanging(pieces: Pieces, window: int) -> Iterator[tuple[int, int]]:
+    """Ranks of which one's queries see keys of the other."""
+    for i, (rank, start, _) in enumerate(pieces):
+        for other, _, stop in reversed(pieces[:i]):
+            if start - stop >= window - 1:
+                break
+            if other != rank:
+                yield rank, other
+
+
+def load_of_one(seq_length: int, p: int, *, causal: bool, window: int | None = None) -> Load:
+    """Of one document of s tokens, its causal scores spread evenly as the strategies do.
+
+    All its keys go to every rank, whatever the window.
+    """
     s = seq_length
     scores = s * (s + 1) // 2 if causal else s * s
-    return Load(s, p, scores, -(-scores // p), s - s // p, 1, 1, p - 1)
+    load = Load(s, p, scores, -(-scores // p), s - s // p, 1, 1, p - 1)
+    if window is None:
+        return load
+    size = -(-s // p)
+    half = (size + 1) // 2
+    ends = [min(r * size + rows, s) for r in range(p) for rows in (0, half)] + [s]
+    parts = [scores_up_to(b, window) - scores_up_to(a, window) for a, b in pairwise(ends)]
+    fullest = max(a + b for a, b in zip(parts[:p], reversed(parts[p:]), strict=True))
+    within = replace(load, scores=scores_up_to(s, window), fullest_scores=fullest)
+    return replace(load, within=within)
 
 
-def rounded_up(load: Load, *, alignment: int, causal: bool) -> Load:
+def unpacked(load: Load) -> Load:
+    """Of a row of one document, which runs alone: its keys then go to every rank."""
+    if load.within is None:
+        return load
+    within = replace(load.within, keys_received=load.keys_received, peers=load.peers)
+    return replace(load, within=within)
+
+
+def rounded_up(load: Load, *, alignment: int, causal: bool, window: int | None = None) -> Load:
     """A load that stands for all like it: s a multiple of alignment, and 16 sizes per doubling.
 
     Scores and keys count against those of one document of that s, which stays what it is. None
     becomes less.
     """
     s = -(-load.seq_length // alignment) * alignment
-    one = load_of_one(s, load.p, causal=causal)
+    return _rounded_up(load, load_of_one(s, load.p, causal=causal, window=window))
+
+
+def _rounded_up(load: Load, one: Load) -> Load:
     return replace(
         load,
-        seq_length=s,
+        seq_length=one.seq_length,
         scores=_step_up(load.scores, one.scores),
         fullest_scores=_step_up(load.fullest_scores, one.fullest_scores),
         keys_received=_step_up(load.keys_received, one.keys_received),
         documents=_step_up(load.documents, 1),
         fullest_documents=_step_up(load.fullest_documents, 1),
+        within=_rounded_up(load.within, one.within) if load.within and one.within else None,
     )
 
 

@@ -35,7 +35,7 @@ class Grid:
     """What microbatches are made for.
 
     hidden_size: of the model. alignment: s is a multiple of it, and it of p. multiple_of: what
-    the number of a replica's microbatches is. stages: of the pipeline.
+    the number of a replica's microbatches is. stages: of the pipeline. window: as place takes it.
     """
 
     p: int
@@ -45,10 +45,11 @@ class Grid:
     causal: bool = True
     multiple_of: int = 1
     stages: int = 1
+    window: int | None = None
 
     def work(self, tokens: int) -> float:
         """FLOPs of a document, in tokens of linear layers: 24 h^2 a token, 4 h a score."""
-        scores = scores_between(tokens, 0, tokens, self.causal)
+        scores = scores_between(tokens, 0, tokens, self.causal, self.window)
         return tokens + scores / (6 * self.hidden_size)
 
 
@@ -80,7 +81,7 @@ def flops_costs(grid: Grid) -> Costs:
     """Where nothing better is known: the work of the fullest rank. Everything fits."""
 
     def row_work(row: Row) -> float:
-        fullest = max(scores_per_rank(row, causal=grid.causal))
+        fullest = max(scores_per_rank(row, causal=grid.causal, window=grid.window))
         return row.seq_length / grid.p + fullest / (6 * grid.hidden_size)
 
     return Costs(row_work, lambda tokens: grid.work(tokens) / grid.p)
@@ -154,7 +155,7 @@ def _priced(
     if len(documents) == 1:
         return Microbatch(documents, None, costs.alone(lengths[documents[0]]))
     of_row = [lengths[number] for number in documents]
-    row = place(of_row, grid.p, causal=grid.causal, alignment=grid.alignment)
+    row = place(of_row, grid.p, causal=grid.causal, alignment=grid.alignment, window=grid.window)
     seconds = costs.row(row)
     return None if seconds is None else Microbatch(documents, row, seconds)
 

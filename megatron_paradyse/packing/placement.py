@@ -19,25 +19,34 @@ EVEN_TWICE = 1.05  # the same with a margin, wanted of a first try
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of a rank's mean scores, for what it holds of a document
 
 
-def place(lengths: Sequence[int], p: int, *, causal: bool, alignment: int | None = None) -> Row:
+def place(
+    lengths: Sequence[int],
+    p: int,
+    *,
+    causal: bool,
+    alignment: int | None = None,
+    window: int | None = None,
+) -> Row:
     """A row of the documents over p ranks, in which as few documents as possible cross ranks.
 
     If the documents can lie whole, each on one rank, with 1/32 of padding and even scores, they do.
     Otherwise s is the smallest multiple of alignment (None: of p, whose multiple it is), and the
     documents of most scores are spread over 2, 4, ..., p ranks, as few as make the scores even; of
     the others those are cut that fill the last room of a rank. Depends on the arguments alone.
+
+    window: keys that a query sees, where every attention has one: scores are those that it leaves.
     """
     alignment = alignment or p
     if p == 1:
         return contiguous(lengths, p, alignment=alignment)
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    total = [scores_between(length, 0, length, causal) for length in lengths]
+    total = [scores_between(length, 0, length, causal, window) for length in lengths]
     whole = _whole(lengths, order, total, p, alignment)
     if whole is not None:
         return whole
     found: list[tuple[float, _Ranks]] = []
     for share in SHARES:
-        ranks = _Ranks(lengths, p, alignment, causal)
+        ranks = _Ranks(lengths, p, alignment, causal, window)
         ranks.fill(order, total, share)
         found.append((ranks.imbalance, ranks))
         if ranks.imbalance <= EVEN_TWICE:
@@ -79,10 +88,11 @@ class _Ranks:
         p: int,
         alignment: int,
         causal: bool,
+        window: int | None = None,
         size: int | None = None,
     ):
         """size: s/p; None: the least."""
-        self._lengths, self._p, self._causal = lengths, p, causal
+        self._lengths, self._p, self._causal, self._window = lengths, p, causal, window
         self.size = size or -(-sum(lengths) // alignment) * alignment // p
         self.room = [self.size] * p
         self.scores = [0] * p
@@ -169,7 +179,8 @@ class _Ranks:
                 stop = start + tokens
                 self._ranges[rank].append((number, start, stop))
                 self.room[rank] -= tokens
-                self.scores[rank] += scores_between(length, start, stop, self._causal)
+                scores = scores_between(length, start, stop, self._causal, self._window)
+                self.scores[rank] += scores
                 start = stop
         assert start == length, "there is room for every document"
 

@@ -5,42 +5,57 @@ from __future__ import annotations
 from megatron_paradyse.packing.row import Row
 
 
-def scores_per_rank(row: Row, *, causal: bool) -> list[int]:
+def scores_per_rank(row: Row, *, causal: bool, window: int | None = None) -> list[int]:
     """Unmasked scores, per head, of the queries that each rank holds: work where keys come to them.
 
     Strategies that split heads (megatron_ts, ulysses_z) give every rank the mean of these.
     """
     return [
         sum(
-            scores_between(row.lengths[number], start, stop, causal) for number, start, stop in held
+            scores_between(row.lengths[number], start, stop, causal, window)
+            for number, start, stop in held
         )
         for held in row.pieces
     ]
 
 
-def scores_between(length: int, start: int, stop: int, causal: bool) -> int:
-    """Unmasked scores of the queries [start, stop) of a document."""
+def scores_between(
+    length: int, start: int, stop: int, causal: bool, window: int | None = None
+) -> int:
+    """Unmasked scores of the queries [start, stop) of a document.
+
+    window: how many keys a causal query sees at most, its own among them.
+    """
     if not causal:
         return (stop - start) * length
-    return (stop * (stop + 1) - start * (start + 1)) // 2
+    if window is None:
+        return (stop * (stop + 1) - start * (start + 1)) // 2
+    return scores_up_to(stop, window) - scores_up_to(start, window)
 
 
-def imbalance(row: Row, *, causal: bool) -> float:
+def scores_up_to(stop: int, window: int) -> int:
+    """Unmasked causal scores of the first queries of a document."""
+    near = min(stop, window)  # queries that see all keys before them
+    return near * (near + 1) // 2 + (stop - near) * window
+
+
+def imbalance(row: Row, *, causal: bool, window: int | None = None) -> float:
     """Scores of the fullest rank over the mean: 1 is even."""
-    scores = scores_per_rank(row, causal=causal)
+    scores = scores_per_rank(row, causal=causal, window=window)
     return max(scores) * len(scores) / max(sum(scores), 1)
 
 
-def keys_received(row: Row, *, causal: bool = False) -> list[int]:
+def keys_received(row: Row, *, causal: bool = False, window: int | None = None) -> list[int]:
     """Per rank the tokens whose keys and values other ranks hold and its queries see.
 
     What a ring moves that sends keys to ranks whose queries see them, and to no others. causal:
-    queries see no later key; else all of their document.
+    queries see no later key; else all of their document. window: as in scores_between.
     """
-    return [sum(column) for column in zip(*keys_moved(row, causal=causal), strict=True)]
+    moved = keys_moved(row, causal=causal, window=window)
+    return [sum(column) for column in zip(*moved, strict=True)]
 
 
-def keys_moved(row: Row, *, causal: bool = False) -> list[list[int]]:
+def keys_moved(row: Row, *, causal: bool = False, window: int | None = None) -> list[list[int]]:
     """[p][p]: the tokens whose keys and values rank i sends to rank j."""
     moved = [[0] * row.p for _ in range(row.p)]
     holders: dict[int, dict[int, list[tuple[int, int]]]] = {}  # of a document, by rank
@@ -49,10 +64,19 @@ def keys_moved(row: Row, *, causal: bool = False) -> list[list[int]]:
             holders.setdefault(number, {}).setdefault(rank, []).append((start, stop))
     for by_rank in holders.values():
         for receiver, queries in by_rank.items():
-            last = max(stop for _, stop in queries)
             for sender, keys in by_rank.items():
                 if sender != receiver:
                     moved[sender][receiver] += sum(
-                        stop - start for start, stop in keys if start < last or not causal
+                        _keys_seen(start, stop, queries, window) if causal else stop - start
+                        for start, stop in keys
                     )
     return moved
+
+
+def _keys_seen(start: int, stop: int, queries: list[tuple[int, int]], window: int | None) -> int:
+    """Of the keys [start, stop) those that causal queries elsewhere see; the next see most."""
+    following = [first for first, _ in queries if first >= stop]
+    if not following:
+        return 0
+    reach = stop - start if window is None else window - 1 - (min(following) - stop)
+    return max(0, min(stop - start, reach))

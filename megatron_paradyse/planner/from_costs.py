@@ -13,7 +13,7 @@ from megatron_paradyse.costs.recomputed import recomputed_layer
 from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.table import EMBEDDING, HEAD, MLP, MODEL, OperationCosts
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.packing.load import Load, load_of, rounded_up
+from megatron_paradyse.packing.load import Load, rounded_up
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.sources import CostSource, Numbers, RowSource, StageMemory
@@ -88,11 +88,13 @@ def cost_source(costs_of: CostsOf, offloaded: Offloaded | None = None) -> CostSo
 
 def row_source(model: CostModel, correct: Correct, *, alignment: int) -> RowSource:
     """Costs of packed rows; alignment: their s is planned as a multiple of it."""
-    assert model.packed is not None
-    causal = model.packed.causal
+    packed = model.packed
+    assert packed is not None
 
     def load(row: Row) -> Load:
-        return rounded_up(load_of(row, causal=causal), alignment=alignment, causal=causal)
+        return rounded_up(
+            packed.load_of(row), alignment=alignment, causal=packed.causal, window=packed.window
+        )
 
     def costs(load: Load) -> CostSource:
         return cost_source(correct(RowCosts(model, load)), model.offloaded)

@@ -17,7 +17,7 @@ from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.row_costs import RowTerms, like, row_terms
 from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.packing.load import Load, load_of, load_of_one
+from megatron_paradyse.packing.load import Load, unpacked
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.policies import CostPolicy
@@ -55,13 +55,17 @@ class RowPrices:
         assert model.packed is not None
         self._policy, self._model, self._layers = policy, model, tuple(layers)
         self._alignment, self._edge_seconds = alignment, edge_seconds
-        self._causal = model.packed.causal
+        self._packed = model.packed
         self._plans: dict[tuple[int, int], tuple[_Made, ...]] = {}
         self._lengths: dict[tuple[int, int], _Length] = {}
 
     def seconds(self, row: Row) -> float | None:
-        """Forward and backward of the row; None where no plan of the pool fits."""
-        return self.seconds_of(load_of(row, causal=self._causal))
+        """Forward and backward of the row; None where no plan of the pool fits.
+
+        A row of one document tells of that document alone, unpacked.
+        """
+        load = self._packed.load_of(row)
+        return self.seconds_of(unpacked(load) if len(row.lengths) == 1 else load)
 
     def seconds_of(self, load: Load) -> float | None:
         """As seconds, of a row that is known by its load."""
@@ -74,7 +78,7 @@ class RowPrices:
         return at.seconds(load)
 
     def _length(self, s: int, p: int) -> _Length:
-        load = load_of_one(s, p, causal=self._causal)
+        load = self._packed.load_of_one(s, p)
         plans = self._plans_for(s, p)
         mlp = {}
         for name, operation in {half for made in plans for _, half, _ in made.pairs}:
@@ -103,17 +107,7 @@ class RowPrices:
 
     def _made(self, s: int, p: int, share: float, crosses: bool) -> _Made | None:
         """The plan of rows that hold so much; None if nothing fits."""
-        one = load_of_one(s, p, causal=self._causal)
-        load = replace(
-            one,
-            scores=math.ceil(one.scores * share),
-            fullest_scores=math.ceil(one.fullest_scores * share),
-            keys_received=one.keys_received if crosses else 0,
-            documents=math.ceil(1 / share) + 1,
-            fullest_documents=math.ceil(1 / share / p),
-            peers=p - 1 if crosses else 0,
-            in_order=False,
-        )
+        load = _holding(self._packed.load_of_one(s, p), share, crosses)
         try:
             problem = self._policy.problem(self._layers, 1, s, False, load)
         except UserError:  # no strategy that is allowed can run such rows
@@ -170,6 +164,26 @@ class _Length:
             return (self.offloaded(both) if offloads(a) else both).time_seconds
         halves = ((first, a), (mlp, m))
         return sum((self.offloaded(h) if offloads(n) else h).time_seconds for h, n in halves)
+
+
+def _holding(one: Load, share: float, crosses: bool) -> Load:
+    """Of a row that has this share of one document's scores; within a window at most all of its."""
+    load = replace(
+        one,
+        scores=math.ceil(one.scores * share),
+        fullest_scores=math.ceil(one.fullest_scores * share),
+        keys_received=one.keys_received if crosses else 0,
+        documents=math.ceil(1 / share) + 1,
+        fullest_documents=math.ceil(1 / share / one.p),
+        peers=one.p - 1 if crosses else 0,
+        in_order=False,
+        within=None,
+    )
+    if one.within is None:
+        return load
+    scores = min(load.scores, one.within.scores)
+    fullest = min(load.fullest_scores, one.within.fullest_scores)
+    return replace(load, within=replace(load, scores=scores, fullest_scores=fullest))
 
 
 def _on_device(name: str) -> str:

@@ -98,7 +98,7 @@ def forecast_row(setup: Setup, documents: Sequence[int], *, forward_only: bool =
     rows = setup.policy.rows
     if rows is None:
         raise UserError(f"{setup.policies.costs.file.path} tells nothing of packed documents")
-    row = place(documents, d.p, causal=d.attention_mask == CAUSAL)
+    row = place(documents, d.p, causal=d.attention_mask == CAUSAL, window=d.common_window)
     load = rows.load(row)
     shape = (1, load.seq_length)
     found = _forecast(setup, row.seq_length, shape, forward_only, True, load)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_paradyse.costs.description import CAUSAL, Description
+from megatron_paradyse.costs.row_bytes import packed_of
 from megatron_paradyse.costs.table import ATTENTION
-from megatron_paradyse.packing.load import Load, load_of
+from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.strategies import PACKED_ONLY, base_name
@@ -41,16 +43,17 @@ class RowPoint:
     def weight(self) -> float:
         """Roughly in proportion to its seconds."""
         s = self.seq_length
-        return s * (1 + self.load.scores * 2 / (s * 8192)) + 1024
+        seen = self.load.within or self.load
+        return s * (1 + seen.scores * 2 / (s * 8192)) + 1024
 
 
-def rows_of(seq_length: int, p: int, *, causal: bool) -> tuple[Row, ...]:
+def rows_of(seq_length: int, d: Description) -> tuple[Row, ...]:
     """Rows of s tokens, placed as training places them: of like documents, and of unlike ones."""
-    s = seq_length
+    s, p, causal = seq_length, d.p, d.attention_mask == CAUSAL
     alike = [[s // count] * count for count in (2, 2 * p, 8 * p)]
     skewed = [s // 2, s // 8, s // 8, *[s // 64] * 16]
     found = [
-        place(lengths, p, causal=causal, alignment=s)
+        place(lengths, p, causal=causal, alignment=s, window=d.common_window)
         for lengths in (*alike, skewed)
         if min(lengths) >= SHORTEST_DOCUMENT
     ]
@@ -58,7 +61,7 @@ def rows_of(seq_length: int, p: int, *, causal: bool) -> tuple[Row, ...]:
 
 
 def row_points(
-    lengths: Mapping[int, bool], strategies: Sequence[str], p: int, *, causal: bool
+    lengths: Mapping[int, bool], strategies: Sequence[str], d: Description
 ) -> Iterator[RowPoint]:
     """At every other timed length from the longest down; strategies without suffix.
 
@@ -67,17 +70,17 @@ def row_points(
     timed = [s for s in lengths if lengths[s]]
     names = dict.fromkeys((*map(base_name, strategies), *PACKED_ONLY))
     for s in timed[::-2][:MOST_LENGTHS][::-1]:
-        for number, row in enumerate(rows_of(s, p, causal=causal)):
-            load = load_of(row, causal=causal)
+        for number, row in enumerate(rows_of(s, d)):
+            load = packed_of(d).load_of(row)
             for strategy in names:
                 if strategy not in PACKED_ONLY or not load.crosses:
                     yield RowPoint(strategy, number, row, load)
 
 
-def point_of_key(key: Sequence, p: int, *, causal: bool) -> RowPoint | None:
+def point_of_key(key: Sequence, d: Description) -> RowPoint | None:
     """The point that has this key; None if it is no row's."""
     strategy, operation, s, number = key
     if not str(operation).startswith("row "):
         return None
-    row = rows_of(s, p, causal=causal)[number]
-    return RowPoint(strategy, number, row, load_of(row, causal=causal))
+    row = rows_of(s, d)[number]
+    return RowPoint(strategy, number, row, packed_of(d).load_of(row))

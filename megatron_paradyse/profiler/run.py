@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_paradyse.costs.description import CAUSAL
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import BYTES_ONLY, Measurement
 from megatron_paradyse.errors import UserError
@@ -65,7 +64,6 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
             f"{output} has {min(known)} points on one machine, {max(known)} on another: put it on "
             "a disk that all of them see, or copy the larger one to all"
         )
-    causal = journal.description.attention_mask == CAUSAL
     torch.distributed.barrier()
     meter = make_meter()
     report({"text": "building the model"})
@@ -76,7 +74,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     note = agreement.first(take_note(output) if rank == 0 else None)
     if note is not None:
         key, status = note
-        failed = point_of_key(key, p, causal=causal) or Point(*key)
+        failed = point_of_key(key, journal.description) or Point(*key)
         journal.record(empty_measurement(failed, status))
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection need look at it
@@ -86,7 +84,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     single = points(lengths, options.batch_sizes, strategies, operations, check_layers=check_layers)
     todo: list[Point | RowPoint] = [*single]
     if options.packed and p > 1:
-        todo += row_points(lengths, strategies, p, causal=causal)
+        todo += row_points(lengths, strategies, journal.description)
     total = sum(point.weight for point in todo)
     done = 0.0
     rounds = Rounds(runner.seconds_again)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron_paradyse.costs.description import Description
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import ATTENTION, OK, QUANTITIES
 from megatron_paradyse.errors import UserError
@@ -16,17 +17,20 @@ from megatron_paradyse.shapes import attention_shape
 from megatron_paradyse.simulator.operation import simulated_costs
 from megatron_paradyse.simulator.simulated_rank import attention_as_rank, read_anywhere
 from megatron_paradyse.strategies import get_strategy
+from megatron_paradyse.strategies.contract import AttentionShape
 
 if TYPE_CHECKING:
     from megatron_paradyse.simulator.run import Options, Report
 
 
-def simulated_rows(options: Options, model, device, report: Report) -> Iterator[RowMeasurement]:
+def simulated_rows(
+    options: Options, description: Description, model, device, report: Report
+) -> Iterator[RowMeasurement]:
     """Of the rank that needs most; what a strategy cannot run is left out, single documents say."""
     shape = attention_shape(model.layer.self_attention, training=True)
     operations = None
     lengths = dict.fromkeys(options.lengths, True)
-    for point in row_points(lengths, options.strategies, options.p, causal=shape.causal):
+    for point in row_points(lengths, options.strategies, description):
         try:
             get_strategy(point.strategy).check(shape, options.p)
         except UserError:
@@ -36,7 +40,7 @@ def simulated_rows(options: Options, model, device, report: Report) -> Iterator[
             with device:
                 operations = Operations(model, point.seq_length, 1, read=read_anywhere)
         found = []
-        for rank in ranks_of_row(point.row, causal=shape.causal):
+        for rank in ranks_of_row(point.row, shape):
             with attention_as_rank(model, rank):
                 operation = operations.get(ATTENTION, point.strategy, point.row)
                 found.append(simulated_costs(operation, device))
@@ -44,7 +48,8 @@ def simulated_rows(options: Options, model, device, report: Report) -> Iterator[
         yield RowMeasurement(point.strategy, point.load, OK, **most)
 
 
-def ranks_of_row(row: Row, *, causal: bool) -> tuple[int, ...]:
+def ranks_of_row(row: Row, shape: AttentionShape) -> tuple[int, ...]:
     """The one with the most scores, and the one that gets the most keys."""
-    scores, keys = scores_per_rank(row, causal=causal), keys_received(row, causal=causal)
+    scores = scores_per_rank(row, causal=shape.causal, window=shape.window)
+    keys = keys_received(row, causal=shape.causal, window=shape.window)
     return tuple(sorted({scores.index(max(scores)), keys.index(max(keys))}))

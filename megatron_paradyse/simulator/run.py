@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_paradyse.costs.description import Description, Hardware
 from megatron_paradyse.costs.layers import ATTENTION, half_of
+from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
     EMBEDDING,
     HEAD,
@@ -120,7 +121,9 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             buffer_tokens=longest_tokens,
         )
         measurements = tuple(_measurements(options, kinds.halves(), model, device, report))
-        rows = tuple(simulated_rows(options, model, device, report)) if options.packed else ()
+        rows: tuple[RowMeasurement, ...] = ()
+        if options.packed:
+            rows = tuple(simulated_rows(options, description, model, device, report))
     return CostTable(description, measurements, constants, rows)
 
 

@@ -13,6 +13,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.training import get_args, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_paradyse.costs.description import common_window
 from megatron_paradyse.data.balance import Seconds
 from megatron_paradyse.data.choices import BUCKETED
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream
@@ -22,6 +23,7 @@ from megatron_paradyse.data.packed import PackedShares, packed_shares
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.pack import Costs, Grid, flops_costs, pack
 from megatron_paradyse.settings import PACKED
+from megatron_paradyse.train.model_layers import ModelLayers
 
 SPLITS = ("train", "valid", "test")
 
@@ -163,6 +165,7 @@ def _packed(
         alignment=alignment(args.tensor_model_parallel_size),
         multiple_of=(args.microbatch_group_size_per_vp_stage or stages) if interleaved else 1,
         stages=stages,
+        window=common_window(ModelLayers.of_arguments(args, args.num_layers).windows(args)),
     )
     shares = PackedShares(
         stream,

@@ -62,6 +62,11 @@ class ModelLayers:
             name: tell[half_of(name)](args, layer_of(name) - 1) for name in self.kinds().halves()
         }
 
+    def windows(self, args: argparse.Namespace) -> list[int | None]:
+        """Of each kind of attention: the keys that a query sees; None: no window hides any."""
+        halves = self.halves(args)
+        return [has.get(WINDOW) for name, has in halves.items() if half_of(name) == ATTENTION]
+
     def _attention(self, args: argparse.Namespace, place: int) -> dict[str, int]:
         found = {"qk_norm": int(args.qk_layernorm)}
         if args.position_embedding_type == "rope":

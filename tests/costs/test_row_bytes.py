@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_paradyse.costs import row_bytes
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.table import ATTENTION, Constants, CostTable, Measurement
+from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.packing.load import load_of
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
-from megatron_paradyse.strategies import recomputes, strategy_names, takes
+from megatron_paradyse.strategies import recomputes, strategy_names, takes, tiled_kernel
 from megatron_paradyse.strategies.accounting import operation_costs
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.synthetic import DESCRIPTION
@@ -58,15 +60,16 @@ def case_of(strategy, p, mask, variant, row):
 
 
 @functools.cache
-def model_of(p, mask, variant):
+def model_of(p, mask, variant, window=None):
     """Fitted to the formulas of every strategy that has some."""
     v = VARIANTS[variant]
     shape = dataclasses.replace(
         DESCRIPTION.model, hidden_size=v["h"], num_heads=N, num_kv_heads=v["g"], head_dim=D
     )
     dtype = str(v["dtype"]).removeprefix("torch.")
+    halves = {"attention": {"window": window}} if window else {}
     description = dataclasses.replace(
-        DESCRIPTION, model=shape, p=p, dtype=dtype, attention_mask=mask
+        DESCRIPTION, model=shape, p=p, dtype=dtype, attention_mask=mask, halves=halves
     )
     points = []
     for name in NAMES:
@@ -92,6 +95,46 @@ def measured(case):
         finally:
             dist.destroy_process_group()
     return {name: max(getattr(m, name) for m in found) for name in BYTES}
+
+
+@pytest.mark.parametrize("strategy", ["colossal_z", "megatron_cz", "megatron_ts"])
+def test_kept_bytes_are_those_of_the_keys_that_come_within_a_window(strategy):
+    """Of score rows fewer than without a window; whatever else is kept is the same."""
+    p, window = 4, 12
+    for label, row in rows(p).items():
+        case = dataclasses.replace(
+            case_of(strategy, p, "causal", "activations", row), window=window
+        )
+        load = load_of(row, causal=True, window=window)
+        costs, without = (
+            RowCosts(model_of(p, "causal", "activations", *given), load)(strategy, ATTENTION, S)
+            for given in ((window,), ())
+        )
+        truth = measured(case)["kept_bytes"]
+        assert costs.kept_bytes == pytest.approx(truth, rel=TOLERANCE), label
+        fewer = strategy == "colossal_z" and load.keys_received > load.within.keys_received
+        assert (costs.kept_bytes < without.kept_bytes) == fewer, label
+
+
+def test_a_tile_of_the_tiled_kernel_holds_what_is_counted():
+    """In its forward three tensors of scores, in its backward five, and little else."""
+    assert row_bytes.TILE == tiled_kernel.TILE
+    n, d, rows, window = 16, 8, 192, 65
+    q, k, v = (torch.randn(1, n, rows, d) for _ in range(3))
+    rule = tiled_kernel.BlockRule(scale=1.0, causal=True, window=window)
+    scores = n * tiled_kernel.TILE * (window + tiled_kernel.TILE - 1) * 4
+    with LiveBytes((q, k, v)) as meter:
+        out, lse = tiled_kernel.tiled_forward(q, k, v, rule)
+        forward = meter.peak_bytes - meter.live_bytes
+        meter.reset_peak()
+        before = meter.live_bytes
+        tiled_kernel.tiled_backward(torch.ones_like(q), q, k, v, out, lse, rule)
+        backward = meter.peak_bytes - before
+    others = 10 * q.nbytes  # gradients, copies of the queries of a tile, one mask for all heads
+    assert forward <= row_bytes.FORWARD_TILES * scores + others
+    assert backward <= row_bytes.BACKWARD_TILES * scores + others
+    assert forward > (row_bytes.FORWARD_TILES - 1) * scores
+    assert backward > (row_bytes.BACKWARD_TILES - 1) * scores
 
 
 @pytest.mark.parametrize("strategy", NAMES)

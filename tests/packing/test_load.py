@@ -6,18 +6,28 @@ import dataclasses
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_paradyse.packing.load import load_of, load_of_one, rounded_up
+from megatron_paradyse.packing.load import load_of, load_of_one, rounded_up, unpacked
 from megatron_paradyse.packing.row import contiguous
-from megatron_paradyse.packing.work import scores_per_rank
+from megatron_paradyse.packing.traffic import microbatch_of
+from megatron_paradyse.packing.work import keys_received, scores_per_rank
+from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans, plan_blocks
+from megatron_paradyse.strategies.contract import Microbatch
+from megatron_paradyse.strategies.routes import _steps
 from tests.packing.rows import random_row, zigzag
 
 
-def keys_needed(row, rank, *, causal):
+def keys_needed(row, rank, *, causal, window=1 << 40):
     """Tokens that the rank does not hold and its queries see, one by one."""
     mine = {(n, i) for n, start, stop in row.pieces[rank] for i in range(start, stop)}
-    seen = {(n, key) for n, query in mine for key in range(query + 1 if causal else row.lengths[n])}
-    return len(seen - mine)
+    seen = {
+        (n, key)
+        for n, query in mine
+        for key in range(max(0, query - window + 1), query + 1 if causal else row.lengths[n])
+    }
+    return seen - mine
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -31,7 +41,7 @@ def test_a_load_is_what_is_counted_one_by_one(p, causal):
         assert (load.scores, load.fullest_scores) == (sum(scores), max(scores))
         rows = [i for shard in row.shards for start, stop in shard for i in range(start, stop)]
         assert load.in_order == (rows == list(range(row.seq_length)))
-        needed = [keys_needed(row, rank, causal=causal) for rank in range(p)]
+        needed = [len(keys_needed(row, rank, causal=causal)) for rank in range(p)]
         assert load.keys_received == max(needed)
         assert load.documents == len(row.lengths)
         holders = [{number for number, _, _ in pieces} for pieces in row.pieces]
@@ -39,6 +49,69 @@ def test_a_load_is_what_is_counted_one_by_one(p, causal):
         assert load.peers == max(max(shared) - 1, 0)
         held = [len({number for number, _, _ in pieces}) for pieces in row.pieces]
         assert load.fullest_documents == max(held)
+
+
+@given(seed=st.integers(0, 1 << 30), p=st.sampled_from([1, 2, 3, 4, 8]), window=st.integers(1, 60))
+@settings(max_examples=150, deadline=None)
+def test_within_a_window_a_load_is_what_blocks_and_routes_of_strategies_are(seed, p, window):
+    """Scores, keys and ranks that exchange, besides one by one; all else is as without it."""
+    row = random_row(random.Random(seed), p)
+    load = load_of(row, causal=True, window=window)
+    assert dataclasses.replace(load, within=None) == load_of(row, causal=True)
+    microbatch = microbatch_of(row)
+    spans = tuple(contiguous_spans(microbatch, p, rank) for rank in range(p))
+    mask = (microbatch.documents, 1, True, window)
+    scores = [
+        sum(block.num_scores for keys in spans for block in plan_blocks(own, keys, *mask))
+        for own in spans
+    ]
+    steps = [_steps(spans, rank, *mask) for rank in range(p)]
+    received = [sum(step.num_received for step in of_rank) for of_rank in steps]
+    needed = [keys_needed(row, rank, causal=True, window=window) for rank in range(p)]
+    assert received == [len(keys) for keys in needed]
+    assert received == keys_received(row, causal=True, window=window)
+    assert scores == scores_per_rank(row, causal=True, window=window)
+    peers = [
+        {step.to for step in of_rank if step.rows}
+        | {step.source for step in of_rank if step.num_received}
+        for of_rank in steps
+    ]
+    assert load.within == dataclasses.replace(
+        load,
+        scores=sum(scores),
+        fullest_scores=max(scores),
+        keys_received=max(received),
+        peers=max(map(len, peers)),
+        within=None,
+    )
+
+
+@given(s=st.integers(1, 300), p=st.sampled_from([1, 2, 3, 4, 8]), window=st.integers(1, 400))
+@settings(max_examples=100, deadline=None)
+def test_one_document_within_a_window_is_computed_as_rings_do_and_goes_to_every_rank(s, p, window):
+    s *= p
+    load = load_of_one(s, p, causal=True, window=window)
+    assert dataclasses.replace(load, within=None) == load_of_one(s, p, causal=True)
+    microbatch = Microbatch(s, 1)
+    spans = [balanced_spans(microbatch, p, rank) for rank in range(p)]
+    scores = [
+        sum(b.num_scores for keys in spans for b in plan_blocks(own, keys, None, 1, True, window))
+        for own in spans
+    ]
+    assert load.within == dataclasses.replace(
+        load, scores=sum(scores), fullest_scores=max(scores), within=None
+    )
+
+
+def test_a_document_alone_sends_all_its_keys_whatever_the_window():
+    row = zigzag((512,), 4)
+    load = load_of(row, causal=True, window=16)
+    assert load.within.keys_received < load.keys_received
+    one = load_of_one(512, 4, causal=True, window=16)
+    assert unpacked(load) == dataclasses.replace(
+        one, in_order=False, within=dataclasses.replace(one.within, in_order=False)
+    )
+    assert unpacked(load_of(row, causal=True)) == load_of(row, causal=True)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -54,15 +127,18 @@ def test_documents_cross_ranks_or_do_not():
     assert load_of(contiguous((4, 5, 3, 4), 4), causal=True).crosses
 
 
-def test_rounding_makes_nothing_less_and_leaves_one_document_alone():
+@pytest.mark.parametrize("window", [None, 24])
+def test_rounding_makes_nothing_less_and_leaves_one_document_alone(window):
     rng = random.Random(0)
     for _ in range(50):
-        load = load_of(random_row(rng, 4, longest=200), causal=True)
-        rounded = rounded_up(load, alignment=64, causal=True)
-        for field in dataclasses.fields(load):
-            assert getattr(rounded, field.name) >= getattr(load, field.name)
-        if load.seq_length % 64 == 0:
-            assert rounded.scores <= 1.05 * load.scores + 1
-        assert rounded.crosses == load.crosses
-    one = load_of_one(128, 4, causal=True)
-    assert rounded_up(one, alignment=64, causal=True) == one
+        load = load_of(random_row(rng, 4, longest=200), causal=True, window=window)
+        rounded = rounded_up(load, alignment=64, causal=True, window=window)
+        for exact, up in ((load, rounded), (load.within, rounded.within))[: 2 if window else 1]:
+            for field in dataclasses.fields(load)[:-1]:
+                assert getattr(up, field.name) >= getattr(exact, field.name)
+            if load.seq_length % 64 == 0:
+                assert up.scores <= 1.05 * exact.scores + 1
+            assert up.crosses == exact.crosses
+        assert (rounded.within is None) == (window is None)
+    one = load_of_one(128, 4, causal=True, window=window)
+    assert rounded_up(one, alignment=64, causal=True, window=window) == one

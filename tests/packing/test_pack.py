@@ -88,10 +88,14 @@ def test_best_fit_fills_the_least_room():
     assert filled_up([7, 5, 3, 3, 1], 10) == [[0, 2], [1, 3, 4]]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_flops_of_a_row_follow_its_fullest_rank(causal):
-    grid = Grid(p=2, hidden_size=1, alignment=4, causal=causal)
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 6)])
+def test_flops_of_a_row_follow_its_fullest_rank(causal, window):
+    grid = Grid(p=2, hidden_size=1, alignment=4, causal=causal, window=window)
     packing = pack([30, 20, 10, 4], 64, grid, flops_costs(grid))
     (made,) = packing.replicas[0]
-    fullest = max(scores_per_rank(made.row, causal=causal))
+    fullest = max(scores_per_rank(made.row, causal=causal, window=window))
     assert made.seconds == pytest.approx(32 + fullest / 6)
+
+
+def test_the_work_of_a_document_is_what_its_window_leaves():
+    assert Grid(p=2, hidden_size=1, window=2).work(5) == 5 + (1 + 4 * 2) / 6

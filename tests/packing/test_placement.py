@@ -28,16 +28,18 @@ def rows_of(distribution: str, budget: int) -> list[list[int]]:
     p=st.sampled_from([1, 2, 3, 4, 8, 16]),
     causal=st.booleans(),
     halves=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 4000)),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_token_has_a_rank_and_padding_stays_small(lengths, p, causal, halves):
+def test_every_token_has_a_rank_and_padding_stays_small(lengths, p, causal, halves, window):
     alignment = 2 * p if halves else p
-    row = place(lengths, p, causal=causal, alignment=alignment)  # Row checks that none is missing
+    given = {"causal": causal, "alignment": alignment, "window": window}
+    row = place(lengths, p, **given)  # Row checks that none is missing
     assert row.lengths == tuple(lengths) and row.p == p
     assert row.seq_length % alignment == 0
     tokens = sum(lengths)
     assert row.seq_length < tokens + max(alignment, tokens * MOST_PADDING + 1)
-    assert row == place(lengths, p, causal=causal, alignment=alignment)
+    assert row == place(lengths, p, **given)
 
 
 @given(length=st.integers(1, 5000), p=st.sampled_from([2, 4, 8]), causal=st.booleans())
@@ -54,6 +56,29 @@ def test_scores_of_published_lengths_are_even(distribution, p):
     assert max(imbalance(row, causal=True) for row in rows) <= EVEN
     contiguous_ring = sum((p - 1) * row.seq_length for row in rows)
     assert sum(sum(keys_received(row)) for row in rows) < contiguous_ring
+
+
+@pytest.mark.parametrize("distribution", ["githubcode", "grch38"])
+@pytest.mark.parametrize("p", [2, 8, 64])
+def test_scores_that_a_window_leaves_are_even(distribution, p):
+    """Of documents far longer than the window; not less so than where all scores are counted."""
+    lengths, window = rows_of(distribution, BUDGET), 128
+    by_window, by_all = (
+        max(
+            imbalance(place(row, p, causal=True, window=placed_by), causal=True, window=window)
+            for row in lengths
+        )
+        for placed_by in (window, None)
+    )
+    assert by_window <= min(EVEN, by_all)
+
+
+def test_a_document_beyond_the_window_takes_as_much_as_short_ones_of_its_tokens():
+    """By all pairs the long one would have to be spread."""
+    lengths = [1000, *[10] * 100]
+    row = place(lengths, 2, causal=True, window=2)
+    assert keys_received(row) == [0, 0] != keys_received(place(lengths, 2, causal=True))
+    assert imbalance(row, causal=True, window=2) <= EVEN
 
 
 def test_short_documents_stay_whole():

@@ -33,8 +33,10 @@ def test_places_count_from_the_start_of_each_document():
 
 
 @pytest.mark.parametrize("row", [ZIGZAG, contiguous((3, 5, 1), 4), contiguous((7,), 2)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_scores_are_those_counted_one_by_one(row, causal):
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), *((True, w) for w in (1, 2, 3, 7))]
+)
+def test_scores_are_those_counted_one_by_one(row, causal, window):
     document = {
         position: number
         for number, (start, stop) in enumerate(row.documents)
@@ -42,14 +44,16 @@ def test_scores_are_those_counted_one_by_one(row, causal):
     }
     counted = [
         sum(
-            document[q] == document[k] and (k <= q or not causal)
+            document[q] == document[k]
+            and (k <= q or not causal)
+            and (window is None or q - k < window)
             for start, stop in shard
             for q, k in itertools.product(range(start, stop), document)
             if q in document
         )
         for shard in row.shards
     ]
-    assert scores_per_rank(row, causal=causal) == counted
+    assert scores_per_rank(row, causal=causal, window=window) == counted
 
 
 def test_a_zigzag_document_alone_is_even():

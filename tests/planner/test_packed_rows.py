@@ -19,6 +19,7 @@ from megatron_paradyse.planner.known import known_for_rows
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Restriction, Settings
 from tests.costs.synthetic import make_table
+from tests.costs.test_packed_windows import measured_rows, table_of
 from tests.packing.rows import random_row, zigzag
 from tests.planner.brute_force import best_of_all
 
@@ -169,6 +170,56 @@ def test_prices_do_not_depend_on_what_was_asked_before(file):
     forward, back = prices(file, 16), prices(file, 16)
     first = [forward.seconds(row) for row in asked]
     assert first == [back.seconds(row) for row in asked[::-1]][::-1]
+
+
+WINDOW = 512
+
+
+@pytest.fixture(scope="module", params=["all layers", "layer 2"])
+def windowed(request, tmp_path_factory):
+    """Costs of a model with a window, of rows too where the first layer has it."""
+    path = tmp_path_factory.mktemp("windows") / "costs.json"
+    everywhere = request.param == "all layers"
+    table = table_of(WINDOW, first=everywhere)
+    if everywhere:
+        table = dataclasses.replace(table, rows=tuple(measured_rows(range(12), WINDOW)))
+    write_cost_file(path, table, fit_table(table))
+    return read_cost_file(path)
+
+
+def test_with_a_window_plans_are_the_best_and_prices_near_them(windowed):
+    names = ("megatron_ts", "ulysses_z", "megatron_cz", "metp")
+    chooses = policy(windowed, names=names)
+    priced = RowPrices(
+        chooses, windowed.require_model(), LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
+    )
+    ratios = []
+    for row in rows(10, longest=8000):
+        load = chooses.rows.load(row)
+        exact = dataclasses.replace(
+            load_of(row, causal=True, window=WINDOW), seq_length=load.seq_length
+        )
+        assert exact.within.scores <= load.within.scores <= 1.05 * exact.within.scores + 1
+        problem = chooses.problem(LAYERS, 1, load.seq_length, False, load)
+        outcome = chooses.outcome(1, row.seq_length, LAYERS, row=row)
+        assert outcome.seconds == pytest.approx(best_of_all(problem)[1])
+        best = chooses.planner.plan(chooses.problem(LAYERS, 1, exact.seq_length, False, exact))
+        ratios.append(priced.seconds(row) / best.seconds)
+    assert min(ratios) > 1 - 1e-9
+    assert sorted(ratios)[len(ratios) // 2] < 1.01 and max(ratios) < 1.15
+
+
+def test_a_document_alone_is_priced_as_it_runs_whatever_its_row_would_exchange(windowed):
+    """Alone, rings pass all its keys to every rank; in a row, those that queries there see."""
+    chooses = policy(windowed, names=("metp",))
+    priced = RowPrices(
+        chooses, windowed.require_model(), LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
+    )
+    for s in (1024, 8192):
+        row = zigzag((s,), P)
+        alone, packed = (chooses.outcome(1, s, LAYERS, row=r).seconds for r in (None, row))
+        assert priced.seconds(row) == pytest.approx(alone)
+        assert packed <= alone * (1 + 1e-9)
 
 
 def test_local_z_is_known_where_the_registry_and_others_costs_have_it(file, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
@@ -9,27 +11,38 @@ from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.table import ATTENTION
 from megatron_paradyse.packing.load import load_of
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.profiler.row_points import point_of_key, row_points, rows_of
-from tests.profiler.test_profile import RANKS, run_profile
+from tests.costs.synthetic import DESCRIPTION
+from tests.profiler.test_profile import run_profile
 
 LENGTHS = (64, 128, 256)
 NAMES = ("megatron_cz", "ulysses_z+recompute", "ulysses_z")
 
 
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory):
+WINDOW = 24
+MODELS = {
+    "no window": {},
+    "windows": {"--window-size": f"{WINDOW - 1},0"},
+    "windows in others": {
+        "--window-size": f"{WINDOW - 1},0",
+        "--window-attn-skip-freq": "[0,1,0,1,0,1]",
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def profiled(request, tmp_path_factory):
     """A cost file, and the events of the run that wrote it and of one more."""
     output = tmp_path_factory.mktemp("rows") / "costs.json"
-    runs = [
-        run_profile(output, lengths=LENGTHS, strategies=NAMES, packed=True, quick=True)[1]
-        for _ in range(2)
-    ]
+    options = {"lengths": LENGTHS, "strategies": NAMES, "packed": True, "quick": True}
+    runs = [run_profile(output, model=MODELS[request.param], **options)[1] for _ in range(2)]
     return read_cost_file(output).table, runs
 
 
 def test_rows_of_every_base_strategy_and_of_local_z_are_measured_once(profiled):
     table, (first, second) = profiled
-    wanted = list(row_points(dict.fromkeys(LENGTHS, True), NAMES, RANKS, causal=True))
+    wanted = list(row_points(dict.fromkeys(LENGTHS, True), NAMES, table.description))
     found = {(m.strategy, m.load): m for m in table.rows}
     assert found.keys() == {(point.strategy, point.load) for point in wanted}
     assert {m.strategy for m in table.rows} == {"megatron_cz", "ulysses_z", "local_z"}
@@ -50,10 +63,24 @@ def test_measured_bytes_are_within_the_predicted_ones_and_kept_bytes_are_them(pr
 
 
 def test_rows_have_a_length_are_unlike_and_found_by_their_number():
-    rows = rows_of(4096, 8, causal=True)
+    description = dataclasses.replace(DESCRIPTION, p=8)
+    rows = rows_of(4096, description)
     assert {row.seq_length for row in rows} == {4096} and len(set(rows)) == len(rows) == 4
     loads = [load_of(row, causal=True) for row in rows]
     assert {load.crosses for load in loads} == {True, False}
-    for point in row_points({4096: True}, ("metp",), 8, causal=True):
-        assert point_of_key(point.key, 8, causal=True) == point
-    assert point_of_key(("metp", "attention", 4096, 1), 8, causal=True) is None
+    for point in row_points({4096: True}, ("metp",), description):
+        assert point_of_key(point.key, description) == point
+    assert point_of_key(("metp", "attention", 4096, 1), description) is None
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_rows_are_placed_by_the_window_that_all_layers_have_and_count_any(everywhere):
+    others = {} if everywhere else {"attention@2": (2,)}
+    halves = {name: {"window": WINDOW} for name in others} or {"attention": {"window": WINDOW}}
+    description = dataclasses.replace(DESCRIPTION, p=8, other_layers=others, halves=halves)
+    window = WINDOW if everywhere else None
+    for point in row_points({4096: True}, ("metp",), description):
+        again = place(point.row.lengths, 8, causal=True, alignment=4096, window=window)
+        assert again == point.row
+        assert point.load == load_of(point.row, causal=True, window=WINDOW)
+        assert point_of_key(point.key, description) == point

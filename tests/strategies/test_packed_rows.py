@@ -158,8 +158,8 @@ def test_a_row_equals_its_documents_one_by_one(name):
 EXACT = [
     name
     for name, case in CASES.items()
-    # METP's weights count as those of the rank that sends most; windows hide some keys
-    if case.p > 1 and not case.window
+    # METP's weights count as those of the rank that sends most
+    if case.p > 1
     if not (case.strategy.startswith("metp") and case.g % case.p)
 ]
 
@@ -168,7 +168,7 @@ EXACT = [
 def test_bytes_sent_are_those_of_the_formula(name):
     case = CASES[name]
     sent = [sent for _, sent, *_ in _results(case.p)[name]]
-    moved = keys_moved(case.row, causal=case.mask == "causal")
+    moved = keys_moved(case.row, causal=case.mask == "causal", window=case.window)
     assert sent == [
         packed_attention_sent(
             case.strategy,
@@ -190,7 +190,7 @@ def test_only_ranks_that_share_a_document_exchange(name):
     strategy = base_name(case.strategy)
     per_pair = SENDS.get(strategy, 0) or (case.p if strategy == "metp" else 0)
     forwards = 2 if case.strategy != strategy else 1  # +recompute
-    moved = keys_moved(case.row, causal=case.mask == "causal")
+    moved = keys_moved(case.row, causal=case.mask == "causal", window=case.window)
     for rank, (*_, exchanges, _) in enumerate(_results(case.p)[name]):
         to = sum(tokens > 0 for tokens in moved[rank])
         received = sum(line[rank] > 0 for line in moved)
@@ -206,21 +206,24 @@ def test_every_rank_takes_the_same_steps_in_the_same_order(name):
 
 
 @pytest.mark.parametrize("row", [row for p in ROWS for row in ROWS[p].values()])
-@pytest.mark.parametrize("causal", [True, False])
-def test_keys_that_move_are_those_that_queries_elsewhere_see(row, causal):
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), *((True, w) for w in (1, 2, 3, 9))]
+)
+def test_keys_that_move_are_those_that_queries_elsewhere_see(row, causal, window):
     """Counted one by one."""
     rank_of = {i: r for r, shard in enumerate(row.shards) for a, b in shard for i in range(a, b)}
     pairs = set()
     for start, stop in row.documents:
         for query, key in itertools.product(range(start, stop), repeat=2):
-            if (key <= query or not causal) and rank_of[key] != rank_of[query]:
+            seen = query - key < (window or row.seq_length) and (key <= query or not causal)
+            if seen and rank_of[key] != rank_of[query]:
                 pairs.add((key, rank_of[query]))
     moved = [[0] * row.p for _ in range(row.p)]
     for key, receiver in pairs:
         moved[rank_of[key]][receiver] += 1
-    assert keys_moved(row, causal=causal) == moved
+    assert keys_moved(row, causal=causal, window=window) == moved
     received = [sum(line[rank] for line in moved) for rank in range(row.p)]
-    assert keys_received(row, causal=causal) == received
+    assert keys_received(row, causal=causal, window=window) == received
 
 
 @pytest.mark.parametrize("p", ROWS)

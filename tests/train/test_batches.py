@@ -38,6 +38,29 @@ def test_an_evaluation_alone_begins_at_the_first_sample(skip_train, first, monke
     assert (train, valid, test) == (None if skip_train else 96, first, 0)
 
 
+@pytest.mark.parametrize(
+    ("window", "skipped", "expected"),
+    [(None, None, None), ((31, 0), None, 32), ((31, 0), [1, 0, 1, 1], None), ((-1, 0), None, None)],
+)
+def test_rows_are_packed_by_the_window_that_all_layers_have(window, skipped, expected, monkeypatch):
+    from megatron_paradyse.train import datasets
+
+    args = argparse.Namespace(
+        **{"num_layers": 4, "hidden_size": 64, "window_size": window, "num_experts": None},
+        **{"window_attn_skip_freq": skipped, "no_rope_freq": None, "qk_layernorm": False},
+        **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_workers": 0},
+        **{"virtual_pipeline_model_parallel_size": None, "global_batch_size": 8},
+        position_embedding_type="rope",
+        paradyse_settings=argparse.Namespace(pack_tokens=64),
+    )
+    for name in ("get_data_parallel_world_size", "get_data_parallel_rank"):
+        monkeypatch.setattr(datasets.mpu, name, lambda: 1)
+    monkeypatch.setattr(datasets, "is_first_or_last_pipeline_stage", lambda stage: True)
+    monkeypatch.setattr(datasets, "packed_shares", lambda shares, **of: shares)
+    shares = datasets._packed(args, None, None, "train", object(), 0)
+    assert shares._pack.keywords["grid"].window == expected
+
+
 @pytest.mark.parametrize(("trains", "expected"), [(True, 2), (False, 4)])
 def test_fixed_sequences_have_the_batch_size_of_an_evaluation(trains, expected, monkeypatch):
     """Every rank but the first of a group allocates what it receives."""
