@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.plugin import watch_and_agree
 from tests.train.harness import run_each
 
 CASES = {
@@ -50,3 +54,12 @@ def test_a_rank_that_never_comes_is_named(tmp_path):
     assert codes[2] == 0 and 0 not in codes[:2]
     said = [line for line in stderr.splitlines() if line.startswith("error")]
     assert said and all("no word of ranks 2 for 1.5 s: see their logs" in line for line in said)
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_a_rank_that_no_launcher_started_is_told_to_begin_with_torchrun(world, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(UserError, match=r"MASTER_ADDR and MASTER_PORT not set: begin .* torchrun"):
+        watch_and_agree(argparse.Namespace(distributed_timeout_minutes=1))
