@@ -149,7 +149,8 @@ def without_forest(model: CostModel) -> CostModel:
             laws = tuple(HybridFit(one.law) for one in fit.fits if isinstance(one, HybridFit))
             fits.append(dataclasses.replace(fit, fits=laws))
         else:
-            fits.append(dataclasses.replace(fit, min_length=1, max_length=1))
+            timed = tuple((b, 1, 1) for b, _, _ in fit.timed)  # the forest is asked up to there
+            fits.append(dataclasses.replace(fit, min_length=1, max_length=1, timed=timed))
     return CostModel(model.kind, fits, model.constants)
 
 

@@ -13,7 +13,8 @@ import pytest
 from megatron_paradyse.costs.cost_file import write_cost_file
 from megatron_paradyse.costs.description import Hardware
 from megatron_paradyse.costs.fitting import fit_table
-from megatron_paradyse.costs.table import CostTable
+from megatron_paradyse.costs.model import PAPER
+from megatron_paradyse.costs.table import QUANTITIES, CostTable
 from megatron_paradyse.data.synthesize import synthesize
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import parse_runs
@@ -22,7 +23,15 @@ from reproduction import headlines, measured, published, results, table3
 from reproduction.compared import compare, least, most
 from reproduction.costs import HEADS, ModelCosts, published_profile
 from reproduction.curves import curve, curves
-from reproduction.frameworks import FixedRunner, Ran, Runner, aligned, as_published, ours
+from reproduction.frameworks import (
+    FixedRunner,
+    Ran,
+    Runner,
+    aligned,
+    as_published,
+    ours,
+    without_forest,
+)
 from reproduction.names import (
     AS_PUBLISHED,
     FIXED,
@@ -93,6 +102,11 @@ def test_the_longest_length_trains_and_the_next_does_not(costs):
     longest = runner.longest_tokens()
     fits = [ran.seconds is not None for ran in runner.run((longest, longest + 64))]
     assert fits == [True, False]
+
+
+def test_without_the_published_forest_polynomials_tell_seconds_at_every_length():
+    bare = without_forest(fit_table(make_table(), PAPER))
+    assert {fit.longest_seen(name) for fit in bare.fits for name in QUANTITIES} == {1}
 
 
 def test_smoothing_makes_plans_depend_on_the_order(costs):

@@ -37,6 +37,8 @@ from megatron_paradyse.train.model_kind import BERT, GPT, SPECS
 from megatron_paradyse.train.packed_flags import check_packed
 from megatron_paradyse.units import parse_bytes
 
+FLAG_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # arguments of another name
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group; every default is None, so that a YAML file can tell what was given."""
@@ -210,7 +212,7 @@ def _check_model(args: argparse.Namespace) -> None:
     for name, (allowed, why) in refused.items():
         value = getattr(args, name, allowed)
         if value != allowed:
-            flag = "--" + name.replace("_", "-")
+            flag = FLAG_OF.get(name) or "--" + name.replace("_", "-")
             raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
 
 

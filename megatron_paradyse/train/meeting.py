@@ -25,6 +25,16 @@ def ranks() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def check_launched() -> None:
+    """UserError in a process that nothing tells where ranks meet: torch asks one rank alone too."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"no launcher started this rank, {' and '.join(missing)} not set: begin the command "
+            "with torchrun --nproc-per-node P in the place of python, P = 1 for one rank"
+        )
+
+
 def meet(topic: str, *, seconds: float = MEETING_SECONDS) -> torch.distributed.Store:
     """A connection of its own to the store; keys of other topics and earlier starts are apart.
 

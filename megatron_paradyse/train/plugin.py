@@ -180,8 +180,9 @@ def watch_and_agree(args: argparse.Namespace) -> None:
     """From now on ranks watch each other; UserError where they would not compute alike."""
     from megatron_paradyse.train import watchdog
     from megatron_paradyse.train.agreement import agree
-    from megatron_paradyse.train.meeting import ranks
+    from megatron_paradyse.train.meeting import check_launched, ranks
 
+    check_launched()
     settings = getattr(args, "paradyse_settings", None) or Settings()
     watches = settings.watchdog_seconds > 0 and ranks()[1] > 1
     dog = watchdog.Watchdog(settings.watchdog_seconds) if watches else None

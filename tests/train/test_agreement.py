@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.plugin import watch_and_agree
 from tests.train.harness import run_each
 
 CASES = {
@@ -61,3 +65,12 @@ def test_a_checkout_of_megatron_has_a_version_to_compare(monkeypatch):
 
     monkeypatch.setattr(describe, "megatron_version", lambda: "0.19.1")
     assert describe.versions()["megatron-core"] == "0.19.1"
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_a_rank_that_no_launcher_started_is_told_to_begin_with_torchrun(world, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(UserError, match=r"MASTER_ADDR and MASTER_PORT not set: begin .* torchrun"):
+        watch_and_agree(argparse.Namespace(distributed_timeout_minutes=1))

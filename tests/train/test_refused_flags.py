@@ -22,6 +22,8 @@ REFUSED = {
     "--reset-attention-mask True": ["--reset-attention-mask"],
     "--log-max-attention-logit True": ["--log-max-attention-logit"],
     "--qk-clip True": ["--qk-clip"],
+    "--fp8-format e4m3 with .*: leave --fp8-format out": ["--fp8-format", "e4m3"],
+    "--fp4-format e2m1 with .*: leave --fp4-format out": ["--fp4-format", "e2m1"],
     "--fine-grained-activation-offloading True": ["--fine-grained-activation-offloading"],
     "--cpu-offloading-num-layers 2": ["--cpu-offloading-num-layers", 2],
     "--hybrid-context-parallel True": ["--hybrid-context-parallel"],
