@@ -56,6 +56,7 @@ def test_padding_between_documents_belongs_to_none():
     [
         (_packed(0, 3, 9), 1, "ascending ranges of 8 tokens"),
         (_packed(0, 5, 3, 8), 1, "ascending ranges of 8 tokens"),
+        (_packed(0, 0), 1, "have a token at least"),
         (_packed(0, 3, 8, local_cp_size=2), 1, "over 2 ranks of dynamic context parallelism"),
         (_packed(0, 3, 8), 2, "--micro-batch-size 1"),
     ],

@@ -32,6 +32,11 @@ def row_of_cumulative(
             pieces.append((position, position + length))
             lengths.append(length)
         row, position = start + length, position + length
+    if not lengths:
+        raise UserError(
+            f"packed sequences have a token at least, got cu_seqlens {list(cumulative)[:9]}: "
+            "leave out microbatches of padding alone"
+        )
     if row < seq_length:
         pieces.append((padding, padding + seq_length - row))
     return Row(tuple(lengths), tuple(_chunks(pieces, seq_length // p)))

@@ -103,10 +103,10 @@ def kept_on_host(x: Tensor) -> Iterator[None]:
     ever, RuntimeError in the backward where something saved has been changed in place.
     """
     copy = copy_to_host(x)
-    place = (x.data_ptr(), x.shape, x.dtype)
+    place = _place(x)
 
     def pack(saved: Tensor) -> Any:
-        if (saved.data_ptr(), saved.shape, saved.dtype) == place:
+        if _place(saved) == place:
             return copy
         return saved, saved._version  # which autograd compares only where nothing is packed
 
@@ -124,6 +124,11 @@ def kept_on_host(x: Tensor) -> Iterator[None]:
     with saved_tensors_hooks(pack, unpack):
         yield
     copy.finish()
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """Alike of tensors that are one; strides tell a square one from its transpose."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

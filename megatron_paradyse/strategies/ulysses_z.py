@@ -85,12 +85,14 @@ def _pack_heads(q: Tensor, k: Tensor, v: Tensor, p: int) -> Tensor:
         k, v = k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2)
     if q.shape[2] > p == k.shape[2]:
         k, v = _OwnGradient.apply(k), _OwnGradient.apply(v)
+    elif q.shape[2] == p and copies > 1:
+        q = _OwnGradient.apply(q)
     by_rank = [x.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
     return torch.cat(by_rank, dim=3)
 
 
 class _OwnGradient(Function):
-    """x, whose gradient is no view: of one head a rank it would be, and keep that of q alive."""
+    """x, whose gradient is no view: of one head a rank it would be, and keep the others' alive."""
 
     @staticmethod
     def forward(ctx, x):

@@ -71,6 +71,8 @@ def _cases(strategy: str, operation: str, p: int):
     yield AttentionCase(strategy, p, "causal", n=8, g=8, d=16, h=16, s=128, rope="half")
     if p < 8:
         yield AttentionCase(strategy, p, "causal", n=8, g=p, d=16, h=16, s=128, rope="half")
+    yield AttentionCase(strategy, p, "causal", n=8, g=1, d=16, h=16, s=128, rope="half")
+    yield AttentionCase(strategy, p, "causal", n=p, g=p // 2, d=16, h=16, s=128, rope="half")
     yield AttentionCase(strategy, p, "causal", n=8, g=8, d=16, h=64, s=128, bias=True)
 
 

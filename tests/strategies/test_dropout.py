@@ -53,6 +53,15 @@ def test_neighbours_and_seeds_are_uncorrelated():
         assert (first * second).mean().abs() < 2 * bound
 
 
+@pytest.mark.parametrize("seed", [0, 1, 1 << 32])
+def test_no_diagonal_is_dropped_as_a_whole(seed):
+    """Of no sequence and head, however queries and keys are shifted against each other."""
+    keep = _mask(0.1, seed=seed)
+    for shift in range(-8, 9):
+        shares = keep.diagonal(shift, -2, -1).double().mean(-1)
+        assert shares.min() > 0.7, (shift, shares)  # 0.9 expected: eleven sigma
+
+
 def test_any_cut_of_the_score_matrix_gives_the_same_mask():
     indices = {"sequences": [1], "heads": [3, 2], "queries": [5, 200, 17], "keys": [0, 255]}
     part = keep_mask(7, dropout=0.3, **{k: torch.tensor(v) for k, v in indices.items()})

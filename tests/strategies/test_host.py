@@ -118,6 +118,14 @@ def test_tensors_beside_the_input_are_saved_themselves():
     assert saved[0].data_ptr() != x.data_ptr() and torch.equal(saved[0], x)
 
 
+def test_the_transpose_of_a_square_input_is_not_taken_for_it():
+    x, w = (torch.randn(4, 4, device=DEVICE, requires_grad=True) for _ in range(2))
+    with kept_on_host(x):
+        y = _Product.apply(x.t(), w)
+    (grad,) = torch.autograd.grad(y.sum(), w)
+    assert torch.equal(grad, x.t())
+
+
 def test_a_weight_that_was_changed_in_place_is_noticed():
     x, w = (torch.randn(8, 8, device=DEVICE, requires_grad=True) for _ in range(2))
     x = x * 1

@@ -68,12 +68,17 @@ def attention_backward(m: Ledger, z: LayerSizes) -> None:
     m.drop("lse", "grad_out")
     m.release(2 * z.q + kv + z.lse)
     if z.g < z.p:
-        # Zero-padded to the heads of all ranks, summed up one by one, and scattered.
+        m.release(rope_bytes(z, z.s))
+        # Those of q, k and v, each zero-padded to a key head with its query heads: two and a sum.
         m.drop("grad_qkv")
+        m.hold(grad_q=z.q)
+        m.touch(3 * z.p * mixed // z.g)
+        m.drop("grad_q")
+        # The sum, zero-padded to the heads of all ranks, and a copy to be scattered.
         m.hold(grad_mixed=mixed)
         m.touch(2 * z.p * mixed)
     else:
         split_backward(m, z, q=z.q, kv=kv)
-    m.release(rope_bytes(z, z.s))
+        m.release(rope_bytes(z, z.s))
     m.hold(x=gathered, partial=gathered)
     m.hold(grad_x=z.x, grad_weight=z.qkv_weight // z.p)

@@ -199,7 +199,7 @@ def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
         m.drop("grad_qkv")
         m.hold(grad_qkv=z.qkv)
         m.drop("summed")
-    _qkv_backward(m, z, k_is_view=z.n == z.p)
+    _qkv_backward(m, z, k_is_view=z.n == z.g == z.p)
 
 
 def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
