@@ -54,8 +54,7 @@ def head_norm(
         return plus_one_norm(x, weight, bias, shape.qk_norm, shape.qk_norm_eps)
     size, eps = x.shape[-1:], shape.qk_norm_eps
     if shape.qk_norm == "layernorm":
-        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
-            # The CPU kernel would sum the gradients of weight and bias over all rows in that dtype.
+        if _cpu_half(x):
             weight, bias = (None if t is None else t.float() for t in (weight, bias))
             return F.layer_norm(x.float(), size, weight, bias, eps).to(x.dtype)
         return F.layer_norm(x, size, weight, bias, eps)
@@ -66,10 +65,18 @@ def head_norm(
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def _cpu_half(x: Tensor) -> bool:
+    """Whether norms go in float32: PyTorch's CPU kernels sum their gradients in a half type."""
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def plus_one_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, eps: float
 ) -> Tensor:
     """layernorm or rmsnorm of x [..., d] times 1 + weight: a sum that a half type would round."""
+    if _cpu_half(x):
+        weight, bias = (None if t is None else t.float() for t in (weight, bias))
+        return plus_one_norm(x.float(), weight, bias, kind, eps).to(x.dtype)
     size = x.shape[-1:]
     norm = F.layer_norm(x, size, eps=eps) if kind == "layernorm" else F.rms_norm(x, size, eps=eps)
     scaled = torch.addcmul(norm, norm, weight)

@@ -105,3 +105,22 @@ def test_gains_are_not_rounded_as_one_plus_a_small_weight(kind, dtype):
         normalization = "RMSNorm" if kind == "rmsnorm" else "LayerNorm"
 
     assert abs(_slope(normalised(x, Linear, Config), true)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("head_dim", [4, 8, 64])
+def test_norms_with_gains_around_one_are_as_exact_as_plain_ones(kind, head_dim):
+    """Output and gradients against float64: at most twice the error of the norm without the one."""
+    random = torch.Generator().manual_seed(2)
+    x, grad = (torch.randn(400, 4, head_dim, generator=random).bfloat16() for _ in "xg")
+    weight = (0.1 * torch.randn(head_dim, generator=random)).bfloat16()
+    errors = []
+    for plus_one, gain in ((True, weight), (False, 1 + weight)):
+        shape = AttentionShape(4, 4, head_dim, True, 1.0, qk_norm=kind, qk_norm_plus_one=plus_one)
+        found = []
+        for dtype in (torch.bfloat16, torch.float64):
+            leaves = [t.to(dtype).requires_grad_() for t in ((x + 1.5), gain)]
+            out = head_norm(*leaves, None, shape)
+            found.append([out, *torch.autograd.grad(out, leaves, grad.to(dtype))])
+        errors.append([float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)])
+    assert all(ours <= 2 * plain for ours, plain in zip(*errors, strict=True)), errors
