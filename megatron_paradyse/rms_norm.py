@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 TILE_ELEMENTS = 1 << 18  # normalised at once: what is wider than the input is made of so many
@@ -33,6 +34,7 @@ class _InTiles(Function):
         return y.view(x.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
         rows, grad_rows = (t.reshape(-1, x.shape[-1]) for t in (x, grad))

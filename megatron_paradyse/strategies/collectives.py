@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies import transport
@@ -181,6 +182,7 @@ class _GatherSequence(Function):
         return all_gather(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return reduce_scatter(grad, ctx.group), None
 
@@ -192,6 +194,7 @@ class _ScatterSequence(Function):
         return reduce_scatter(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return all_gather(grad, ctx.group), None
 
@@ -203,6 +206,7 @@ class _TransposeBlocks(Function):
         return all_to_all(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return all_to_all(grad, ctx.group), None
 
@@ -214,6 +218,7 @@ class _SwapHalves(Function):
         return _swap_second_half(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _swap_second_half(grad, ctx.group), None
 

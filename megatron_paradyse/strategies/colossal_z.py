@@ -17,6 +17,7 @@ import itertools
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies.blocks import Span, contiguous_spans
@@ -81,6 +82,7 @@ class _RowAttention(Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out):
         q, k, v, probs = ctx.saved_tensors
         rows = ctx.rows

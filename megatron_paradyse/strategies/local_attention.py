@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megatron_paradyse.strategies.blocks import Block, Span, blocks_of
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
@@ -217,6 +218,7 @@ class _LocalAttention(Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
         blocks = ctx.task.blocks_for(q, ctx.q_spans, ctx.k_spans)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.errors import UserError
@@ -107,6 +108,7 @@ class _ColumnLinear(Function):
         return torch.nn.functional.linear(all_gather(x, group), weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         gathering = all_gather_async(x, ctx.group)
@@ -136,6 +138,7 @@ class _RowLinear(Function):
         return reduce_scatter(y @ weight.t(), group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         y, weight = ctx.saved_tensors
         gathering = all_gather_async(grad, ctx.group)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
@@ -201,6 +202,7 @@ class CirculatingAttention(Function):
         return layer.balance(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         layer, p = ctx.layer, ctx.layer.group.size()
         x, *saved = ctx.saved_tensors

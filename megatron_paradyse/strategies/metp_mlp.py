@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from megatron_paradyse.strategies.feedforward import activate
@@ -46,6 +47,7 @@ class CirculatingMlp(Function):
         return total.to(x.dtype).view(x.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, *weights = ctx.saved_tensors
         shape, group = ctx.shape, ctx.group

@@ -18,6 +18,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE
@@ -69,6 +70,7 @@ class _Recompute(Function):
         return rerun(*tensors)  # a Function's forward records no graph: nothing inside is kept
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         needed = ctx.needs_input_grad[1:]
         inputs = [

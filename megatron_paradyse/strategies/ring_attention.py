@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies.blocks import Span
@@ -93,5 +94,6 @@ class _RingAttention(Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out):
         return *ring_backward(grad_out, *ctx.saved_tensors, **ctx.ring), None, None, None

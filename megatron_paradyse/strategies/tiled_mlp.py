@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_paradyse.strategies.contract import MlpFunction, MlpWeights, Strategy
@@ -73,6 +74,7 @@ class _TileByTile(Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, *tensors = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]

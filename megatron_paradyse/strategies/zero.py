@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
@@ -115,6 +116,7 @@ class _ZeroLinear(Function):
         return linear(x, full.t() if transposed else full, full_bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         group, mlp_shape, p = ctx.group, ctx.mlp_shape, ctx.group.size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
@@ -53,6 +54,7 @@ class _ZeroMlpInTiles(Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         """Sums of gradients go to their owners while the last tile is computed."""
         x, *weights = ctx.saved_tensors
