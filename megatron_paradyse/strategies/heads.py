@@ -75,8 +75,8 @@ def plus_one_norm(
 ) -> Tensor:
     """layernorm or rmsnorm of x [..., d] times 1 + weight: a sum that a half type would round."""
     if _cpu_half(x):
-        weight, bias = (None if t is None else t.float() for t in (weight, bias))
-        return plus_one_norm(x.float(), weight, bias, kind, eps).to(x.dtype)
+        wide_bias = None if bias is None else bias.float()
+        return plus_one_norm(x.float(), weight.float(), wide_bias, kind, eps).to(x.dtype)
     size = x.shape[-1:]
     norm = F.layer_norm(x, size, eps=eps) if kind == "layernorm" else F.rms_norm(x, size, eps=eps)
     scaled = torch.addcmul(norm, norm, weight)
