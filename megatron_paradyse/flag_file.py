@@ -13,7 +13,7 @@ import yaml
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import RUN_FILE_KEY
-from megatron_paradyse.yaml_file import compose_yaml
+from megatron_paradyse.yaml_file import compose_yaml, refuse_twice
 
 NAME = r"-*[a-z][a-z0-9_-]*"  # num-layers, num_layers or --num-layers
 SCALAR: dict[str, Any] = {"type": ["string", "number", "boolean"], "minLength": 1}
@@ -32,6 +32,7 @@ def read_flags(path: str, what: str) -> list[str]:
     nodes = {key.value: node for key, node in items_of(f"{what} {path}", "a model", root)}
     if "megatron" not in nodes:
         return flags_of(f"{what} {path}", "a model", root)
+    refuse_twice(f"{what} {path}", root)
     settings = ["--paradyse-config", path] if RUN_FILE_KEY in nodes else []
     return [*flags_of(f"{what} {path}", "megatron", nodes["megatron"]), *settings]
 

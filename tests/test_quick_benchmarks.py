@@ -1,4 +1,4 @@
-"""--quick of the benchmarks that profile or simulate first: little of it, by the same steps."""
+"""--quick of the benchmarks that profile or simulate first: how little they ask for."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Packed:
 
     causal: whether these have one triangle of scores; sizes: of the layer, for any s. windows: the
     keys that a query sees, of each kind of attention that has a window; in_tiles: whether the tiled
-    kernel hides the others.
+    kernel hides the others; drops: whether it runs anyway, for attention dropout.
     """
 
     causal: bool
@@ -62,11 +62,17 @@ class Packed:
     fits: Mapping[str, PackedFit] = field(default_factory=dict)  # by strategy
     windows: Mapping[str, int] = field(default_factory=dict)
     in_tiles: bool = False
+    drops: bool = False
 
     @property
     def window(self) -> int | None:
         """What loads count within: a model has one window."""
         return max(self.windows.values(), default=None)
+
+    def tiled_window(self, operation: str) -> float | None:
+        """Keys that a query of this attention sees, where the tiled kernel runs; else None."""
+        window = self.windows.get(operation, math.inf)
+        return window if self.drops or (self.in_tiles and window < math.inf) else None
 
     def load_of(self, row: Row) -> Load:
         return load_of(row, causal=self.causal, window=self.window)

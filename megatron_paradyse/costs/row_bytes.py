@@ -4,8 +4,8 @@ What is kept is that of one document, but for ColossalZ's score rows, which have
 key that comes, and for what MegatronTS keeps of rows that are not in the order of positions.
 Workspace is that of one document and what the walks of strategies/walks/ do not hold, because they
 walk documents=None: copies that bring rows into order, gradients of several documents summed in
-the accumulation dtype, keys that are sent while others come; and where a window takes the tiled
-kernel, its tiles of documents that are longer than the halves of chunks in a ring.
+the accumulation dtype, keys that are sent while others come; and where a window or dropout takes
+the tiled kernel, its tiles of documents that are longer than the halves of chunks in a ring.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDEST = 8  # of a dtype that is none of these
 INDEX_BYTES = 2 * 8  # per token: where its row is, and which it is
 TILE = 64  # queries at a time, in strategies/tiled_kernel.py
 FORWARD_TILES, BACKWARD_TILES = 3, 5  # of scores and what is made of them, that it holds at once
-FLASH_HEAD_DIM = 8  # of whose multiples there are flash kernels, which know windows, for half types
+FLASH_HEAD_DIMS = range(8, 257, 8)  # for which flash kernels, which know windows, take half types
 
 
 def layer_sizes(d: Description) -> LayerSizes:
@@ -47,8 +47,9 @@ def layer_sizes(d: Description) -> LayerSizes:
 def packed_of(d: Description) -> Packed:
     """Without fits."""
     sizes = layer_sizes(d)
-    flash = d.hardware.kind == "cuda" and sizes.half_type and sizes.d % FLASH_HEAD_DIM == 0
-    return Packed(sizes.causal, sizes, windows=d.windows, in_tiles=not flash)
+    flash = d.hardware.kind == "cuda" and sizes.half_type and sizes.d in FLASH_HEAD_DIMS
+    drops = bool(d.attention_dropout)
+    return Packed(sizes.causal, sizes, windows=d.windows, in_tiles=drops or not flash, drops=drops)
 
 
 def with_row_bytes(
@@ -59,12 +60,12 @@ def with_row_bytes(
     load: Load,
     *,
     least: OperationCosts | None,
-    tiled_window: int | None = None,
+    tiled_window: float | None = None,
 ) -> OperationCosts:
     """The bytes on a row, from those of one document and the fits that gave them.
 
     least: of a strategy that gathers the same weights and has no score rows; None: not known.
-    tiled_window: keys that a query sees, where the tiled kernel hides the others.
+    tiled_window: keys that a query sees, where the tiled kernel runs.
     """
     kept, forward, backward = one.kept_bytes, one.forward_bytes, one.backward_bytes
     if base_name(strategy) in WHOLE_COLUMNS:
@@ -79,7 +80,7 @@ def with_row_bytes(
 
 
 def extra_bytes(
-    strategy: str, sizes: LayerSizes, load: Load, tiled_window: int | None = None
+    strategy: str, sizes: LayerSizes, load: Load, tiled_window: float | None = None
 ) -> tuple[int, int, int]:
     """What a row keeps, and its forward and backward hold above that, beyond one document."""
     base = base_name(strategy)
@@ -102,14 +103,14 @@ def extra_bytes(
     if tiled_window is not None and base not in (*SPLIT_HEADS, *WHOLE_COLUMNS):
         heads = z.n // z.p if base == "metp" else z.n
         scores = _of_tile(z.rows, tiled_window) - _of_tile(z.rows // 2, tiled_window)
-        tiles = heads * scores * z.wide_bytes
+        tiles = int(heads * scores * z.wide_bytes)
         forward, backward = forward + FORWARD_TILES * tiles, backward + BACKWARD_TILES * tiles
     if not recomputes(strategy):
         return kept, forward, backward
     return 0, kept + forward, kept + max(forward, backward)
 
 
-def _of_tile(num_rows: int, window: int) -> int:
+def _of_tile(num_rows: int, window: float) -> float:
     """Scores of the largest tile of a document of so many rows, of one head."""
     return min(num_rows, TILE) * min(num_rows, window + TILE - 1)
 

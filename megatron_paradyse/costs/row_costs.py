@@ -168,15 +168,14 @@ class RowCosts:
         suffix = strategy.removeprefix(base_name(strategy))
         names = [name + suffix for name in AS_LOCAL if name + suffix in known]
         least = self._model.operation(names[0], operation, s) if names else None
-        window = packed.windows.get(operation)
         return with_row_bytes(
             strategy,
             one,
             fits,
             packed.sizes,
-            self._load.seen(window is not None),
+            self._load.seen(operation in packed.windows),
             least=least,
-            tiled_window=window if packed.in_tiles else None,
+            tiled_window=packed.tiled_window(operation),
         )
 
 

@@ -110,9 +110,9 @@ class RowPrices:
         load = _holding(self._packed.load_of_one(s, p), share, crosses)
         try:
             problem = self._policy.problem(self._layers, 1, s, False, load)
+            outcome = self._policy.planner.plan(problem)
         except UserError:  # no strategy that is allowed can run such rows
             return None
-        outcome = self._policy.planner.plan(problem)
         if not outcome.fits:
             return None
         return _Made(self._pairs(outcome.plan), load.keys_received)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
-from megatron_paradyse.settings import load_yaml_settings
+from megatron_paradyse.settings import PACKED, load_yaml_settings
 from megatron_paradyse.train.data_files import DATA_FLAGS
 
 # Flags that have no meaning in a profile, and how many values follow: None, as many as there are.
@@ -88,21 +88,19 @@ def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) 
     if not names & {*DATA_FLAGS, "--tokenizer-type"}:
         if "--vocab-size" not in names:
             raise UserError(
-                "the size of the vocabulary is missing: give --vocab-size, or --data-path or "
-                "--tokenizer-type as in training"
+                "the size of the vocabulary is missing: give --vocab-size, or the data or the "
+                "--tokenizer-type of the training"
             )
         assumed += ["--tokenizer-type", "NullTokenizer"]
     last = ["--train-iters", "1000", "--paradyse", "--paradyse-policy", "fixed:megatron_ts"]
-    if {"packed", "--paradyse-sequences=packed"} & {*flags}:  # rows are measured anyway
+    if _last_value("--paradyse-sequences", flags) == PACKED:  # rows are measured anyway
         last += ["--paradyse-sequences", "documents"]
     return [*assumed, *flags, *last]
 
 
 def _of_settings_file(flags: Sequence[str]) -> list[str]:
     """Its loss head and its sequences."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--paradyse-config")
-    path = parser.parse_known_args(flags)[0].paradyse_config
+    path = _last_value("--paradyse-config", flags)
     if path is None:
         return []
     settings = load_yaml_settings(path, "--paradyse-config")
@@ -112,6 +110,12 @@ def _of_settings_file(flags: Sequence[str]) -> list[str]:
         for name, value in wanted.items()
         for text in (f"--paradyse-{name.replace('_', '-')}", str(value))
     ]
+
+
+def _last_value(name: str, flags: Sequence[str]) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(name, dest="value")
+    return parser.parse_known_args(flags)[0].value
 
 
 def _without_dropped(flags: list[str]) -> list[str]:

@@ -177,8 +177,9 @@ class Content:
             "tokens_per_second": self.main.tokens / self.main.seconds
             if self.main.tokens and self.main.seconds
             else None,
-            "longest_sequence_tokens": max(trace.longest_document for trace in self.traces)
-            or max(trace.longest for trace in self.traces)
+            "longest_sequence_tokens": max(
+                trace.longest_document or trace.longest for trace in self.traces
+            )
             or None,
             "changes_of_plan": sum(trace.summary.switches for trace in self.traces),
             "layer_shares": self.layer_shares,

@@ -119,7 +119,11 @@ def _file_values(args: argparse.Namespace, settings: Settings | None) -> Values:
         kind, _, path = settings.policy.partition(":")
         if kind == "plan":
             found["the plan file"] = _file_digest(path)
-    for number, prefix in enumerate(data_prefixes(args), 1):
+    try:
+        prefixes = data_prefixes(args)
+    except UserError as error:  # the others wait for a word
+        return found | {"the data sets": str(error)}
+    for number, prefix in enumerate(prefixes, 1):
         for suffix in (".idx", ".bin"):
             if Path(prefix + suffix).exists():
                 found[f"data set {number} ({suffix})"] = _file_digest(prefix + suffix)

@@ -43,8 +43,8 @@ def check_there(prefixes: list[str]) -> None:
     for prefix in prefixes:
         if not Path(f"{prefix}.idx").is_file():
             raise UserError(
-                f"data file {prefix}.idx not found: give --data-path the prefix that "
-                "'megatron-paradyse data prepare' wrote, without .bin or .idx"
+                f"data file {prefix}.idx not found: give the prefix that 'megatron-paradyse data "
+                "prepare' wrote, without .bin or .idx, and weights for all or none"
             )
 
 
@@ -55,12 +55,12 @@ def take_vocabulary(args: argparse.Namespace, prefixes: list[str]) -> None:
     """
     if args.tokenizer_type not in (None, "NullTokenizer") or args.vocab_size is not None:
         return  # a PREFIX.json may then be anything, such as what a .bin was made of
-    metadata = _common_metadata(prefixes)
+    prefix, metadata = _common_metadata(prefixes)
     if metadata is None:
         return
     if args.eod_mask_loss and metadata.eod is None:
         raise UserError(
-            f"--eod-mask-loss with {prefixes[0]}, whose tokenizer ends no document: leave it out"
+            f"--eod-mask-loss with {prefix}, whose tokenizer ends no document: leave it out"
         )
     names = ("tokenizer_type", "vocab_size", "null_tokenizer_eod_id")
     args.paradyse_instead_of |= {name: getattr(args, name) for name in names}
@@ -69,11 +69,11 @@ def take_vocabulary(args: argparse.Namespace, prefixes: list[str]) -> None:
     args.null_tokenizer_eod_id = metadata.eod
 
 
-def _common_metadata(prefixes: list[str]) -> DatasetMetadata | None:
-    """Of the data sets that have any; UserError where they have other vocabularies."""
+def _common_metadata(prefixes: list[str]) -> tuple[str, DatasetMetadata | None]:
+    """Of the data sets that have any, and the first of them; UserError where they differ."""
     found = {p: read_metadata(p) for p in prefixes if Path(f"{p}.json").is_file()}
     if not found:
-        return None
+        return "", None
     first, *others = found.items()
     for prefix, metadata in others:
         mine, its = (_vocabulary(m) for m in (first[1], metadata))
@@ -82,7 +82,7 @@ def _common_metadata(prefixes: list[str]) -> DatasetMetadata | None:
                 f"{first[0]} has the vocabulary of {mine} and {prefix} of {its}: prepare them with "
                 "one tokenizer"
             )
-    return first[1]
+    return first
 
 
 def _vocabulary(metadata: DatasetMetadata) -> str:

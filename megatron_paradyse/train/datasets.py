@@ -113,14 +113,17 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
             f"the {split} split has no document of two tokens or more: {change}add data, or set "
             "--eval-iters 0"
         )
+    grouped = settings.order == BUCKETED and split == "train"
     stream = SampleStream(
         datasets,
         weights=weights,
         order=make_order(settings.order, seed=args.seed, group=args.global_batch_size),
         num_samples=max(num_samples or 0, 1),
-        group=args.global_batch_size if settings.order == BUCKETED else 1,
+        group=args.global_batch_size if grouped else 1,
     )
-    _report(split, datasets, settings, blended=weights is not None)
+    grows = args.rampup_batch_size or args.step_batch_size_schedule
+    whole_groups = weights is not None and grouped and not grows
+    _report(split, datasets, settings, whole_groups=whole_groups)
     return stream
 
 
@@ -185,14 +188,14 @@ def _packed(
     )
 
 
-def _report(split: str, datasets: list[DocumentDataset], settings, *, blended: bool) -> None:
+def _report(split: str, datasets: list[DocumentDataset], settings, *, whole_groups: bool) -> None:
     samples = sum(len(d) for d in datasets)
     shortest = min(int(d.lengths.min()) for d in datasets if len(d))
     longest = max(int(d.lengths.max()) for d in datasets if len(d))
     short = sum(d.samples.num_short for d in datasets)
     truncated = sum(d.samples.num_truncated for d in datasets)
     line = f"> {split}: {samples} sequences of {shortest} to {longest} tokens, {settings.order}"
-    if blended and settings.order == BUCKETED:
+    if whole_groups:
         line += ": each global batch is of one data set"
     if short:
         line += f"; {short} documents of under two tokens left out"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -135,6 +136,37 @@ def test_a_tile_of_the_tiled_kernel_holds_what_is_counted():
     assert backward <= row_bytes.BACKWARD_TILES * scores + others
     assert forward > (row_bytes.FORWARD_TILES - 1) * scores
     assert backward > (row_bytes.BACKWARD_TILES - 1) * scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "head_dim", "drops", "windows"),
+    [
+        ("cpu", "bfloat16", 64, False, (7, None)),
+        ("cuda", "bfloat16", 64, False, (None, None)),
+        ("cuda", "float32", 64, False, (7, None)),
+        ("cuda", "bfloat16", 60, False, (7, None)),
+        ("cuda", "bfloat16", 264, False, (7, None)),
+        ("cuda", "bfloat16", 64, True, (7, math.inf)),
+    ],
+)
+def test_tiles_are_counted_where_the_tiled_kernel_runs(kind, dtype, head_dim, drops, windows):
+    """For a window that no other kernel knows, and for dropout: layers with the window, others."""
+    description = dataclasses.replace(
+        DESCRIPTION,
+        model=dataclasses.replace(DESCRIPTION.model, head_dim=head_dim),
+        hardware=dataclasses.replace(DESCRIPTION.hardware, kind=kind),
+        dtype=dtype,
+        attention_mask="causal",
+        attention_dropout=drops,
+        halves={"attention": {"window": 7}},
+    )
+    packed = row_bytes.packed_of(description)
+    assert tuple(map(packed.tiled_window, (ATTENTION, "attention@2"))) == windows
+    sizes = dataclasses.replace(packed.sizes, p=4)
+    load = load_of(contiguous([32] * 4, 4), causal=True)
+    for window in windows:
+        more = row_bytes.extra_bytes("local_z", sizes, load, window)
+        assert (more > row_bytes.extra_bytes("local_z", sizes, load)) == (window is not None)
 
 
 @pytest.mark.parametrize("strategy", NAMES)

@@ -165,6 +165,18 @@ def test_prices_of_what_nothing_fits_are_none(file):
     assert prices(file, 1).seconds(zigzag((1 << 16,), P)) is None
 
 
+def test_rows_for_which_no_plan_may_be_made_have_no_price(file, monkeypatch):
+    """As for one strategy everywhere where none may run on all layers: others are asked."""
+    of_rows = prices(file, 1 << 20)
+
+    class Refusing:
+        def plan(self, problem):
+            raise UserError("none is left")
+
+    monkeypatch.setattr(of_rows._policy, "planner", Refusing())
+    assert of_rows.seconds(zigzag((4096,), P)) is None
+
+
 def test_prices_do_not_depend_on_what_was_asked_before(file):
     asked = list(rows(6))
     forward, back = prices(file, 16), prices(file, 16)

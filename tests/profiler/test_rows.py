@@ -19,7 +19,6 @@ from tests.profiler.test_profile import run_profile
 LENGTHS = (64, 128, 256)
 NAMES = ("megatron_cz", "ulysses_z+recompute", "ulysses_z")
 
-
 WINDOW = 24
 MODELS = {
     "no window": {},

@@ -64,10 +64,11 @@ def _cases(strategy: str, operation: str, p: int):
         for gated, dtype, (h, f) in itertools.product((0, 1), dtypes, ((16, 256), (128, 256))):
             yield MlpCase(strategy, p, bool(gated), bool(gated), h=h, f=f, s=128, b=2, dtype=dtype)
         return
-    for mask, g, dtype, h in itertools.product(
-        ("causal", "bidirectional"), (8, 2), dtypes, (16, 128)
-    ):
+    masks = ("causal", "bidirectional") if p < 8 else ("causal",)
+    for mask, g, dtype, h in itertools.product(masks, (8, 2), dtypes, (16, 128)):
         yield AttentionCase(strategy, p, mask, n=8, g=g, d=16, h=h, s=128, dtype=dtype)
+    if p == 8:
+        yield AttentionCase(strategy, p, "bidirectional", n=8, g=2, d=16, h=128, s=128)
     yield AttentionCase(strategy, p, "causal", n=8, g=8, d=16, h=16, s=128, rope="half")
     if p < 8:
         yield AttentionCase(strategy, p, "causal", n=8, g=p, d=16, h=16, s=128, rope="half")

@@ -124,6 +124,17 @@ def test_costs_have_one_name_whether_a_flag_or_a_settings_file_says_it(
     assert found[0][2] == {"packed": "documents"}.get(sequences, sequences)
 
 
+def test_a_flag_wins_over_packed_rows_of_a_settings_file(tmp_path):
+    """The profile of fixed sequences was one of documents."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("sequences: packed\n")
+    given = ["--vocab-size", "64", "--paradyse-config", str(file)]
+    for more, wanted in (([], "documents"), (["--paradyse-sequences", "fixed"], "fixed")):
+        flags = megatron_flags([*given, *more], model_path=None, ranks=1)
+        last = len(flags) - flags[::-1].index("--paradyse-sequences")
+        assert flags[last] == wanted
+
+
 def test_ranks_write_what_the_first_found_where_it_is_not_there_yet(tmp_path, monkeypatch):
     """With a home that all machines share it is; every rank of each would write it again."""
     monkeypatch.setenv("RANK", "1")

@@ -34,7 +34,7 @@ CASES = {
     ),
     "missing data": (
         [*TP2, "--data-path", "/nowhere/corpus"],
-        "data file /nowhere/corpus.idx not found: give --data-path the prefix",
+        "data file /nowhere/corpus.idx not found: give the prefix",
     ),
     "too long": (
         [*TP2, "--paradyse-long-documents", "refuse"],

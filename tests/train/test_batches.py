@@ -140,6 +140,31 @@ def test_megatrons_end_for_a_result_names_what_it_checked(checks, words, monkeyp
     )
 
 
+@pytest.mark.parametrize(("split", "group"), [("train", 4), ("valid", 1)])
+def test_training_alone_takes_whole_groups_of_a_blend(split, group, tmp_path, monkeypatch):
+    """An evaluation of one batch would be of one data set."""
+    from megatron_paradyse.train import datasets
+
+    said: list[str] = []
+    monkeypatch.setattr(datasets, "print_rank_0", said.append)
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for name in "ab":
+        write_documents(tmp_path / name, [20] * 40)
+    args = argparse.Namespace(
+        seq_length=64,
+        mmap_bin_files=True,
+        seed=1,
+        global_batch_size=4,
+        rampup_batch_size=None,
+        step_batch_size_schedule=None,
+        paradyse_settings=Settings(order="bucketed"),
+    )
+    stream = datasets._stream(args, split, (prefixes, [1.0, 1.0], (0.0, 1.0)), 16)
+    batches = [[stream._locate(4 * k + i)[0] for i in range(4)] for k in range(4)]
+    assert all(len(set(batch)) == (1 if group == 4 else 2) for batch in batches)
+    assert ("each global batch is of one data set" in said[0]) == (group == 4)
+
+
 @pytest.mark.parametrize("mapped", [True, False])
 def test_files_of_tokens_are_mapped_into_memory_unless_told(mapped, tmp_path):
     """--no-mmap-bin-files; the tokens are the same."""
@@ -151,6 +176,8 @@ def test_files_of_tokens_are_mapped_into_memory_unless_told(mapped, tmp_path):
         mmap_bin_files=mapped,
         seed=1,
         global_batch_size=2,
+        rampup_batch_size=None,
+        step_batch_size_schedule=None,
         paradyse_settings=Settings(order="short-to-long"),
     )
     stream = datasets._stream(args, "train", ([str(tmp_path / "corpus")], None, (0.0, 1.0)), 2)

@@ -89,6 +89,16 @@ def test_flags_that_name_no_data_set_are_one_line(flags, folder, monkeypatch):
         arguments_of(monkeypatch, *flags.split())
 
 
+def test_a_rank_that_cannot_read_its_flags_tells_the_others(folder, monkeypatch):
+    """It left before they had a word of it, and they waited."""
+    fixed = ["--paradyse-sequences", "fixed", "--tokenizer-type", "NullTokenizer"]
+    fixed += ["--vocab-size", "257", "--data-args-path", "args.txt"]
+    args = arguments_of(monkeypatch, *fixed)
+    (folder / "args.txt").unlink()
+    told = agreement.values_of(args)["the data sets"]
+    assert "--data-args-path cannot be read as data sets (FileNotFoundError" in told
+
+
 def test_data_sets_of_other_vocabularies_are_refused(folder, monkeypatch):
     """Each token would be learnt as another one, without a sign."""
     write_metadata(folder / "B", 300)

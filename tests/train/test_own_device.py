@@ -39,6 +39,8 @@ for policy in sys.argv[1:]:
 
 def test_a_rank_chooses_its_device_before_it_asks_cuda_for_anything(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_PARADYSE_CACHE", str(tmp_path))
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):  # as torchrun does
+        monkeypatch.setenv(name, value)
     command = [sys.executable, "-c", TRAINING, "fixed:megatron_ts", "optimal"]
     code, stdout, stderr = run_bounded(command, timeout_seconds=120)
     assert code == 0, stderr[-3000:]

@@ -37,6 +37,9 @@ REFUSED = {
     "--phase-transition-iterations 2,4 without --train-samples": [
         "--phase-transition-iterations", "2,4",
     ],
+    "--phase-transition-iterations 2 with --rampup-batch-size": [
+        "--phase-transition-iterations", "2", "--train-samples", 64, "--rampup-batch-size", 2, 2, 8,
+    ],
     "--logits-save-dir keeps all logits": ["--logits-save-dir", "here"],
     "--logits-load-dir compares all logits": ["--logits-load-dir", "here"],
     "--logits-save-dir with --paradyse-sequences documents": [
