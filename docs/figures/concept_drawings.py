@@ -96,16 +96,16 @@ def draw_layout() -> Figure:
     return figure
 
 
-def _plans() -> dict[int, Any]:
-    """By length, from the results of benchmarks/dynamic_workload.py."""
+def _plans() -> tuple[dict[int, Any], str]:
+    """By length, from the results of benchmarks/dynamic_workload.py, and their date."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     found = {row["s"]: row["plan"] for row in (*results["rows"], *results["tail"])}
-    return {length: parse_runs(found[length]) for length in LENGTHS}
+    return {length: parse_runs(found[length]) for length in LENGTHS}, results["date"]
 
 
 def draw_plan() -> Figure:
     """Layers by microbatches, attention and MLP apart, in the colours of `report`."""
-    plans = _plans()
+    plans, date = _plans()
     figure = Figure(figsize=(9.3, 4.5), facecolor="white")
     ax = _empty_axes(figure, (-1.7, 10.8, -1.65, 4.45))
     names = [name for plan in plans.values() for c in plan.layers.values() for name in halves(c)]
@@ -143,7 +143,7 @@ def draw_plan() -> Figure:
     figure.legend(handles=handles, loc="lower center", ncol=len(handles), frameon=False,
                   fontsize=8, bbox_to_anchor=(0.5, 0.1))  # fmt: skip
     figure.text(0.5, 0.045, "Plans under one memory budget (119 MiB a rank): 4 layers, "
-                "h = 256, 4 CPU ranks; benchmarks/dynamic_workload.py, 2026-11-21.",
+                f"h = 256, 4 CPU ranks; benchmarks/dynamic_workload.py, {date}.",
                 ha="center", fontsize=7.5, color=INK)  # fmt: skip
     return figure
 
@@ -164,10 +164,8 @@ def draw_peak() -> Figure:
     """The walk of planner/peak.py over two plans of one length."""
     figure = Figure(figsize=(9.3, 4.3), facecolor="white", layout="constrained")
     length = LENGTHS[-1]
-    plans = {
-        "ulysses_z in every layer": parse_runs("1-4 ulysses_z"),
-        "the plan: 1-3 ulysses_z+recompute/metp, 4 ulysses_z/metp": _plans()[length],
-    }
+    plan = _plans()[0][length]
+    plans = {"ulysses_z in every layer": parse_runs("1-4 ulysses_z"), plan.runs(): plan}
     panels = figure.subplots(1, 2, sharey=True)
     for ax, (title, plan) in zip(panels, plans.items(), strict=True):
         _peak_panel(ax, title, _choices(plan, length))

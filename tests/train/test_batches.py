@@ -140,6 +140,19 @@ def test_megatrons_end_for_a_result_names_what_it_checked(checks, words, monkeyp
     )
 
 
+def of_documents(order, *, global_batch_size=2, mmap_bin_files=True):
+    """The arguments that a stream of documents reads."""
+    return argparse.Namespace(
+        seq_length=64,
+        mmap_bin_files=mmap_bin_files,
+        seed=1,
+        global_batch_size=global_batch_size,
+        rampup_batch_size=None,
+        step_batch_size_schedule=None,
+        paradyse_settings=Settings(order=order),
+    )
+
+
 @pytest.mark.parametrize(("split", "group"), [("train", 4), ("valid", 1)])
 def test_training_alone_takes_whole_groups_of_a_blend(split, group, tmp_path, monkeypatch):
     """An evaluation of one batch would be of one data set."""
@@ -150,15 +163,7 @@ def test_training_alone_takes_whole_groups_of_a_blend(split, group, tmp_path, mo
     prefixes = [str(tmp_path / name) for name in "ab"]
     for name in "ab":
         write_documents(tmp_path / name, [20] * 40)
-    args = argparse.Namespace(
-        seq_length=64,
-        mmap_bin_files=True,
-        seed=1,
-        global_batch_size=4,
-        rampup_batch_size=None,
-        step_batch_size_schedule=None,
-        paradyse_settings=Settings(order="bucketed"),
-    )
+    args = of_documents("bucketed", global_batch_size=4)
     stream = datasets._stream(args, split, (prefixes, [1.0, 1.0], (0.0, 1.0)), 16)
     batches = [[stream._locate(4 * k + i)[0] for i in range(4)] for k in range(4)]
     assert all(len(set(batch)) == (1 if group == 4 else 2) for batch in batches)
@@ -171,15 +176,7 @@ def test_files_of_tokens_are_mapped_into_memory_unless_told(mapped, tmp_path):
     from megatron_paradyse.train import datasets
 
     write_documents(tmp_path / "corpus", [20, 30])
-    args = argparse.Namespace(
-        seq_length=64,
-        mmap_bin_files=mapped,
-        seed=1,
-        global_batch_size=2,
-        rampup_batch_size=None,
-        step_batch_size_schedule=None,
-        paradyse_settings=Settings(order="short-to-long"),
-    )
+    args = of_documents("short-to-long", mmap_bin_files=mapped)
     stream = datasets._stream(args, "train", ([str(tmp_path / "corpus")], None, (0.0, 1.0)), 2)
     assert (type(stream._datasets[0]._indexed.bin_reader).__name__ == "_MMapBinReader") is mapped
     assert [len(stream.tokens(i)) for i in range(2)] == [20, 30]
