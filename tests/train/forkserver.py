@@ -9,6 +9,7 @@ of the exit codes, null for a rank that had to be ended.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -34,6 +35,7 @@ def serve() -> None:
     filesystem_async.get_write_results_queue = functools.partial(
         filesystem_async.get_write_results_queue, mp_mode="fork"
     )  # spawned, what collects the results of a rank's writers would import torch first
+    _describe_flags_once()
     import megatron_paradyse.train.gpt
     import megatron_paradyse.train.session  # noqa: F401
     import tests.train.compare_plans
@@ -42,6 +44,17 @@ def serve() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)
+
+
+def _describe_flags_once() -> None:
+    """Megatron reads the texts of its flags from its own source, in every process that parses."""
+    from megatron.training import arguments
+    from megatron.training.argument_utils import ArgumentGroupFactory as Group
+
+    read = Group._get_field_docstrings
+    once = functools.cache(lambda described: read(Group.__new__(Group), described))
+    Group._get_field_docstrings = lambda self, described: once(described)
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 def _run(request: dict) -> int | list[int | None]:
