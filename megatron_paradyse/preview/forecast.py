@@ -92,7 +92,7 @@ def forecast(
     return _forecast(setup, seq_length, (batch_size, planned), forward_only, rivals)
 
 
-def forecast_row(setup: Setup, documents: Sequence[int], *, forward_only: bool = False) -> Forecast:
+def forecast_row(setup: Setup, documents: Sequence[int], *, forward_only: bool) -> Forecast:
     """The same for one microbatch of these documents, placed as training places them."""
     d = setup.description
     rows = setup.policy.rows

@@ -7,7 +7,6 @@ The *_async variants return a Pending, for use inside custom autograd Functions.
 each the dual of another or of itself, are:
 
     gather_sequence   all_gather      <->  reduce_scatter
-    scatter_sequence  reduce_scatter  <->  all_gather
     transpose_blocks  all_to_all      <->  all_to_all
     swap_halves       send/receive    <->  send/receive
 """
@@ -187,18 +186,6 @@ class _GatherSequence(Function):
         return reduce_scatter(grad, ctx.group), None
 
 
-class _ScatterSequence(Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return reduce_scatter(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return all_gather(grad, ctx.group), None
-
-
 class _TransposeBlocks(Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -235,11 +222,6 @@ def _swap_second_half(x: Tensor, group: ProcessGroup) -> Tensor:
 def gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """[s/p, ...] -> [s, ...]; backward reduce_scatters. Sends (p-1) times x, both ways."""
     return _GatherSequence.apply(x, group) if group.size() > 1 else x
-
-
-def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[s, ...] partial sums -> [s/p, ...]; backward all_gathers. Sends (p-1)/p of x, both ways."""
-    return _ScatterSequence.apply(x, group) if group.size() > 1 else x
 
 
 def transpose_blocks(x: Tensor, group: ProcessGroup) -> Tensor:

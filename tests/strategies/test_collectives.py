@@ -74,7 +74,7 @@ def _counts(group, _) -> dict[str, int]:
     return dict(count.sent_bytes)
 
 
-DUALS = ("gather_sequence", "scatter_sequence", "transpose_blocks", "swap_halves")
+DUALS = ("gather_sequence", "transpose_blocks", "swap_halves")
 
 
 def _run(group, case):
