@@ -112,9 +112,7 @@ def apply_arguments(args) -> None:
     for name, value in CPU_ARGUMENTS.items():
         if hasattr(args, name):
             setattr(args, name, value)
-    if getattr(
-        args, "async_save", False
-    ):  # Megatron's worker, a process apart, would end at once, and ranks wait
+    if getattr(args, "async_save", False):  # Megatron's worker would end at once, and ranks wait
         args.async_save = args.use_persistent_ckpt_worker = False
         _say_once("--async-save needs a GPU: checkpoints are saved at once")
 

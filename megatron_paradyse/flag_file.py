@@ -20,21 +20,21 @@ SCALAR: dict[str, Any] = {"type": ["string", "number", "boolean"], "minLength": 
 VALUE: dict[str, Any] = {"anyOf": [SCALAR, {"type": "array", "items": SCALAR}, {"type": "null"}]}
 
 
-def read_flags(path: str, what: str) -> list[str]:
-    """The flags of a whole file; UserError with the line of what is wrong.
+def read_flags(path: str) -> list[str]:
+    """The flags of the file that --model names; UserError with the line of what is wrong.
 
     Of a file for `megatron-paradyse train`, those under its key `megatron`, and the file itself as
-    the --paradyse-config. what: before the path in errors, such as the flag that names the file.
+    the --paradyse-config.
     """
-    root = compose_yaml(path, what)
+    root, place = compose_yaml(path, "--model"), f"--model {path}"
     if root is None:
-        raise UserError(f"{what} {path}: expected 'flag: value' lines, as in 'num-layers: 4'")
-    nodes = {key.value: node for key, node in items_of(f"{what} {path}", "a model", root)}
+        raise UserError(f"{place}: expected 'flag: value' lines, as in 'num-layers: 4'")
+    nodes = {key.value: node for key, node in items_of(place, "a model", root)}
     if "megatron" not in nodes:
-        return flags_of(f"{what} {path}", "a model", root)
-    refuse_twice(f"{what} {path}", root)
+        return flags_of(place, "a model", root)
+    refuse_twice(place, root)
     settings = ["--paradyse-config", path] if RUN_FILE_KEY in nodes else []
-    return [*flags_of(f"{what} {path}", "megatron", nodes["megatron"]), *settings]
+    return [*flags_of(place, "megatron", nodes["megatron"]), *settings]
 
 
 def flags_of(path: str, what: str, node: yaml.Node) -> list[str]:

@@ -71,8 +71,8 @@ class MicrobatchHook:
         block: TransformerBlock,
         policy: Policy,
         *,
-        observer: Observer | None = None,
-        verify: bool = False,
+        observer: Observer | None,
+        verify: bool,
     ):
         self._policy, self._observer, self._verify = policy, observer, verify
         self._outcome = getattr(policy, "outcome", None)  # of a policy that chooses by cost

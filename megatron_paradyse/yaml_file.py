@@ -56,11 +56,6 @@ class Entry:
         return value
 
 
-def read_entry(path: str, what: str, keys: Sequence[str]) -> Entry:
-    """A mapping of no other keys than these; UserError with the line of what is wrong."""
-    return entry_of(path, compose_yaml(path), what, keys)
-
-
 def compose_yaml(path: str, what: str = "") -> yaml.Node | None:
     """The nodes of a YAML file, None for an empty one; UserError where there are none.
 
@@ -115,7 +110,7 @@ def yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def entry_of(path: str, node: yaml.Node | None, what: str, keys: Sequence[str]) -> Entry:
-    """A mapping inside a file, as read_entry reads a whole one."""
+    """A mapping of no other keys than these; UserError with the line of what is wrong."""
     if not isinstance(node, yaml.MappingNode):
         place = path if node is None else f"{path}, line {node.start_mark.line + 1}"
         raise UserError(f"{place}: {what} is described by 'key: value' lines")

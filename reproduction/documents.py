@@ -12,10 +12,10 @@ COUNT = 400  # of a simulated panel: as many as its CSV file has room for
 SEED, SHUFFLE_SEED = 2026, 2027
 
 
-def document_lengths(distribution: str, count: int = COUNT, scale: float = 1.0) -> np.ndarray:
-    """Tokens of each document, as drawn; never above the published maximum (times scale)."""
+def document_lengths(distribution: str, count: int = COUNT) -> np.ndarray:
+    """Tokens of each document, as drawn; never above the published maximum."""
     random = np.random.default_rng([SEED, DISTRIBUTIONS.index(distribution)])
-    return draw_lengths(distribution, count, scale, random)
+    return draw_lengths(distribution, count, rng=random)
 
 
 def in_order(lengths: np.ndarray, order: str) -> np.ndarray:

@@ -43,10 +43,10 @@ def ablations(files: Files) -> str:
     return "\n\n".join([head, differences.TABLE5, table(header, rows)])
 
 
-def _ablation_cell(found: Table | None, framework: str, panel=("gpt", "grch38")) -> str:
+def _ablation_cell(found: Table | None, framework: str) -> str:
     if found is None:
         return NOT_RUN
-    rows = found.where(model=panel[0], distribution=panel[1])
+    rows = found.where(model="gpt", distribution="grch38")
     rows = [row for row in rows if framework_name(row["framework"]) == framework]
     return _contribution(rows[0]) if rows else "-"
 

@@ -105,10 +105,18 @@ EXPANDABLE = "expandable_segments:True"
 def test_what_cuda_reads_once_is_set_before_it_is_asked_and_with_paradyse_only(
     flags, of_user, connections, allocator
 ):
-    """The allocator's settings as PyTorch itself has read them by then."""
+    """PyTorch reads the allocator's settings only then: it would refuse what it does not know."""
     code = (
         "import os, torch\n"
-        "settings = torch._C._accelerator_getAllocatorSettings\n"
+        "def settings():\n"
+        f"    names = {megatron_start.ALLOCATORS}\n"
+        "    name = next((name for name in names if name in os.environ), names[0])\n"
+        "    found, os.environ[name] = os.environ.get(name, ''), 'unknown:1'\n"
+        "    try:\n"
+        "        torch._C._accelerator_setAllocatorSettings('max_split_size_mb:64')\n"
+        "    except ValueError:\n"
+        "        return found\n"
+        "    return 'read before'\n"
         "torch.cuda.is_available = lambda: (print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'),"
         " settings(), sep='|'), os._exit(0))\n"
         "from megatron_paradyse.train import plugin\n"

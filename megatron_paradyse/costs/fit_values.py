@@ -12,8 +12,8 @@ and fits, by quantity:
              polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
 
 packed, missing where no rows were fitted, has per strategy: strategy, like, num_rows, forward and
-backward: factors in the order of row_law.FACTORS, and forward_floor and backward_floor in that of
-row_law.FLOOR, each at least 0; floors that are missing are nothing.
+backward: factors in the order of row_law.FACTORS, and forward_floor and backward_floor: constant,
+per token, document and peer, each at least 0; floors that are missing are nothing.
 
 A step table is {edges, batch_sizes, rows}: rows[i][k] holds at batch_sizes[i] for
 edges[k-1] <= s < edges[k].

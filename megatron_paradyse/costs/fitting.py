@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -101,7 +100,7 @@ def fit_operation(
     kind: str,
     *,
     p: int,
-    window: float = math.inf,
+    window: float,
 ) -> OperationFit:
     """Fit the five quantities of one operation to its measurements, seconds to the timed ones.
 

@@ -60,7 +60,7 @@ def with_row_bytes(
     load: Load,
     *,
     least: OperationCosts | None,
-    tiled_window: float | None = None,
+    tiled_window: float | None,
 ) -> OperationCosts:
     """The bytes on a row, from those of one document and the fits that gave them.
 

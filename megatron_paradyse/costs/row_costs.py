@@ -74,7 +74,7 @@ def _ratio(seconds: float, of: float) -> float:
     return seconds / of if of > 0 else 1.0
 
 
-def row_terms(model: CostModel, strategy: str, load: Load, operation: str = ATTENTION) -> RowTerms:
+def row_terms(model: CostModel, strategy: str, load: Load, operation: str) -> RowTerms:
     """Those of attention, for all rows of the load's s and p; not of +offload.
 
     Rows were measured of the first layer's attention: that of layers that differ, like that of

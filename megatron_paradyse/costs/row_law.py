@@ -20,7 +20,6 @@ from megatron_paradyse.costs.hybrid import TIME_FLOOR
 from megatron_paradyse.costs.laws import Array, fit_nonnegative, scale_of
 
 FACTORS = ("score", "key", "document", "peer")
-FLOOR = ("constant", "token", "document", "peer")
 NOTHING = (0.0, 0.0, 0.0, 0.0)  # of factors, and of a floor
 DOCUMENTS, PEERS = 2, 3  # of work and of a floor
 MAX_SWAPS = 8  # of rows between what is computed and the floor, from one start

@@ -58,7 +58,7 @@ GRCH38 = Distribution(
 DISTRIBUTIONS = {row.name: row for row in (GITHUBCODE, GRCH38)}
 
 
-def scaled_edges(scale: float = 1.0) -> np.ndarray[Any, np.dtype[np.float64]]:
+def scaled_edges(scale: float) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Lower edges of the buckets in tokens, times scale; the last bucket has no upper edge."""
     return np.array(BUCKET_EDGES) * scale
 

@@ -54,7 +54,7 @@ def check_all() -> list[Check]:
         *_backends(torch),
         _megatron(answers, failure),
         *(_on_gpus(name, answers, bool(gpus)) for name in ON_GPUS),
-        _needed("numpy"),
+        _numpy(),
         _xgboost(),
         *machine.gpus(gpus, torch),
         *links(len(gpus), torch),
@@ -176,11 +176,11 @@ def _on_gpus(name: str, answers: dict[str, Any], gpus: bool) -> Check:
     return Check(name, LACK, found, cost, remedy)
 
 
-def _needed(name: str) -> Check:
-    version = _version(name)
+def _numpy() -> Check:
+    version = _version("numpy")
     if version:
-        return Check(name, OK, version)
-    return Check(name, FAULT, "not installed", "nothing can train", INSTALL)
+        return Check("numpy", OK, version)
+    return Check("numpy", FAULT, "not installed", "nothing can train", INSTALL)
 
 
 def _xgboost() -> Check:

@@ -149,7 +149,7 @@ def unpacked(load: Load) -> Load:
     return replace(load, within=within)
 
 
-def rounded_up(load: Load, *, alignment: int, causal: bool, window: int | None = None) -> Load:
+def rounded_up(load: Load, *, alignment: int, causal: bool, window: int | None) -> Load:
     """A load that stands for all like it: s a multiple of alignment, and 16 sizes per doubling.
 
     Scores and keys count against those of one document of that s, which stays what it is. None

@@ -11,7 +11,7 @@ from megatron_paradyse.planner.bounds import NestedRelaxation, PricedRelaxation
 from megatron_paradyse.planner.labels import Found, TooManyLabelsError, search
 from megatron_paradyse.planner.least_peak import fits, least_room, smallest
 from megatron_paradyse.planner.peak import evaluate
-from megatron_paradyse.planner.problem import Outcome, Problem, problem_less
+from megatron_paradyse.planner.problem import Outcome, Problem, preference, problem_less
 from megatron_paradyse.planner.reduce import make_group, tick_scale
 from megatron_paradyse.planner.tables import Run, make_runs
 from megatron_paradyse.planner.uniform import uniform_outcomes
@@ -28,7 +28,7 @@ class OptimalPlanner:
         if not problem.gather_bytes or problem.granularity == "sequence":
             return self._plan(problem)
         outcomes = [self._plan(part) for part in by_gathering(problem)]
-        best = min(outcomes, key=_preference)
+        best = min(outcomes, key=preference)
         rivals = [o for o in outcomes if o.fits or o.exceeds_bytes == best.exceeds_bytes]
         exact = evaluate(problem, best.plan)
         assert exact is not None, "the plan is one of the problem's"
@@ -36,7 +36,7 @@ class OptimalPlanner:
 
     def _plan(self, problem: Problem) -> Outcome:
         if problem.granularity == "sequence":
-            best = min(uniform_outcomes(problem), key=_preference)
+            best = min(uniform_outcomes(problem), key=preference)
             return replace(best, bound_seconds=best.seconds)
         runs = make_runs(problem)
         room, reserve = problem.room_bytes, problem.reserve_bytes
@@ -134,10 +134,3 @@ def _outcome(
         max(0, peak - problem.budget_bytes),
         seconds if bound is None else bound,
     )
-
-
-def _preference(outcome: Outcome) -> tuple[bool, float, float]:
-    """Fitting before not, then the faster, or where nothing fits the smaller."""
-    if outcome.fits:
-        return (False, outcome.seconds, outcome.peak_bytes)
-    return (True, outcome.peak_bytes, outcome.seconds)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from megatron_paradyse.costs.description import ModelShape
 
+KEPT_SHARE = 0.75  # of the room of several microbatches: what may be kept between their walks
 
-def warmup_forwards(
-    stage: int, num_stages: int, *, num_chunks: int = 1, group_size: int | None = None
-) -> int:
+
+def warmup_forwards(stage: int, num_stages: int, *, num_chunks: int, group_size: int | None) -> int:
     """How many forwards a stage runs before its first backward (stages count from 0).
 
     1F1B: one per later stage. Interleaved, with num_chunks model chunks per stage: two per later
-    stage, and group_size (default: num_stages) microbatches through every chunk but the last.
+    stage, and group_size (None: num_stages) microbatches through every chunk but the last.
     """
     if not 0 <= stage < num_stages:
         raise ValueError(f"stages are numbered 0 to {num_stages - 1}, got {stage}")
@@ -37,18 +37,16 @@ def in_flight(
     return min(warmup + 1, num_microbatches * num_chunks)
 
 
-def shares(room_bytes: int, num_in_flight: int, *, kept_share: float) -> tuple[int, int]:
+def shares(room_bytes: int, num_in_flight: int) -> tuple[int, int]:
     """(what the others may hold, what must stay free above what this one keeps).
 
     Microbatches of any lengths then fit together, though each is planned alone: with c the n-th
-    part of kept_share of the room, each keeps at most c in the end, and its own walk leaves
+    part of KEPT_SHARE of the room, each keeps at most c in the end, and its own walk leaves
     (n - 1) c for the others. The first number is added to base_bytes, the second is tail_bytes.
     """
-    if not 0 < kept_share <= 1:
-        raise ValueError(f"the share of kept bytes is above 0 and at most 1, got {kept_share}")
     if num_in_flight == 1:
         return 0, 0
-    each = int(max(room_bytes, 0) * kept_share) // num_in_flight
+    each = int(max(room_bytes, 0) * KEPT_SHARE) // num_in_flight
     return (num_in_flight - 1) * each, max(room_bytes, 0) - num_in_flight * each
 
 

@@ -137,9 +137,7 @@ class CostPolicy:
         kept = memory.embedding_kept(seq_length, batch_size)
         others, tail = 0, 0
         if not forward_only:
-            others, tail = shares(
-                budget - memory.static_bytes, memory.num_in_flight, kept_share=memory.kept_share
-            )
+            others, tail = shares(budget - memory.static_bytes, memory.num_in_flight)
         costs = self.costs if load is None else self._rows.costs(load)
         shape = (seq_length, batch_size, forward_only, load)
         made: dict[tuple[Operations, tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
@@ -196,8 +194,8 @@ class CostPolicy:
                     f"no strategy of {', '.join(names)} can run {operation} for s={s}, b={b}: "
                     "allow others, or profile them at this length"
                 )
-        source = costs.evaluation_pairs if forward_only else costs.pairs
-        if source is None:
+        source = costs.pairs
+        if forward_only or source is None:
             return LayerOptions(halves[0], halves[1])
         offered = [(first.name, second.name) for first in halves[0] for second in halves[1]]
         pairs, same = {}, costs.same_pairs(set(offered))

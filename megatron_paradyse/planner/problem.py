@@ -135,6 +135,13 @@ class Outcome:
         return self.exceeds_bytes == 0
 
 
+def preference(outcome: Outcome) -> tuple[bool, float, float]:
+    """Fitting before not; then the faster, or where nothing fits the smaller."""
+    if outcome.fits:
+        return (False, outcome.seconds, outcome.peak_bytes)
+    return (True, outcome.peak_bytes, outcome.seconds)
+
+
 # of a layer's options, "attention" or "mlp", a choice: whether it is taken away
 Drop = Callable[[LayerOptions, str, Choice], bool]
 

@@ -48,7 +48,6 @@ class StageMemory:
     input_bytes: Callable[[int, int], int] = _nothing
     host_bytes: int | None = None
     num_in_flight: int = 1
-    kept_share: float = 0.75
     margin: float = 0.0
 
     def layers_on_host(self, seq_length: int, batch_size: int) -> int | None:
@@ -72,7 +71,6 @@ class CostSource:
     training: Costs
     pairs: PairCosts | None = None
     evaluation: Costs | None = None
-    evaluation_pairs: PairCosts | None = None
     same_pair: Callable[[str, str], Pair] | None = None
     tries: Callable[[str, str], bool] | None = None
 

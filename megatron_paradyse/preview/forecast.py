@@ -17,7 +17,7 @@ from megatron_paradyse.planner.gain import is_single
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.peak import evaluate
 from megatron_paradyse.planner.policies import CostPolicy
-from megatron_paradyse.planner.problem import Outcome, Problem, problem_less
+from megatron_paradyse.planner.problem import Outcome, Problem, preference, problem_less
 from megatron_paradyse.planner.uniform import common_strategies, mixed_plan
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import names_of_costs
@@ -92,7 +92,7 @@ def forecast(
     return _forecast(setup, seq_length, (batch_size, planned), forward_only, rivals)
 
 
-def forecast_row(setup: Setup, documents: Sequence[int], *, forward_only: bool = False) -> Forecast:
+def forecast_row(setup: Setup, documents: Sequence[int], *, forward_only: bool) -> Forecast:
     """The same for one microbatch of these documents, placed as training places them."""
     d = setup.description
     rows = setup.policy.rows
@@ -146,13 +146,6 @@ def alone(problem: Problem, names: Sequence[str] | None = None) -> dict[str, Out
         return {}
     outcomes = {name: evaluate(problem, mixed_plan(problem, name, name, 0)) for name in names}
     return {name: outcome for name, outcome in outcomes.items() if outcome is not None}
-
-
-def preference(outcome: Outcome) -> tuple[bool, float, float]:
-    """Fitting before not; then the faster, or where nothing fits the smaller."""
-    if outcome.fits:
-        return (False, outcome.seconds, outcome.peak_bytes)
-    return (True, outcome.peak_bytes, outcome.seconds)
 
 
 def _rivals(

@@ -16,7 +16,7 @@ PARADYSE, PLAIN, RECOMPUTED = ("#D55E00", ""), ("#0072B2", ""), ("#56B4E9", "//"
 OFFLOADED = ("#009E73", "xx")
 
 
-def draw_longest(setup: Setup, found: Longest, path: str, measured: Measured | None = None) -> None:
+def draw_longest(setup: Setup, found: Longest, path: str, measured: Measured | None) -> None:
     """Draw the limits, the longest on top, into path (.png, .svg or .pdf), all or nothing.
 
     Measured ones are marked on the bars of the predicted ones.

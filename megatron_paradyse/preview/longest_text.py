@@ -20,7 +20,7 @@ from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import offloads
 
 
-def longest_report(setup: Setup, found: Longest, measured: Measured | None = None) -> str:
+def longest_report(setup: Setup, found: Longest, measured: Measured | None) -> str:
     parts = [heading(setup), _table(found), _paradyse(setup, found), *_notes(setup, found)]
     parts += [measured_report(measured)] if measured is not None else []
     return "\n\n".join(part for part in parts if part)
@@ -29,13 +29,13 @@ def longest_report(setup: Setup, found: Longest, measured: Measured | None = Non
 def _table(found: Longest) -> str:
     ours = found.paradyse.tokens
     limits = sorted(found.single, key=lambda limit: -limit.tokens)
-    rows = [_row("ParaDySe (optimal)", found.paradyse, ours, found)]
-    rows += [_row(limit.strategy, limit, ours, found) for limit in limits]
+    rows = [_row("ParaDySe (optimal)", found.paradyse, ours)]
+    rows += [_row(limit.strategy, limit, ours) for limit in limits]
     header = ["strategy on all layers", "longest, tokens", "of ParaDySe's", "seconds of layers"]
     return table(header, rows, left=[0])
 
 
-def _row(name: str, limit: Limit, ours: int, found: Longest) -> list[str]:
+def _row(name: str, limit: Limit, ours: int) -> list[str]:
     if limit.outcome is None:
         return [name, "none fits", "-", "-"]
     mark = "*" if limit.extrapolated else " "

@@ -77,7 +77,7 @@ def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) 
 
     What a profile depends on of a --paradyse-config among them stands as flags in its place.
     """
-    flags = [*(read_flags(model_path, "--model") if model_path else []), *given]
+    flags = [*(read_flags(model_path) if model_path else []), *given]
     flags = [*_of_settings_file(flags), *_without_dropped(flags)]
     names = {flag.partition("=")[0] for flag in flags}
     assumed = [text for pair in ASSUMED.items() if pair[0] not in names for text in pair]

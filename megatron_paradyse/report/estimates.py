@@ -9,8 +9,9 @@ import numpy as np
 
 from megatron_paradyse.costs.correction import MOST_FACTOR, Correction, corrected
 from megatron_paradyse.costs.cost_file import CostFile
+from megatron_paradyse.planner.cost_settings import Costs
 from megatron_paradyse.planner.from_costs import Stage
-from megatron_paradyse.planner.from_file import UNLIMITED, Costs, FilePolicies
+from megatron_paradyse.planner.from_file import UNLIMITED, FilePolicies
 from megatron_paradyse.planner.known import known_strategies
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.report.records import Corrected, Run
@@ -19,7 +20,7 @@ from megatron_paradyse.strategies import offloads
 
 
 def cost_policies(
-    costs: CostFile, run: Run | None, corrections: Corrected | None = None
+    costs: CostFile, run: Run | None, corrections: Corrected | None
 ) -> list[tuple[Stage, CostPolicy]]:
     """The policies of a rank and what they fit; run: what the trace says of it.
 

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.yaml_file import Entry, read_entry
+from megatron_paradyse.yaml_file import Entry, compose_yaml, entry_of
 
 GIB = 1 << 30
 PCIE4, PCIE5 = 32e9, 64e9  # 16 lanes, bytes per second in one direction
@@ -170,7 +170,8 @@ def find_device(text: str) -> Device:
         raise UserError(
             f"no GPU named {text!r}: use one of {', '.join(DEVICES)}, or a YAML file of your own"
         )
-    entry = read_entry(text, "a GPU", ("like", *(f.name for f in fields(Device))))
+    keys = ("like", *(f.name for f in fields(Device)))
+    entry = entry_of(text, compose_yaml(text), "a GPU", keys)
     values: dict[str, Any] = {}
     if "like" in entry.values:
         like = entry.values.pop("like")
@@ -179,14 +180,10 @@ def find_device(text: str) -> Device:
         values = {f.name: getattr(DEVICES[like], f.name) for f in fields(Device)}
         values["source"] = f"the user, like {like}"
     values |= {name: _checked(entry, name) for name in entry.values}
-    required = [f.name for f in fields(Device) if f.name not in values and _has_no_default(f)]
+    required = [f.name for f in fields(Device) if f.name not in values and f.default is MISSING]
     if required:
         raise entry.error(None, f"lacks {', '.join(required)}: add them, or like: a100-80g")
     return Device(**values)
-
-
-def _has_no_default(field: Any) -> bool:
-    return field.default is MISSING
 
 
 def _checked(entry: Entry, name: str) -> Any:

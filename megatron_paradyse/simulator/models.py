@@ -77,7 +77,7 @@ def model_flags(
             raise UserError(
                 f"no model named {model!r}: use one of {', '.join(MODELS)}, or a YAML file of flags"
             )
-        flags += read_flags(model, "--model")
+        flags += read_flags(model)
     if not {"--bf16", "--fp16"} & {*flags, *given}:
         flags += DTYPES[dtype]
     flags += [*(["--paradyse-model", MASKS[mask]] if mask else []), *given]

@@ -28,7 +28,7 @@ from megatron_paradyse.strategies.second_run import second_run
 from megatron_paradyse.strategies.tiled_mlp import mlp_in_tiles
 
 
-def recomputed(strategy: Strategy, *, offload: bool = False) -> Strategy:
+def recomputed(strategy: Strategy, *, offload: bool) -> Strategy:
     """The strategy with +recompute: same results, kept bytes those of the input [s/p, b, h].
 
     offload: with +offload; it keeps nothing on the device.

@@ -25,7 +25,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.data_files import data_prefixes
 from megatron_paradyse.train.describe import versions
-from megatron_paradyse.train.meeting import MEETING_SECONDS, meet, ranks
+from megatron_paradyse.train.meeting import meet, ranks
 
 # Flags that may differ: a rank's own place, and where it reads, writes and logs.
 OWN = re.compile(
@@ -42,7 +42,7 @@ HEAD_BYTES = 1 << 20  # of a file of data; its size is compared too
 Values = dict[str, str]  # what is compared -> its value, as a text
 
 
-def agree(args: argparse.Namespace, *, seconds: float = MEETING_SECONDS) -> None:
+def agree(args: argparse.Namespace, *, seconds: float) -> None:
     """UserError, alike on all ranks, naming the ranks that differ, in what, and the values.
 
     All ranks must call it; seconds: that the last of them may take to come.

@@ -18,8 +18,9 @@ from megatron_paradyse.costs.correction import corrected
 from megatron_paradyse.costs.description import check_compatible
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.row import Row
+from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.planner.from_costs import Correct, Stage, model_seconds
-from megatron_paradyse.planner.from_file import ALIGNMENT, UNLIMITED, FilePolicies, read_costs
+from megatron_paradyse.planner.from_file import ALIGNMENT, UNLIMITED, FilePolicies
 from megatron_paradyse.planner.pipeline import in_flight
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.row_prices import RowPrices

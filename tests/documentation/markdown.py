@@ -25,7 +25,6 @@ class Command:
 
     text: str
     output: tuple[str, ...] = ()
-    inline: bool = False
 
     @property
     def expects_error(self) -> bool:
@@ -96,7 +95,7 @@ class Document:
                 found += _block_commands(lines)
             elif kind == "text":
                 spans = re.findall(r"`([^`\n]+)`", "\n".join(lines))
-                found += [Command(span, inline=True) for span in spans if _is_command(span)]
+                found += [Command(span) for span in spans if _is_command(span)]
         return found
 
 

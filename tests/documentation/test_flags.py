@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "flags.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 TABLE = TEXT.partition("## Megatron's flags")[2]
 REFUSING = {  # functions whose dicts and tuples of names are flags that they refuse
-    "train/arguments.py": ("_check_model", "_check_edges", "_check_own_modules"),
+    "train/model_flags.py": ("check_model", "check_edges", "_check_own_modules"),
     "train/document_flags.py": ("prepare_documents",),
     "train/packed_flags.py": ("check_packed",),
     "train/gpt.py": ("pretrain",),

@@ -10,8 +10,9 @@ import pytest
 
 from megatron_paradyse.costs.description import ELEMENT_BYTES
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.planner.from_costs import stage_memory
-from megatron_paradyse.planner.from_file import FilePolicies, read_costs
+from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.settings import Restriction, Settings
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.train.synthetic_costs import LENGTHS, write_costs

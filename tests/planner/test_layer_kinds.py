@@ -14,7 +14,8 @@ from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.placement import place
-from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies, read_costs
+from megatron_paradyse.planner.cost_settings import read_costs
+from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.preview.explain import explanation
 from megatron_paradyse.preview.forecast import forecast

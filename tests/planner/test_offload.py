@@ -10,7 +10,8 @@ from benchmarks.planner import realistic
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner import OptimalPlanner, evaluate
-from megatron_paradyse.planner.from_file import FilePolicies, read_costs
+from megatron_paradyse.planner.cost_settings import read_costs
+from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.settings import Restriction, Settings
 from megatron_paradyse.strategies import base_name, offloads, recomputes
 from tests.planner.brute_force import best_of_all

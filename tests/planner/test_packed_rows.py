@@ -13,8 +13,9 @@ from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import load_of
 from megatron_paradyse.packing.row import contiguous
+from megatron_paradyse.planner.cost_settings import Costs
 from megatron_paradyse.planner.from_costs import Stage
-from megatron_paradyse.planner.from_file import ALIGNMENT, Costs, FilePolicies
+from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies
 from megatron_paradyse.planner.known import known_for_rows
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Restriction, Settings

@@ -80,7 +80,7 @@ def test_shares_let_microbatches_of_any_plans_fit_together():
     for seed in range(100):
         rng = random.Random(seed)
         room, count = rng.randint(100, 1000), rng.randint(2, 6)
-        others, free = shares(room, count, kept_share=0.8)
+        others, free = shares(room, count)
         most_kept, most_walk = room - others - free, room - others
         for _ in range(20):
             kept = [rng.randint(0, most_kept) for _ in range(count - 1)]

@@ -20,11 +20,6 @@ from tests.preview.test_measured import ABOUT
 from tests.train.synthetic_costs import LAWS, write_costs
 
 
-@pytest.fixture(scope="module")
-def costs(tmp_path_factory):
-    return str(write_costs(tmp_path_factory.mktemp("costs") / "costs.json"))
-
-
 def run(*arguments):
     return CliRunner().invoke(cli, ["max-length", *(str(a) for a in arguments)])
 

@@ -120,7 +120,7 @@ def test_a_model_file_is_a_mapping_of_flags(tmp_path):
     path = tmp_path / "model.yaml"
     path.write_text("num-layers: 4\nswiglu: true\nbf16: false\nspec: [a, b]\nlr: null\n")
     flags = ["--num-layers", "4", "--swiglu", "--spec", "a", "b"]
-    assert read_flags(str(path), "--model") == flags
+    assert read_flags(str(path)) == flags
     for text, message in (
         ("- a\n", "line 1: a model is described by"),
         ("b: 1\na: {b: 1}\n", "line 2: --a: expected a number or a text"),
@@ -129,9 +129,9 @@ def test_a_model_file_is_a_mapping_of_flags(tmp_path):
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
-            read_flags(str(path), "--model")
+            read_flags(str(path))
     with pytest.raises(UserError, match="give an existing YAML file"):
-        read_flags(str(tmp_path / "none"), "--model")
+        read_flags(str(tmp_path / "none"))
 
 
 MODELS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.yaml"))
@@ -158,7 +158,7 @@ def test_a_file_that_train_takes_is_a_model_file_too(tmp_path):
     assert "t.jsonl" not in text and "optimal" not in text
     path.write_text("megatron: {num-layers: 4, lr: {a: b}}\n")
     with pytest.raises(UserError, match="line 1: --lr: expected a number or a text"):
-        read_flags(str(path), "--model")
+        read_flags(str(path))
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda p: p.stem)

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.row import contiguous
-from megatron_paradyse.planner.from_file import FilePolicies, read_costs
+from megatron_paradyse.planner.cost_settings import read_costs
+from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.correcting import WARM_UP, OnlineCorrection
 from megatron_paradyse.train.summary import Summary

@@ -1,0 +1,148 @@
+"""Which of Megatron's flags run with --paradyse: of the schedule, the model and its loss head."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_paradyse.edges.tiles import OFF
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import MEGATRON_TS
+from megatron_paradyse.settings import DOCUMENTS, PACKED
+from megatron_paradyse.train.model_kind import BERT
+
+FLAG_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # arguments of another name
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    """Megatron's own checks of it come once the model is built, and say nothing."""
+    for unit in ("iters", "samples"):
+        total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+        warmup = getattr(args, f"lr_warmup_{unit}")
+        if total and warmup >= total:
+            raise UserError(
+                f"--lr-warmup-{unit} {warmup} with a learning rate of {total} {unit}: give fewer, "
+                f"or more --train-{unit} or --lr-decay-{unit}"
+            )
+    phases = args.phase_transition_iterations
+    if phases and not args.train_samples:
+        raise UserError(
+            f"--phase-transition-iterations {phases} without --train-samples: Megatron counts "
+            "phases in samples: give --train-samples, iterations times --global-batch-size"
+        )
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if phases and getattr(args, name):
+            raise UserError(
+                f"--phase-transition-iterations {phases} with --{name.replace('_', '-')}: Megatron "
+                "counts a phase's samples by one batch size: drop one"
+            )
+
+
+def check_model(args: argparse.Namespace) -> None:
+    p = args.tensor_model_parallel_size
+    if p > 1 and not args.sequence_parallel:
+        raise UserError(
+            f"--paradyse with --tensor-model-parallel-size {p} needs --sequence-parallel: add it"
+        )
+    heads = args.num_attention_heads
+    if heads and heads % p:
+        fitting = max(q for q in range(1, p + 1) if heads % q == 0)
+        raise UserError(
+            f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {p}: "
+            f"use --tensor-model-parallel-size {fitting}"
+        )
+    refused: dict[str, tuple[object, str]] = {
+        "context_parallel_size": (1, "--paradyse shares sequences over the tensor-parallel group"),
+        "multi_latent_attention": (False, "latent attention has no switchable strategy"),
+        "mtp_num_layers": (None, "multi-token prediction is not supported"),
+        "fp8": (None, "strategies run in float32, bfloat16 and float16"),
+        "fp4": (None, "strategies run in float32, bfloat16 and float16"),
+        "cuda_graph_impl": ("none", "a captured graph cannot change its strategy"),
+        "enable_cuda_graph": (False, "a captured graph cannot change its strategy"),
+        "external_cuda_graph": (False, "a captured graph cannot change its strategy"),
+        "reset_attention_mask": (False, "attention is causal over the whole sequence"),
+        "log_max_attention_logit": (False, "only some strategies would log it"),
+        "qk_clip": (False, "only some strategies would record the logits that it clips by"),
+        "fine_grained_activation_offloading": (False, "strategies with +offload do that"),
+        "cpu_offloading_num_layers": (0, "strategies with +offload do that"),
+        "overlap_moe_expert_parallel_comm": (False, "it replaces the layer's forward"),
+        "use_transformer_engine_op_fuser": (False, "its MLP has no switchable strategy"),
+        "tp_comm_overlap": (False, "its buffers have one fixed sequence length"),
+        "hybrid_context_parallel": (False, "its schedule shares out sequences by itself"),
+        "experimental_attention_variant": (None, "it has no switchable strategy"),
+        "heterogeneous_layers_config_path": (None, "plans are of layers of one size"),
+        "heterogeneous_layers_config_encoded_json": (None, "plans are of layers of one size"),
+        "perform_rl_step": (False, "plans are made for pretraining"),
+        "inprocess_restart": (False, "a rank that fails ends, and torchrun starts again"),
+    }
+    for name, (allowed, why) in refused.items():
+        value = getattr(args, name, allowed)
+        if value != allowed:
+            flag = FLAG_OF.get(name) or "--" + name.replace("_", "-")
+            raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
+
+
+def check_bert(args: argparse.Namespace) -> None:
+    settings = args.paradyse_settings
+    if args.paradyse_model != BERT:
+        if settings.mask_token is not None:
+            raise UserError(
+                f"--paradyse-mask-token {settings.mask_token} has no effect on a GPT: leave "
+                "it out, or train with megatron_paradyse.pretrain_bert"
+            )
+        return
+    if settings.sequences != DOCUMENTS:
+        raise UserError(
+            f"--paradyse-sequences {settings.sequences} with a BERT: it trains on documents: leave "
+            "it out"
+        )
+    if args.num_experts:
+        raise UserError(f"--num-experts {args.num_experts} with a BERT: leave --num-experts out")
+    if args.eod_mask_loss:
+        raise UserError(
+            "--eod-mask-loss with a BERT, which predicts masked tokens alone: leave it out"
+        )
+
+
+def check_edges(args: argparse.Namespace) -> None:
+    settings = args.paradyse_settings
+    _check_own_modules(args)
+    if settings.head_tile == OFF:
+        return
+    refused = {
+        "defer_embedding_wgrad_compute": "keeps the gradients of all logits",
+        "config_logger_dir": "writes all logits",
+        "use_mup": "scales all logits",
+        "logits_save_dir": "keeps all logits",
+        "logits_load_dir": "compares all logits",
+    }
+    for name, why in refused.items():
+        if getattr(args, name, False):
+            raise UserError(
+                f"--{name.replace('_', '-')} {why}, which the loss head in tiles never has: "
+                "leave it out, or give --paradyse-head-tile off"
+            )
+
+
+def _check_own_modules(args: argparse.Namespace) -> None:
+    """Flags that only the forward of Megatron's own linears obeys."""
+    settings = args.paradyse_settings
+    megatrons = settings.policy == f"fixed:{MEGATRON_TS}" and settings.sequences != PACKED
+    if megatrons and settings.head_tile == OFF:
+        return
+    shards = args.tensor_parallel_num_weight_shards
+    sharded = shards not in (None, args.tensor_model_parallel_size)
+    whole, own = "need whole weights", "do not call the linears whose tensors it saves"
+    refused = {
+        "tensor_parallel_num_weight_shards": (sharded, whole),
+        "use_megatron_fsdp": (args.use_megatron_fsdp, whole),
+        "use_torch_fsdp2": (args.use_torch_fsdp2, whole),
+        "save_activations_interval": (args.save_activations_interval, own),
+        "save_dgrads_interval": (args.save_dgrads_interval, own),
+    }
+    for name, (given, why) in refused.items():
+        if given:
+            raise UserError(
+                f"--{name.replace('_', '-')} with --paradyse: strategies, packed rows and the loss "
+                f"head in tiles {why}: leave it out, or give --paradyse-policy fixed:{MEGATRON_TS} "
+                "and --paradyse-head-tile off"
+            )

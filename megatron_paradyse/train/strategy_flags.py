@@ -1,0 +1,95 @@
+"""Whether the strategies that the policy may choose can run the model that the flags describe."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.plan import MEGATRON_TS
+from megatron_paradyse.planner.cost_settings import check_policy, read_costs
+from megatron_paradyse.policy import FixedPolicy, PlanFilePolicy, cost_policy_kind, make_policy
+from megatron_paradyse.settings import BY_COST, PACKED, Settings
+from megatron_paradyse.strategies import (
+    PACKED_ONLY,
+    RECOMPUTE,
+    base_name,
+    get_strategy,
+    parse_strategy_name,
+)
+from megatron_paradyse.strategies.contract import AttentionShape
+from megatron_paradyse.train.model_kind import GPT
+from megatron_paradyse.units import parse_bytes
+
+
+def check_strategies(args: argparse.Namespace) -> None:
+    """Every strategy that the policy may choose must be able to run this model on p ranks."""
+    heads = args.num_attention_heads
+    if not heads:
+        return  # Megatron says that it is missing
+    shape = AttentionShape(
+        num_heads=heads,
+        num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
+        head_dim=args.kv_channels or args.hidden_size // heads,
+        causal=args.paradyse_model == GPT,
+        softmax_scale=1.0,
+    )
+    settings = args.paradyse_settings
+    names = _strategies_of_policy(args, settings)
+    if cost_policy_kind(settings) and args.recompute_granularity == "full":
+        raise UserError(
+            f"--recompute-granularity full with --paradyse-policy {settings.policy}, whose plans "
+            "say what is recomputed: leave --recompute-granularity out"
+        )
+    for name in names:
+        get_strategy(name).check(shape, args.tensor_model_parallel_size)
+    others = [name for name in names if parse_strategy_name(name)[0] != MEGATRON_TS]
+    problem = only_megatron_ts(args)
+    if problem is not None and others:
+        raise UserError(
+            f"{problem} does not run with {others[0]}: use --paradyse-policy fixed:megatron_ts"
+        )
+    if problem is not None and not names:  # costs of our own choosing
+        names = (MEGATRON_TS, MEGATRON_TS + RECOMPUTE)
+        args.paradyse_settings = dataclasses.replace(settings, strategies=names)
+
+
+def only_megatron_ts(args: argparse.Namespace) -> str | None:
+    """The flag that no other strategy can run, if there is one."""
+    if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
+        return f"--position-embedding-type {args.position_embedding_type}"
+    for name in ("attention_output_gate", "batch_invariant_mode", "use_kitchen_attention"):
+        if getattr(args, name, False):
+            return "--" + name.replace("_", "-")
+    return None if args.softmax_type == "vanilla" else f"--softmax-type {args.softmax_type}"
+
+
+def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple[str, ...]:
+    """Every strategy that a plan may name; settings that the policy does not read are refused."""
+    if settings.memory_budget is not None:
+        parse_bytes(settings.memory_budget)
+    if cost_policy_kind(settings) and settings.cost_model is None:
+        check_policy(settings)
+        return settings.strategies or ()
+    if cost_policy_kind(settings):
+        return read_costs(settings).strategies
+    policy = make_policy(settings)
+    alone = [name for name in policy.strategies if base_name(name) in PACKED_ONLY]
+    if isinstance(policy, FixedPolicy) and alone and settings.sequences != PACKED:
+        raise UserError(
+            f"{alone[0]} runs packed documents only: give --paradyse-sequences packed, or another "
+            "strategy"
+        )
+    ineffective = [name for name in BY_COST if getattr(settings, name) != getattr(Settings, name)]
+    if settings.memory_budget is not None and torch.cuda.is_available():
+        ineffective.append("memory_budget")
+    if ineffective:
+        raise UserError(
+            f"--paradyse-{ineffective[0].replace('_', '-')} has no effect with --paradyse-policy "
+            f"{settings.policy}, which does not choose by cost: leave it out"
+        )
+    if isinstance(policy, PlanFilePolicy) and args.num_layers:
+        policy.check_layers(args.num_layers)
+    return policy.strategies

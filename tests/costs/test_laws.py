@@ -1,0 +1,213 @@
+"""Laws of one quantity, alone and as costs of a file: pieces, tiles, windows, residuals."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.costs.hybrid import fit_hybrid
+from megatron_paradyse.costs.laws import Law, fit_law
+from megatron_paradyse.costs.table import QUANTITIES, CostTable
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.sizes import TILE_ROWS
+from tests.costs.step_by_step import hybrid_value
+from tests.costs.synthetic import CONSTANTS, DESCRIPTION, LENGTHS, make_table, measure
+
+
+def test_peaks_that_fall_as_kept_bytes_grow_are_fitted():
+    # weights of 1 MiB, gone by the time that most activations are there
+    s = np.array(LENGTHS, float)
+    kept = 100 * s
+    workspace = np.maximum(1e6 - 60 * s, 150 * s)
+    fit = fit_hybrid(s, np.ones_like(s), workspace, operation="mlp", is_time=False, kept=kept)
+    for length in (200, 3000, 4000, 20000, 131072):
+        truth = max(1e6 - 60 * length, 150 * length)
+        found = hybrid_value(fit, length, 1, 32768) - 100 * length
+        assert found == pytest.approx(truth, rel=0.01)
+
+
+TILE = 10_000
+
+
+def in_tiles(s):
+    """Weights and activations; of more tokens than a tile those of one, and what grows anyway."""
+    return np.where(s > TILE, 1e6 + 2100 * TILE + 100 * s, 1e6 + 2000 * s)
+
+
+def test_what_goes_in_tiles_has_a_law_on_either_side_of_one():
+    s = np.array(LENGTHS, float)
+    law = fit_hybrid(
+        s, np.ones_like(s), in_tiles(s), operation="mlp", is_time=False, tile_tokens=TILE
+    ).law
+    assert law.tile_tokens == TILE
+    for length in (200, 3000, TILE, TILE + 1, 20000, 131072):
+        assert law(length, 1) == pytest.approx(float(in_tiles(length)), rel=1e-6)
+        assert law(length / 4, 4) == law(length, 1)
+    smooth = fit_hybrid(
+        s, np.ones_like(s), 1e6 + 2000 * s, operation="mlp", is_time=False, tile_tokens=TILE
+    ).law
+    assert not smooth.in_tiles
+
+
+@pytest.mark.parametrize("lengths", [(500, 1000, 2000, 8000, 12000), (8000, 12000, 16000, 32000)])
+def test_with_one_length_on_a_side_no_bytes_are_missed(lengths):
+    """At every length given and far from them; where tiles begin, bytes jump by 10% here."""
+    s = np.array(lengths, float)
+    fit = fit_hybrid(
+        s, np.ones_like(s), in_tiles(s), operation="mlp", is_time=False, tile_tokens=TILE
+    )
+    for length in (100, *lengths, 100_000):
+        assert fit.law(length, 1) >= 0.999 * in_tiles(length)
+
+
+def test_a_fit_in_tiles_is_written_read_and_evaluated(tmp_path):
+    rows = TILE_ROWS * DESCRIPTION.p
+
+    def tiled(m):
+        if (m.strategy, m.operation) != ("ulysses_z", "mlp"):
+            return m
+        workspace = 1e6 + 2000.0 * min(m.seq_length, rows)
+        return replace(m, forward_bytes=workspace, backward_bytes=workspace)
+
+    table = make_table((*LENGTHS, 1 << 16, 1 << 17), model_parts=False)
+    table = replace(table, measurements=tuple(map(tiled, table.measurements)))
+    model = fit_table(table)
+    assert model.fits_of("ulysses_z", "mlp")[-1].law.in_tiles
+    path = tmp_path / "costs.json"
+    write_cost_file(path, table, model)
+    again = read_cost_file(path).require_model()
+    assert again.fits == model.fits
+    values = json.loads(path.read_text())
+    for change, message in (
+        ({"tokens": 0}, "in_tiles.tokens must lie in"),
+        ({"tokens": rows + 1}, "all are of one size"),
+        ({"pieces": []}, "in_tiles.pieces must not be empty"),
+        ({"pieces": [[1.0, 2.0]]}, "in_tiles.pieces"),
+        ({"more": 1}, "in_tiles has unknown 'more'"),
+    ):
+        changed = json.loads(json.dumps(values))
+        tiled = (one for op in changed["model"]["operations"] for one in op["fits"].values())
+        next(one["in_tiles"] for one in tiled if "in_tiles" in one).update(change)
+        (tmp_path / "changed.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=message):
+            read_cost_file(tmp_path / "changed.json")
+    for s, b in ((rows, 1), (rows + 1, 1), (rows // 2 + 1, 2), (100, 1), (200_000, 1)):
+        fit = model.fits[[f.strategy + f.operation for f in model.fits].index("ulysses_zmlp")]
+        kept, *_, backward = (hybrid_value(one, s, b, fit.max_length) for one in fit.fits[2:])
+        found = again.operation("ulysses_z", "mlp", s, b)
+        assert found.backward_bytes == backward - kept
+
+
+def test_a_residual_is_learnt_only_where_neighbours_share_it():
+    s, one = np.geomspace(128, 65536, 19).round(), np.ones(19)
+    y = 1e-3 + 1e-6 * s
+    stair = np.where((s > 1000) & (s < 8000), 1.3, 1.0)
+    noise = np.exp(0.05 * np.random.default_rng(1).standard_normal(19))
+    stairs = fit_hybrid(s, one, y * stair, operation="mlp", is_time=True)
+    assert stairs.factors is not None
+    assert fit_hybrid(s, one, y * noise, operation="mlp", is_time=True).factors is None
+    errors = [
+        abs(hybrid_value(stairs, x, 1, 65536) / (1.3e-3 + 1.3e-6 * x) - 1) for x in (2e3, 4e3)
+    ]
+    assert max(errors) < 0.1
+
+
+WINDOW = 4096
+WINDOWED = {"attention@2": {"window": WINDOW}, "attention": {}, "mlp": {"experts": 0}}
+
+
+def seen(s, window=WINDOW):
+    """Pairs of tokens, of which a window leaves s w out but for its first tokens."""
+    return s * s - max(s - window, 0) ** 2
+
+
+@pytest.mark.parametrize("longest", [8192, 131072])
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_attention_with_a_window_grows_with_the_tokens_beyond_it(longest, noise):
+    """The same where whole layers are timed; the layers without a window stay quadratic."""
+    kinds = {"attention@2": (2, 3), "layer@2": None, "attention": None, "layer": None}
+    lengths = [round(x) for x in np.geomspace(128, longest, 8)]
+    rng = np.random.default_rng(3)
+
+    def seconds(s, windowed):
+        return 2e-4 + 2e-7 * s + 1e-10 * (seen(s) if windowed else s * s)
+
+    points = [
+        replace(
+            measure("ulysses_z", operation, s, 1),
+            forward_seconds=seconds(s, "@" in operation) * np.exp(noise * rng.standard_normal()),
+        )
+        for operation in kinds
+        for s in lengths
+    ]
+    described = replace(DESCRIPTION, other_layers={"attention@2": (2, 3)}, halves=WINDOWED)
+    model = fit_table(CostTable(described, tuple(points), CONSTANTS))
+    for operation in kinds:
+        for times in (2, 4, 16):
+            told = model.predict("ulysses_z", operation, "forward_seconds", longest * times)
+            is_near = pytest.approx(seconds(longest * times, "@" in operation), rel=0.1)
+            assert told == is_near, (operation, times)
+
+
+def test_work_that_a_window_only_hides_stays_quadratic():
+    s = np.geomspace(128, 32768, 8)
+    law = fit_hybrid(
+        s, np.ones(8), 2e-4 + 1e-10 * s * s, operation="attention", is_time=True, window=WINDOW
+    ).law
+    assert law(131072, 1) == pytest.approx(2e-4 + 1e-10 * 131072**2, rel=1e-3)
+
+
+def test_a_law_with_a_window_is_read_and_evaluated_as_it_was_fitted(tmp_path):
+    s = np.geomspace(128, 32768, 8)
+    points = [
+        replace(measure("metp", name, int(x), 1), backward_seconds=1e-10 * seen(int(x)))
+        for name in ("attention@2", "mlp")
+        for x in s
+    ]
+    described = replace(DESCRIPTION, other_layers={"attention@2": (2, 3)}, halves=WINDOWED)
+    table = CostTable(described, tuple(points), CONSTANTS)
+    model, path = fit_table(table), tmp_path / "costs.json"
+    write_cost_file(path, table, model)
+    read = read_cost_file(path)
+    assert read.table.description == described and read.require_model().fits == model.fits
+    (fit,) = [one for one in model.fits if one.operation == "attention@2"]
+    backward = fit.fits[QUANTITIES.index("backward_seconds")]
+    assert backward.law.window == WINDOW
+    for length in (100, WINDOW, 5000, 32768, 50000, 1 << 20):
+        expected = hybrid_value(backward, length, 3, fit.max_length)
+        assert model.operation("metp", "attention@2", length, 3).backward_seconds == expected
+
+
+def test_noise_and_a_second_piece_do_not_spoil_a_law():
+    s = np.geomspace(128, 32768, 9)
+    y = np.maximum(3e-3, 2e-6 * s + 1e-10 * s * s)  # launches hide the work of short sequences
+    noise = np.exp(0.01 * np.random.default_rng(2).standard_normal(9))
+    law = fit_law(
+        s,
+        np.ones(9),
+        y * noise,
+        quadratic=True,
+        max_pieces=2,
+        error_floor=5e-3,
+        exact=False,
+    )
+    assert len(law.pieces) == 2
+    assert law(131072, 1) == pytest.approx(2e-6 * 131072 + 1e-10 * 131072**2, rel=0.1)
+
+
+def test_next_to_nothing_is_fitted_too():
+    """Weights of 1 / y were infinite, and no solution was found."""
+    s, b = np.array(LENGTHS, float), np.ones(len(LENGTHS))
+    options = {"quadratic": True, "max_pieces": 2, "error_floor": 0.005, "exact": False}
+    law = fit_law(s, b, 1e-307 * s, **options)
+    assert 0 <= law(1 << 40, 1 << 20) < 1e-200
+
+
+def test_a_law_is_the_largest_of_its_pieces():
+    law = Law(((5.0, 0.0, 0.0, 0.0), (0.0, 1.0, 2.0, 3.0)))
+    assert law(0.5, 1) == 5.0
+    assert law(2, 3) == 3 * (1 + 2 * 2 + 3 * 4)
+    assert Law(())(10, 1) == 0
