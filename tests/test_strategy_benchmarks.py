@@ -14,7 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 KEYS = {
     "edges": {"rows"},
     "gpu_ring": {"ratio_to_single_call", "relative_difference", "kernel"},
-    "placement": {"imbalance_max", "bytes_ratio_max", "padding_max", "solve_cpu_seconds_max"},
+    "placement": {
+        "imbalance_max",
+        "windowed_imbalance_max",
+        "bytes_ratio_max",
+        "padding_max",
+        "solve_cpu_seconds_max",
+    },
     "parity": {"cases", "failures", "max_rel_error_fp32", "max_bf16_error_over_single_process"},
     "strategies": {"rows"},
 }
@@ -33,6 +39,7 @@ def test_quick_benchmark_prints_one_json_object_with_its_keys(name):
         assert result["relative_difference"] < 1e-5
     if name == "placement":
         assert result.pop("imbalance_max") <= 1.10 and result.pop("rows")
+        assert result["windowed_imbalance_max"] <= 1.30 and result["windowed_rows"]
     if name == "edges":
         rows = [row for row in result.pop("rows") if row["maker"] == "all"]
         found = {(row["edge"], row["moment"]): row["bytes_per_token"] for row in rows}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class RowError:
     """
 
     strategy: str
+    seq_length: int
+    documents: int
     form: str
     time: float
     kept_bytes: float
@@ -70,6 +73,8 @@ def _error(model: CostModel, m: RowMeasurement, form: str) -> RowError | None:
     found, truth = (c.kept_bytes + max(c.forward_bytes, c.backward_bytes) for c in (costs, m))
     return RowError(
         m.strategy,
+        m.load.seq_length,
+        m.load.documents,
         form,
         abs(costs.time_seconds / m.time_seconds - 1),
         abs(costs.kept_bytes - m.kept_bytes) / max(m.kept_bytes, 1.0),
@@ -77,9 +82,12 @@ def _error(model: CostModel, m: RowMeasurement, form: str) -> RowError | None:
     )
 
 
-def summarize_rows(errors: Sequence[RowError]) -> dict[str, dict[str, float]]:
-    """Per form: rows, time_median, time_p95, time_max, kept_max, and of peaks least and median."""
-    summary = {}
+def summarize_rows(errors: Sequence[RowError]) -> dict[str, dict[str, Any]]:
+    """Per form: rows, time_median, time_p95, time_max, kept_max, and of peaks least and median.
+
+    kept_max_of, peak_least_of: the strategy, tokens and documents of that row.
+    """
+    summary: dict[str, dict[str, Any]] = {}
     for form in dict.fromkeys(error.form for error in errors):
         of = [error for error in errors if error.form == form]
         times = np.array([error.time for error in of])
@@ -90,10 +98,16 @@ def summarize_rows(errors: Sequence[RowError]) -> dict[str, dict[str, float]]:
             "time_p95": float(np.percentile(times, 95)),
             "time_max": float(times.max()),
             "kept_max": max(error.kept_bytes for error in of),
+            "kept_max_of": _named(max(of, key=lambda error: error.kept_bytes)),
             "peak_least": float(peaks.min()),
+            "peak_least_of": _named(min(of, key=lambda error: error.peak_bytes)),
             "peak_median": float(np.median(peaks)),
         }
     return summary
+
+
+def _named(error: RowError) -> str:
+    return f"{error.strategy}, {error.seq_length} tokens, {error.documents} documents"
 
 
 def row_lines(errors: Sequence[RowError]) -> list[str]:
@@ -103,8 +117,8 @@ def row_lines(errors: Sequence[RowError]) -> list[str]:
         lines.append(
             f"packed rows, {form} ({all_['rows']:.0f}): time median {all_['time_median']:.1%}, 95% "
             f"{all_['time_p95']:.1%}, largest {all_['time_max']:.1%}; kept bytes off by at most "
-            f"{all_['kept_max']:.2%}; peaks {all_['peak_least']:+.1%} at least, "
-            f"{all_['peak_median']:+.1%} at the median"
+            f"{all_['kept_max']:.2%} ({all_['kept_max_of']}); peaks {all_['peak_least']:+.1%} at "
+            f"least ({all_['peak_least_of']}), {all_['peak_median']:+.1%} at the median"
         )
         for strategy in dict.fromkeys(e.strategy for e in errors):
             times = [e.time for e in errors if (e.strategy, e.form) == (strategy, form)]

@@ -8,33 +8,47 @@ derives the closed forms. Buffers inside kernels are not counted.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import RECOMPUTE, offloads, parse_strategy_name
 from megatron_paradyse.strategies.sizes import Costs, LayerSizes, Ledger, of_tile
 from megatron_paradyse.strategies.walks import TILED_ZERO_MLP, WALKS
+from megatron_paradyse.strategies.walks.aligned import aligned_rows
+from megatron_paradyse.strategies.walks.rings import second_half, swaps
 
 RINGS = ("megatron_cz", "colossal_z", "metp")  # keys and values go between ranks as they are
+# Whose ranks hold or send different amounts: the costs are of each quantity the largest.
+RANKS_DIFFER = {("megatron_cz", "attention"), ("metp", "attention")}
 
 
 def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
     """Costs of "attention" or "mlp" under a strategy, +recompute and +offload too, for p > 1."""
-    base, recompute = parse_strategy_name(strategy)
+    base, _ = parse_strategy_name(strategy)
     if (base, operation) not in WALKS:
         raise UserError(f"no cost formulas for the {operation} of {base}: profile it instead")
+    by_rank = [
+        _costs_of_rank(strategy, operation, sizes, rank)
+        for rank in (range(sizes.p) if (base, operation) in RANKS_DIFFER else (0,))
+    ]
+    return Costs(*(max(of_ranks) for of_ranks in zip(*map(astuple, by_rank), strict=True)))
+
+
+def _costs_of_rank(strategy: str, operation: str, sizes: LayerSizes, rank: int) -> Costs:
+    base, recompute = parse_strategy_name(strategy)
     walk = WALKS[base, operation]
-    forward, backward = Ledger(), Ledger()
+    forward, backward = Ledger(rank), Ledger(rank)
     walk.forward(forward, sizes)
     walk.backward(backward, sizes)
     forward_flops, backward_flops = _flops(base, operation, sizes)
-    forward_sent, backward_sent = _sent_bytes(base, operation, sizes)
+    forward_sent, backward_sent = _sent_bytes(base, operation, sizes, rank)
+    keeps_swapped = (base, operation) in RANKS_DIFFER and swaps(forward, sizes)
     costs = Costs(
         forward_flops=forward_flops,
         backward_flops=backward_flops,
         forward_sent_bytes=forward_sent,
         backward_sent_bytes=backward_sent,
-        kept_bytes=forward.kept + (0 if _replaces_x(base, operation, sizes) else sizes.x),
+        kept_bytes=forward.kept + (0 if keeps_swapped else sizes.x),  # instead of x
         forward_bytes=forward.peak - forward.kept,
         backward_bytes=backward.peak,
     )
@@ -43,10 +57,10 @@ def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
     if operation == "mlp" and sizes.is_tiled and base != "metp":
         again = _tile_by_tile(base, sizes) if base == "megatron_ts" else _zero_in_tiles(sizes)
     else:
-        alone = Ledger(keeping=False)
+        alone = Ledger(rank, keeping=False)
         walk.forward(alone, sizes)
         if walk.second_backward is not None:
-            backward = Ledger()
+            backward = Ledger(rank)
             walk.second_backward(backward, sizes)
             costs = replace(costs, backward_bytes=backward.peak)
         second = _second_run(base, operation, sizes, costs)
@@ -55,11 +69,6 @@ def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
         return again
     # The input comes back in the backward; the forward's caller holds it while that runs.
     return replace(again, kept_bytes=0, backward_bytes=again.backward_bytes + sizes.x)
-
-
-def _replaces_x(base: str, operation: str, z: LayerSizes) -> bool:
-    """Whether the operation keeps its own rearranged copy of x instead of x."""
-    return base in ("megatron_cz", "metp") and operation == "attention" and z.causal
 
 
 def _recomputed(
@@ -155,15 +164,18 @@ def _flops(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
     return linear + 2 * product, 2 * linear + 5 * product + (qkv if base == "metp" else 0)
 
 
-def _sent_bytes(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
+def _sent_bytes(base: str, operation: str, z: LayerSizes, rank: int) -> tuple[int, int]:
     forward, backward = _sent_whatever_is_packed(base, operation, z)
+    if (base, operation) == ("metp", "attention"):
+        aligned, aligned_back = _aligning_sent(z)[rank]
+        forward, backward = forward + aligned, backward + aligned_back
     if operation == "mlp" or base not in RINGS:
         return forward, backward
-    swaps = 0
-    if base in ("megatron_cz", "metp") and z.causal:
-        swaps = 2 * (z.s // z.p // 2) * z.b * z.h * z.element_bytes
+    swapped = 0
+    if base in ("megatron_cz", "metp") and swaps(Ledger(rank), z):
+        swapped = 2 * second_half(z, z.x)
     ring = (z.p - 1) * (z.kv_sent if base == "metp" else z.kv)
-    return forward + swaps + ring, backward + swaps + ring + z.wide(ring)
+    return forward + swapped + ring, backward + swapped + ring + z.wide(ring)
 
 
 def packed_attention_sent(
@@ -178,6 +190,9 @@ def packed_attention_sent(
     """
     base, recompute = parse_strategy_name(strategy)
     forward, backward = _sent_whatever_is_packed(base, "attention", z)
+    if base == "metp":
+        aligned, aligned_back = map(max, zip(*_aligning_sent(z), strict=True))
+        forward, backward = forward + aligned, backward + aligned_back
     if base in RINGS:
         token = (z.kv_sent if base == "metp" else z.kv) // z.rows
         forward += keys_sent * token
@@ -186,7 +201,7 @@ def packed_attention_sent(
 
 
 def _sent_whatever_is_packed(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
-    """What depends on the sizes alone: all but the keys and values of rings, and their swaps."""
+    """What depends on the sizes alone: no keys and values of rings, swaps, nor aligned rows."""
     others = z.p - 1
     if base == "megatron_ts":
         heads = others * z.qkv if operation == "attention" and z.g < z.p else 0
@@ -200,9 +215,6 @@ def _sent_whatever_is_packed(base: str, operation: str, z: LayerSizes) -> tuple[
     if base == "ulysses_z":
         inner = others * (z.q + z.kv_sent + z.q) // z.p
         return forward + inner, backward + inner
-    if base == "metp":
-        aligned, aligned_back = _aligning_sent(z)
-        forward, backward = forward + aligned, backward + aligned_back
     return forward, backward
 
 
@@ -214,27 +226,12 @@ def _weights_sent(base: str, z: LayerSizes, weights: int, bias_rows: int) -> tup
     return forward, again + z.wide(forward)
 
 
-def _aligning_sent(z: LayerSizes) -> tuple[int, int]:
-    """METP's rows of qkv that change ranks, when shards of them are not whole heads."""
+def _aligning_sent(z: LayerSizes) -> list[tuple[int, int]]:
+    """By rank, of METP's rows of qkv that change ranks, when shards of them are not whole heads."""
     if z.g % z.p == 0:
-        return 0, 0
-    sent, received = rows_that_change_ranks(z.n, z.g, z.d, z.p)
+        return [(0, 0)] * z.p
     row = (z.h + (1 if z.bias else 0)) * z.element_bytes
-    backward = (s * row + z.wide(r * row) for s, r in zip(sent, received, strict=True))
-    return max(sent) * row, max(backward)
-
-
-def rows_that_change_ranks(n: int, g: int, d: int, p: int) -> tuple[list[int], list[int]]:
-    """Rows that each rank sends, and receives, so that all have the qkv rows of whole heads."""
-    size = (n + 2 * g) * d // p
-    sent, received = [0] * p, [0] * p
-    for rank in range(p):
-        queries = range(rank * n // p, (rank + 1) * n // p)
-        groups = {query // (n // g) for query in queries}
-        heads = {query // (n // g) * (n // g + 2) + query % (n // g) for query in queries}
-        heads |= {(group + 1) * (n // g + 2) - i for group in groups for i in (1, 2)}
-        for row in (head * d + i for head in heads for i in range(d)):
-            if row // size != rank:
-                sent[row // size] += 1
-                received[rank] += 1
-    return sent, received
+    return [
+        (of.sent_away * row, of.sent_away * row + z.wide(of.received_here * row))
+        for of in aligned_rows(z.n, z.g, z.d, z.p)
+    ]

@@ -39,9 +39,14 @@ class LayerSizes:
     rope_channels: int = 0
 
     @property
+    def positions(self) -> int:
+        """Positions that a rank holds: s/p."""
+        return self.s // self.p
+
+    @property
     def rows(self) -> int:
         """Rows of activations that a rank holds: s/p b."""
-        return self.s // self.p * self.b
+        return self.positions * self.b
 
     @property
     def wide_bytes(self) -> int:
@@ -111,7 +116,7 @@ class LayerSizes:
     @property
     def is_tiled(self) -> bool:
         """Whether a rank has more rows than a tile."""
-        return is_long(self.s // self.p, self.b)
+        return is_long(self.positions, self.b)
 
     def wide(self, num_bytes: int) -> int:
         """The bytes of as many elements in the accumulation dtype."""
@@ -140,12 +145,13 @@ class Costs:
 
 
 class Ledger:
-    """Bytes alive by name, and their peak.
+    """Bytes alive on a rank by name, and their peak.
 
     keeping: whether there will be a backward, for which keep() keeps; else it drops.
     """
 
-    def __init__(self, *, keeping: bool = True) -> None:
+    def __init__(self, rank: int = 0, *, keeping: bool = True) -> None:
+        self.rank = rank
         self.live = self.peak = self.kept = 0
         self._keeping = keeping
         self._held: dict[str, int] = {}

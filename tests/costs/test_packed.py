@@ -14,7 +14,7 @@ from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.packed import work_of
-from megatron_paradyse.costs.row_accuracy import measure_row_accuracy, summarize_rows
+from megatron_paradyse.costs.row_accuracy import measure_row_accuracy, row_lines, summarize_rows
 from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import ATTENTION, MLP, CostTable
@@ -256,6 +256,18 @@ def test_accuracy_leaves_rows_out_and_finds_the_noise(small):
     assert found["fitted"]["rows"] == found["derived"]["rows"] == len(full.rows)
     assert 0.01 < found["fitted"]["time_median"] < 0.08 < found["derived"]["time_median"]
     assert measure_row_accuracy(small) == []
+
+
+def test_accuracy_names_the_row_whose_bytes_are_most_wrong(small):
+    rows = measured_rows(range(6))
+    wrong = next(i for i, row in enumerate(rows) if row.strategy == "ulysses_z")
+    peak = dataclasses.replace(rows[wrong], kept_bytes=1e12)
+    full = dataclasses.replace(small, rows=(*rows[:wrong], peak, *rows[wrong + 1 :]))
+    load, errors = peak.load, measure_row_accuracy(full)
+    name = f"ulysses_z, {load.seq_length} tokens, {load.documents} documents"
+    for found in summarize_rows(errors).values():
+        assert found["peak_least_of"] == found["kept_max_of"] == name
+    assert all(name in line for line in row_lines(errors) if line.startswith("packed rows"))
 
 
 def test_the_command_says_how_wrong_rows_are(tmp_path, small):

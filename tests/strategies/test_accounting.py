@@ -59,6 +59,9 @@ def _worst(case: AttentionCase | MlpCase) -> Measured:
 
 def _cases(strategy: str, operation: str, p: int):
     """Narrow and wide layers, so that now activations dominate and now weights."""
+    if p == 3:
+        yield from _odd_cases(strategy, operation)
+        return
     dtypes = (torch.float32, torch.bfloat16) if p < 8 else (torch.bfloat16,)
     if operation == "mlp":
         for gated, dtype, (h, f) in itertools.product((0, 1), dtypes, ((16, 256), (128, 256))):
@@ -77,6 +80,26 @@ def _cases(strategy: str, operation: str, p: int):
     yield AttentionCase(strategy, p, "causal", n=8, g=8, d=16, h=64, s=128, bias=True)
 
 
+def _odd_cases(strategy: str, operation: str):
+    """Of 3 ranks, one of which swaps no halves; of chunks that do not halve, and single heads."""
+    if operation == "mlp":
+        yield MlpCase(strategy, 3, True, True, h=24, f=144, s=99, b=1)
+        yield MlpCase(strategy, 3, h=120, f=48, s=51, b=3, dtype=torch.bfloat16)
+        return
+    bfloat16 = {"dtype": torch.bfloat16}
+    yield AttentionCase(strategy, 3, "causal", n=6, g=6, d=16, h=96, s=144, **bfloat16)
+    yield AttentionCase(strategy, 3, "causal", n=6, g=3, d=8, h=24, s=99, bias=True)
+    yield AttentionCase(strategy, 3, "bidirectional", n=3, g=1, d=24, h=24, s=99, b=1)
+    yield AttentionCase(strategy, 3, "causal", n=3, g=1, d=24, h=24, s=99, b=1, **bfloat16)
+    if strategy.startswith(("megatron_cz", "colossal_z")):
+        for mask, more in itertools.product(("causal", "bidirectional"), ({}, bfloat16)):
+            yield AttentionCase(strategy, 3, mask, n=1, g=1, d=24, h=12, s=96, b=1, **more)
+    if strategy.startswith("metp"):  # whose rank that holds most is not the first
+        shared = {"n": 6, "d": 24, "h": 96, "s": 48, "b": 1}
+        yield AttentionCase(strategy, 2, "bidirectional", g=3, **shared, **bfloat16)
+        yield AttentionCase(strategy, 3, "causal", g=2, bias=True, **shared)
+
+
 def _sizes(case: AttentionCase | MlpCase) -> LayerSizes:
     common = {"s": case.s, "b": case.b, "h": case.h, "p": case.p, "bias": case.bias}
     common["element_bytes"] = case.dtype.itemsize
@@ -93,7 +116,7 @@ def _sizes(case: AttentionCase | MlpCase) -> LayerSizes:
     )
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
 @pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
 def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(p, strategy, operation):
     wrong = []
@@ -112,7 +135,7 @@ def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(p, strat
     assert not wrong, "\n" + "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
 @pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
 def test_recompute_keeps_only_the_input_and_pays_in_the_backward(p, strategy, operation):
     name = f"{strategy}+recompute"
@@ -122,10 +145,7 @@ def test_recompute_keeps_only_the_input_and_pays_in_the_backward(p, strategy, op
         assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
         assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
         assert measured.forward_sent_bytes == costs.forward_sent_bytes
-        # Where METP aligns heads, the rank that sends most may be another in either direction.
-        uneven = strategy == "metp" and operation == "attention" and case.g % p != 0
-        slack = 0.01 * costs.backward_sent_bytes if uneven else 0
-        assert 0 <= costs.backward_sent_bytes - measured.backward_sent_bytes <= slack
+        assert measured.backward_sent_bytes == costs.backward_sent_bytes
 
 
 @pytest.mark.parametrize(("p", "rows"), [(2, 6), (4, 8), (8, 6)])
@@ -149,7 +169,7 @@ def test_an_mlp_in_tiles_costs_what_its_tiles_do(p, rows, strategy, monkeypatch)
         assert flops == (whole.forward_flops, whole.backward_flops)
 
 
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("name", ["metp", "metp+recompute"])
 def test_a_long_attention_of_metp_holds_what_the_walk_says(p, name, monkeypatch):
     """Of long sequences products are added in pieces, and a second run has a ring per key head."""

@@ -1,8 +1,8 @@
 """Workspace by walking each strategy's allocations and releases, in the order of its code.
 
 Every operation of every strategy has two walks over a Ledger, which holds numbers instead of
-tensors. Exact for p > 1 and documents=None, for the rank that needs the most; what kernels allocate
-inside, and a window's or dropout's masks, are left out.
+tensors. Exact for p > 1 and documents=None, for the ledger's rank; what kernels allocate inside,
+and a window's or dropout's masks, are left out.
 """
 
 from __future__ import annotations

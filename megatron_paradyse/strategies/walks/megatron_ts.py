@@ -35,7 +35,8 @@ def mlp_backward(m: Ledger, z: LayerSizes) -> None:
     m.hold(grad_y=y)
     m.drop("grad_active", "gathered")
     m.release(y)
-    m.hold(x=gathered, partial=gathered, grad_x=z.x, grad_fc1=z.fc1_weight // z.p)
+    m.hold(x=gathered, partial=gathered, grad_x=z.x)
+    m.hold(grad_fc1=z.fc1_weight // z.p, grad_bias=z.fc1_bias // z.p)
 
 
 def _kv(z: LayerSizes) -> int:
@@ -82,3 +83,5 @@ def attention_backward(m: Ledger, z: LayerSizes) -> None:
         m.release(rope_bytes(z, z.s))
     m.hold(x=gathered, partial=gathered)
     m.hold(grad_x=z.x, grad_weight=z.qkv_weight // z.p)
+    if z.bias:
+        m.hold(grad_bias=z.qkv_weight // z.h // z.p)

@@ -1,19 +1,28 @@
-"""The walks of metp_attention.py and metp_mlp.py, on rank 0: none holds more.
+"""The walks of metp_attention.py and metp_mlp.py.
 
-An owner holds its own gradients from its turn on, and rank 0's turn is the first.
+In the attention an owner holds its own gradients from its turn on.
 """
 
 from __future__ import annotations
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.aligned import (
+    block_rows,
+    hold_aligned,
+    hold_shard_gradient,
+)
+from megatron_paradyse.strategies.walks.rings import (
+    ring_backward,
+    ring_forward,
+    second_half,
+    swaps,
+)
 from megatron_paradyse.strategies.walks.steps import (
     activate,
     activation_gradient_bytes,
     fc1_output,
     fc2_input,
     product_piece,
-    ring_backward,
-    ring_forward,
     split_and_rotate,
     split_backward,
 )
@@ -60,14 +69,14 @@ def _mlp_block(z: LayerSizes) -> int:
 def attention_forward(m: Ledger, z: LayerSizes) -> None:
     q, kv, lse = z.q // z.p, z.kv_sent // z.p, z.lse // z.p
     block = _attention_block(z)
-    m.hold(aligned=_aligned(z))
-    if z.causal:
+    hold_aligned(m, z)
+    if swaps(m, z):
         m.hold(swapped=z.x)
-        m.touch(block + z.x // 2)
+        m.touch(block + second_half(z, z.x))
     m.hold(total=z.wide(z.x))
     for owner in range(z.p):
         m.hold(blocks=min(2, z.p - owner) * block, mixed=q + kv)
-        split_and_rotate(m, z, q=q, kv=kv, rows=z.s // z.p, balanced=z.causal)
+        split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m, z))
         if z.rope_channels:
             m.drop("angles")
         m.hold(packed=kv)
@@ -77,12 +86,12 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
         m.touch(product_piece(z, z.rows, z.h))
         m.drop("blocks", "out", "lse")
         m.hold(**{f"of_{owner}": q + lse})
-    m.drop("aligned")
+    m.drop("aligned", "aligned_bias")
     if z.half_type:
         m.hold(output=z.x)
         m.drop("total")
-    if z.causal:
-        m.touch(z.x + z.x // 2)
+    if swaps(m, z):
+        m.touch(z.x + second_half(z, z.x))
         m.keep("swapped")
     m.keep(*(f"of_{owner}" for owner in range(z.p)))
 
@@ -98,25 +107,27 @@ def attention_second_backward(m: Ledger, z: LayerSizes) -> None:
 def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
     """parts: of a block's heads, of which the ring takes one at a time, in place if many."""
     q, kv, lse = z.q // z.p, z.kv_sent // z.p, z.lse // z.p
-    block = _attention_block(z)
-    m.hold(aligned=_aligned(z))
-    if z.causal:
+    block, heads = _attention_block(z), z.n // z.p
+    hold_aligned(m, z)
+    if swaps(m, z):
         m.hold(grad=z.x)
-        m.touch(block + z.x // 2)
+        m.touch(block + second_half(z, z.x))
     m.hold(grad_x=z.wide(z.x))
     for owner in range(z.p):
         m.hold(blocks=min(2, z.p - owner) * block)
-        m.hold(summed=min(2, owner) * z.wide(block))  # the own gradients, and those on their way
+        summed = min(1, owner) + (m.rank <= owner - 2)  # those on their way, and the own gradients
+        m.hold(summed=summed * z.wide(block))
         m.hold(mixed=q + kv)
-        split_and_rotate(m, z, q=q, kv=kv, rows=z.s // z.p, balanced=z.causal, mixed_stays=True)
+        split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m, z), mixed_stays=True)
         m.hold(packed=kv)
         m.drop("mixed", "kv")
         m.hold(grad_out=q)
         if parts == 1:
-            ring_backward(m, z, q=q, kv=kv, lse=lse)
+            ring_backward(m, z, q=q, kv=kv, lse=lse, heads=heads)
         else:
             m.hold(own_chunk=kv // parts)
-            ring_backward(m, z, q=q // parts, kv=kv // parts, lse=lse // parts)
+            part = {"q": q // parts, "kv": kv // parts, "lse": lse // parts}
+            ring_backward(m, z, **part, heads=heads, parts=parts)
             m.drop("grad_qkv", "own_chunk", "q", "packed")
             m.hold(q=0, packed=0, grad_qkv=q + kv)
         m.drop("q", "packed", "grad_out")
@@ -128,30 +139,29 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         if z.half_type:
             m.touch(_qkv_rows(z) * z.h * z.element_bytes)
         m.drop("blocks", "summed", "grad_mixed", "grad_block")
-    if z.causal:
+    m.hold(own_gradient=z.wide(block))
+    hold_shard_gradient(m, z)
+    if swaps(m, z):
         m.drop("grad")
-    m.hold(own_gradient=z.wide(block), output=z.x if z.half_type else 0)
-    if z.g % z.p:
-        m.hold(shard_gradient=z.wide(z.qkv_weight) // z.p)
     if z.half_type:
+        m.hold(output=z.x)
         m.drop("grad_x")
-    if z.causal:
-        m.touch(z.x // 2)
+    if swaps(m, z):
+        m.touch(second_half(z, z.x))
         m.hold(swapped=z.x)
     if z.half_type:
-        m.hold(narrow_gradient=block)
+        m.hold(narrow_gradient=_shard(z))
 
 
 def _qkv_rows(z: LayerSizes) -> int:
     """Of a block: whole heads."""
-    return (z.n + 2 * z.kv_heads_sent) * z.d // z.p
+    return block_rows(z.n, z.g, z.d, z.p)
 
 
-def _aligned(z: LayerSizes) -> int:
-    """The rank's own block of qkv, if its shard does not hold whole heads already."""
-    if z.g % z.p == 0:
-        return 0
-    return _qkv_rows(z) * (z.h + (1 if z.bias else 0)) * z.element_bytes
+def _shard(z: LayerSizes) -> int:
+    """Of the weights and the bias, as the gradients are returned."""
+    bias = z.qkv_weight // z.h if z.bias else 0
+    return (z.qkv_weight + z.proj_weight + bias) // z.p
 
 
 def _attention_block(z: LayerSizes) -> int:

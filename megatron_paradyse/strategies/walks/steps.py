@@ -1,9 +1,11 @@
-"""Steps that several strategies take: heads and RoPE, a ring attention, the middle of an MLP."""
+"""Steps that several strategies take: heads and RoPE, the middle of an MLP."""
 
 from __future__ import annotations
 
 from megatron_paradyse.strategies import sizes
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+
+INDEX_BYTES = 8  # of a position or a row's number
 
 
 def split_and_rotate(
@@ -57,50 +59,6 @@ def split_backward(m: Ledger, z: LayerSizes, *, q: int, kv: int, k_is_view: bool
 def lse_copy(z: LayerSizes) -> int:
     """The CPU kernel's lse of several heads has strides; the backward's is contiguous."""
     return z.lse if z.n > z.p else 0
-
-
-def ring_forward(m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int) -> None:
-    """Of ring_attention.py, over a chunk that is there: holds the output, "out", and "lse".
-
-    Beside the rank's own chunk there are the one in use and the next. When causal, a block is all
-    queries and half the keys, or half of the queries and all keys.
-    """
-    wide_out = z.wide(q)
-    m.hold(chunks=min(z.p - 1, 2) * kv, wide_out=wide_out, lse=lse)
-    m.hold(block=q, block_lse=lse, weight=lse)
-    m.touch(max(lse, wide_out if z.half_type else 0))
-    m.drop("block", "block_lse", "weight", "chunks")
-    if z.half_type:
-        m.touch(q)
-    m.drop("wide_out")
-    m.hold(out=q)
-
-
-def ring_backward(m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int) -> None:
-    """Holds the gradients of q and kv, "grad_qkv": one buffer each.
-
-    Gradients of a chunk, in the accumulation dtype: computed, arriving, and being sent.
-    """
-    wide_kv = z.wide(kv)
-    m.hold(grad_q=z.wide(q))
-    m.hold(chunks=min(z.p - 1, 2) * kv, first=wide_kv)
-    m.touch(_block_gradients(z, q, kv, lse))
-    m.drop("chunks", "first")
-    m.hold(grad_kv=wide_kv, coming=wide_kv, sent=wide_kv)
-    if z.p > 2:
-        m.touch(min(z.p - 2, 2) * kv + _block_gradients(z, q, kv, lse))
-    part = 2 if z.causal else 1
-    m.touch((q + kv + lse) // part)  # the own chunk
-    m.drop("coming", "sent")
-    if z.half_type:
-        m.touch(q + kv)
-    m.drop("grad_q", "grad_kv")
-    m.hold(grad_qkv=q + kv)
-
-
-def _block_gradients(z: LayerSizes, q: int, kv: int, lse: int) -> int:
-    """Of a block as in ring_forward, and the lse of half of the queries, made contiguous."""
-    return max(q + kv // 2, q // 2 + kv + lse // 2) if z.causal else q + kv + lse
 
 
 def activate(m: Ledger, z: LayerSizes, active: int) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, of_tile
+from megatron_paradyse.strategies.walks.rings import (
+    ring_backward,
+    ring_forward,
+    second_half,
+    swaps,
+)
 from megatron_paradyse.strategies.walks.steps import (
+    INDEX_BYTES,
     activate,
     activation_gradient_bytes,
     fc1_output,
     fc2_input,
     lse_copy,
     product_piece,
-    ring_backward,
-    ring_forward,
     rope_bytes,
     split_and_rotate,
     split_backward,
@@ -140,7 +145,7 @@ def _qkv_forward(m: Ledger, z: LayerSizes, *, balanced: bool = False) -> None:
     if z.bias:
         m.touch((z.n + 2 * z.g) * z.d * z.element_bytes)
     m.drop("weight")
-    split_and_rotate(m, z, q=z.q, kv=z.kv, rows=z.s // z.p, balanced=balanced)
+    split_and_rotate(m, z, q=z.q, kv=z.kv, rows=z.positions, balanced=balanced)
     if z.rope_channels:
         m.keep("angles")
     m.hold(shard=z.proj_weight // z.p, proj=z.proj_weight)
@@ -149,7 +154,7 @@ def _qkv_forward(m: Ledger, z: LayerSizes, *, balanced: bool = False) -> None:
 def _qkv_backward(m: Ledger, z: LayerSizes, *, k_is_view: bool = False) -> None:
     """From the gradients of q, k and v to those of x and the weight; they are all that is held."""
     split_backward(m, z, q=z.q, kv=z.kv, k_is_view=k_is_view)
-    m.release(rope_bytes(z, z.s // z.p))
+    m.release(rope_bytes(z, z.positions))
     rows = (z.n + 2 * z.g) * z.d
     _linear_backward(
         m, z, z.qkv_weight, name="qkv", grad_input=z.x, transposed=False, bias_rows=rows
@@ -203,10 +208,10 @@ def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
 
 
 def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
-    if z.causal:
+    if swaps(m, z):
         m.hold(swapped=z.x)
-        m.touch(z.x // 2)
-    _qkv_forward(m, z, balanced=z.causal)
+        m.touch(second_half(z, z.x))
+    _qkv_forward(m, z, balanced=swaps(m, z))
     m.hold(packed=z.kv)
     m.drop("kv")
     ring_forward(m, z, q=z.q, kv=z.kv, lse=z.lse)
@@ -214,20 +219,20 @@ def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
     m.drop("shard")
     m.hold(output=z.x)
     m.drop("proj")
-    if z.causal:
-        m.touch(z.x + z.x // 2)
+    if swaps(m, z):
+        m.touch(z.x + second_half(z, z.x))
         m.keep("swapped")
     m.keep("q", "packed", "out")
 
 
 def megatron_cz_backward(m: Ledger, z: LayerSizes) -> None:
-    if z.causal:
+    if swaps(m, z):
         m.hold(grad=z.x)
-        m.touch(z.x // 2)
+        m.touch(second_half(z, z.x))
     _proj_backward(m, z)
-    if z.causal:
+    if swaps(m, z):
         m.drop("grad")
-    ring_backward(m, z, q=z.q, kv=z.kv, lse=z.lse)
+    ring_backward(m, z, q=z.q, kv=z.kv, lse=z.lse, heads=z.n)
     m.drop("grad_input_proj")
     m.release(z.q + z.kv + z.q + z.lse)
     _qkv_backward(m, z, k_is_view=True)
@@ -236,24 +241,40 @@ def megatron_cz_backward(m: Ledger, z: LayerSizes) -> None:
 def colossal_z_forward(m: Ledger, z: LayerSizes) -> None:
     scores = z.rows * z.n * z.s * z.element_bytes
     chunk, one = scores // z.p, z.kv // 2  # one: k, or v
-    chunks = min(z.p - 1, 2) * one
+    moves_q, moves_kv = _moves_heads(z)
     _qkv_forward(m, z)
-    m.hold(heads_first=z.qkv, scores=z.wide(scores), chunks=chunks)
-    m.hold(product=chunk)
+    m.hold(q_by_head=z.q if moves_q else 0, kv_by_head=z.kv if moves_kv else 0)
+    m.hold(scores=z.wide(scores), chunks=one)
+    m.touch(z.wide(chunk) + (_diagonal_mask(z) if z.causal else 0))
+    m.hold(chunk_in_use=one if z.p > 2 else 0, product=chunk)
     m.touch(z.wide(chunk) * (2 if z.half_type else 1))
-    m.drop("product", "chunks")
+    m.drop("product", "chunks", "chunk_in_use")
     if z.half_type:
         m.touch(scores)
     m.drop("scores")
-    m.hold(probs=scores, chunks=chunks, wide_out=z.wide(z.q))
+    m.hold(probs=scores, chunks=min(z.p - 1, 2) * one, wide_out=z.wide(z.q))
     m.touch(z.q)
     m.drop("chunks")
-    m.hold(out=z.q)
-    m.drop("wide_out")
-    m.keep("heads_first", "probs")
-    m.drop("q", "kv", "shard")
+    if z.half_type or moves_q:
+        m.hold(out=z.q)
+        m.drop("wide_out")
+    else:
+        m.drop("wide_out")
+        m.hold(out=z.q)
+    m.keep("q_by_head" if moves_q else "q", "kv_by_head" if moves_kv else "kv", "probs")
+    m.drop("q" if moves_q else "q_by_head", "kv" if moves_kv else "kv_by_head", "shard")
     m.hold(output=z.x)
     m.keep("out")
+
+
+def _moves_heads(z: LayerSizes) -> tuple[bool, bool]:
+    """Whether q, and k and v, are copied as heads come first: not of one head of one sequence."""
+    return z.b * z.n > 1, z.b * z.g > 1
+
+
+def _diagonal_mask(z: LayerSizes) -> int:
+    """Of the own chunk: positions of queries and keys, their distances, and what is hidden."""
+    return INDEX_BYTES * (z.positions**2 + 2 * z.positions) + z.positions**2
 
 
 def colossal_z_backward(m: Ledger, z: LayerSizes) -> None:
@@ -264,7 +285,7 @@ def colossal_z_backward(m: Ledger, z: LayerSizes) -> None:
     narrow_one = one if z.half_type else 0
     _proj_backward(m, z)
     m.release(z.q)
-    m.hold(heads_first=z.q, grad_scores=z.wide(scores), chunks=chunks)
+    m.hold(heads_first=z.q if _moves_heads(z)[0] else 0, grad_scores=z.wide(scores), chunks=chunks)
     m.hold(coming=z.wide(one), sent=z.wide(one))
     m.touch(chunk + (wide_chunk if z.half_type else 0))
     m.touch(wide_chunk + z.wide(one) + narrow_one)

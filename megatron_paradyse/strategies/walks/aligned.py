@@ -1,0 +1,84 @@
+"""METP's rows of qkv that change ranks, by number: what aligned_heads.py sends and holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.steps import INDEX_BYTES
+
+
+@dataclass(frozen=True)
+class AlignedRows:
+    """Of one rank: rows of its shard that blocks have, and rows of shards that its block has.
+
+    sent and received count those that stay, sent_away and received_here do not; most_to_one: of
+    its shard, to one rank; num_chunks: of columns, in which they go.
+    """
+
+    sent: int
+    received: int
+    sent_away: int
+    received_here: int
+    most_to_one: int
+    num_chunks: int
+
+
+@lru_cache(maxsize=64)
+def aligned_rows(n: int, g: int, d: int, p: int) -> tuple[AlignedRows, ...]:
+    """By rank; of shards that are not whole heads."""
+    size = (n + 2 * g) * d // p
+    counts = [[0] * p for _ in range(p)]  # [of the shard of][in the block of]
+    for rank in range(p):
+        queries = range(rank * n // p, (rank + 1) * n // p)
+        groups = {query // (n // g) for query in queries}
+        heads = {query // (n // g) * (n // g + 2) + query % (n // g) for query in queries}
+        heads |= {(group + 1) * (n // g + 2) - i for group in groups for i in (1, 2)}
+        for row in (head * d + i for head in heads for i in range(d)):
+            counts[row // size][rank] += 1
+    sent = [sum(row) for row in counts]
+    received = [sum(column) for column in zip(*counts, strict=True)]
+    num_chunks = -(-max(sent) // block_rows(n, g, d, p))
+    return tuple(
+        AlignedRows(
+            sent=sent[rank],
+            received=received[rank],
+            sent_away=sent[rank] - counts[rank][rank],
+            received_here=received[rank] - counts[rank][rank],
+            most_to_one=max(counts[rank]),
+            num_chunks=num_chunks,
+        )
+        for rank in range(p)
+    )
+
+
+def block_rows(n: int, g: int, d: int, p: int) -> int:
+    """Rows of qkv in a block of whole heads, of which ranks may share key heads."""
+    return (n + 2 * lcm(g, p)) * d // p
+
+
+def hold_aligned(m: Ledger, z: LayerSizes) -> None:
+    """Holds "aligned" and "aligned_bias", the rank's block, if its shard has not whole heads."""
+    if z.g % z.p == 0:
+        m.hold(aligned=0, aligned_bias=0)
+        return
+    mine = aligned_rows(z.n, z.g, z.d, z.p)[m.rank]
+    rows = block_rows(z.n, z.g, z.d, z.p)
+    row = -(-z.h // mine.num_chunks) * z.element_bytes
+    m.hold(aligned=rows * z.h * z.element_bytes, indices=INDEX_BYTES * mine.sent)
+    m.touch((mine.received + max(mine.sent, rows)) * row)
+    m.drop("indices")
+    m.hold(aligned_bias=rows * z.element_bytes if z.bias else 0)
+
+
+def hold_shard_gradient(m: Ledger, z: LayerSizes) -> None:
+    """Holds "shard_gradient", made of that of the rank's own block, if that is not the same."""
+    if z.g % z.p == 0:
+        m.hold(shard_gradient=0)
+        return
+    mine = aligned_rows(z.n, z.g, z.d, z.p)[m.rank]
+    row = -(-z.h // mine.num_chunks) * z.wide_bytes
+    m.hold(shard_gradient=z.wide(z.qkv_weight) // z.p)
+    m.touch((mine.received + mine.sent + mine.most_to_one) * row)
