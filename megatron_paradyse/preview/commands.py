@@ -9,10 +9,18 @@ from collections.abc import Callable
 import click
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.option_types import DOCUMENTS, LENGTHS, json_option
+from megatron_paradyse.option_types import (
+    DOCUMENTS,
+    LENGTHS,
+    POSITIVE,
+    POSITIVE_SHARE,
+    SHARE,
+    json_option,
+)
 
 # Written out here, because help must import little; a test compares.
 GRANULARITIES = ("operation", "layer", "sequence")
+RESOLUTION = 0.02  # of measured limits
 
 
 def policy_options(command: Callable) -> Callable:
@@ -28,7 +36,7 @@ def policy_options(command: Callable) -> Callable:
         ),
         click.option(
             "--memory-margin",
-            type=click.FloatRange(0, 1),
+            type=SHARE,
             metavar="SHARE",
             help="How far a real peak may be above its prediction; default 0.03.",
         ),
@@ -60,7 +68,7 @@ def policy_options(command: Callable) -> Callable:
 @click.option("--policy", metavar="POLICY", help="optimal (default), heuristic[:no-mix,...].")
 @click.option(
     "--mixing-gain",
-    type=click.FloatRange(0, 1),
+    type=SHARE,
     metavar="SHARE",
     help="What mixing must gain; default: 0.05 by measured costs.",
 )
@@ -135,14 +143,13 @@ def plan(
 @click.option("--model", metavar="NAME|FILE", help="--measure: a named model, or YAML of flags.")
 @click.option(
     "--resolution",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.02,
+    type=POSITIVE_SHARE,
     metavar="SHARE",
     help="--measure: how closely; default 0.02.",
 )
 @click.option(
     "--most-seconds",
-    type=click.FloatRange(0, min_open=True),
+    type=POSITIVE,
     metavar="SECONDS",
     help="--measure: leave out what is predicted to take longer.",
 )
@@ -154,7 +161,7 @@ def max_length(
     nproc: int | None,
     stand_in: bool,
     model: str | None,
-    resolution: float,
+    resolution: float | None,
     most_seconds: float | None,
     costs: str,
     config: str | None,
@@ -178,11 +185,19 @@ def max_length(
     from megatron_paradyse.preview.setup import make_setup
     from megatron_paradyse.whole_file import check_figure
 
-    if measure is None and (flags or nproc or stand_in or model):
-        given = flags[0] if flags else "--nproc" if nproc else "--model" if model else "--stand-in"
+    of_measuring = {
+        "--nproc": nproc,
+        "--stand-in": stand_in or None,
+        "--model": model,
+        "--resolution": resolution,
+        "--most-seconds": most_seconds,
+    }
+    given = [*flags[:1], *(name for name, value in of_measuring.items() if value is not None)]
+    if measure is None and given:
         raise click.UsageError(
-            f"{given} is for measuring: give --measure FILE too, or leave it out"
+            f"{given[0]} is for measuring: give --measure FILE too, or leave it out"
         )
+    resolution = RESOLUTION if resolution is None else resolution
     if figure is not None:
         check_figure(figure)
     setup = make_setup(
