@@ -65,6 +65,6 @@ def test_what_is_no_file_stays_what_it_is(kind, tmp_path):
         to = {"link to a pipe": "pipe", "loop": "x.json", "link to nowhere": "nowhere/x.json"}
         path.symlink_to(to[kind])
     before = os.lstat(path)
-    with pytest.raises(UserError, match="give the name of a file|there is no folder"):
+    with pytest.raises(UserError, match=r"give the name of a file|there is no folder"):
         write_whole(path, "text")
     assert os.lstat(path) == before and set(os.listdir(tmp_path)) <= {"pipe", "x.json"}
