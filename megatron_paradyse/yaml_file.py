@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +70,8 @@ def compose_yaml(path: str, what: str = "") -> yaml.Node | None:
     """
     place = f"{what} {path}".lstrip()
     try:
+        if stat.S_ISFIFO(os.stat(path).st_mode):  # opening it would wait for its writer
+            raise UserError(f"{place} is a pipe: give an existing YAML file")
         with open(path, encoding="utf-8") as stream:
             text = stream.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:

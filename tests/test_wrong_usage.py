@@ -74,6 +74,7 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PLAN, "--config", "tabs.yaml"), "tabs.yaml, line 3", "spaces, not with tabs"),
     ((*PLAN, "--config", "unknown.yaml"), "yaml:2: unknown key 'polcy'", "did you mean policy?"),
     ((*PLAN, "--config", ""), "--config : No such file", "existing YAML file"),
+    ((*PLAN, "--config", "pipe"), "--config pipe is a pipe", "existing YAML file"),
     ((*PLAN, "--config", "nothing.yaml"), "yaml:2: policy is empty", "or leave the line out"),
     ((*PLAN, "--config", "month.yaml"), "yaml:1: trace: cannot be read: month", "in quotes"),
     ((*PLAN, "--config", "digits.yaml"), "yaml:1: head_tile: cannot be read", "in quotes"),

@@ -251,6 +251,10 @@ def _announce(settings) -> None:
     )
 
 
+# In a training step the log says which plan ran out of memory, and what to do.
+OUTSIDE_A_STEP = " (not in a training step): give more memory or a smaller model, or use more ranks"
+
+
 def show_user_errors_in_one_line() -> None:
     """From now on an uncaught UserError is one line on stderr and exit code 2.
 
@@ -264,6 +268,8 @@ def show_user_errors_in_one_line() -> None:
         dog = watchdog.current() if watchdog is not None else None
         known = isinstance(error, UserError) or is_out_of_memory(error)
         said_by, words = int(os.environ.get("RANK", 0)), " ".join(str(error).split())[:2000]
+        if known and not isinstance(error, UserError):
+            words += OUTSIDE_A_STEP
         if known and dog is not None:
             said_by, words = dog.first_words(words)
         if dog is not None and not is_lost_peer(error):
