@@ -130,6 +130,14 @@ def plan(
             click.echo(f"\n{explanation(setup, one)}")
 
 
+def _refuse(given: list[str]) -> None:
+    """Options of a measurement that was not asked for."""
+    if given:
+        raise click.UsageError(
+            f"{given[0]} is for measuring: give --measure FILE too, or leave it out"
+        )
+
+
 @click.command(
     "max-length",
     short_help="Tell the longest sequence that each strategy can train.",
@@ -185,18 +193,10 @@ def max_length(
     from megatron_paradyse.preview.setup import make_setup
     from megatron_paradyse.whole_file import check_figure
 
-    of_measuring = {
-        "--nproc": nproc,
-        "--stand-in": stand_in or None,
-        "--model": model,
-        "--resolution": resolution,
-        "--most-seconds": most_seconds,
-    }
-    given = [*flags[:1], *(name for name, value in of_measuring.items() if value is not None)]
-    if measure is None and given:
-        raise click.UsageError(
-            f"{given[0]} is for measuring: give --measure FILE too, or leave it out"
-        )
+    if measure is None:
+        given = {"--nproc": nproc, "--stand-in": stand_in or None, "--model": model}
+        given |= {"--resolution": resolution, "--most-seconds": most_seconds}
+        _refuse([*flags[:1], *(name for name, value in given.items() if value is not None)])
     resolution = RESOLUTION if resolution is None else resolution
     if figure is not None:
         check_figure(figure)

@@ -256,7 +256,7 @@ OUTSIDE_A_STEP = " (not in a training step): give more memory or a smaller model
 
 
 def show_user_errors_in_one_line() -> None:
-    """From now on an uncaught UserError is one line on stderr and exit code 2.
+    """From now on an uncaught UserError is one line on stderr and exit code 2, Ctrl-C a line too.
 
     A rank that only lost its peer, because that one ended with an error, gives torchrun time to end
     it before it says anything, so that the cause is not buried.
@@ -280,6 +280,9 @@ def show_user_errors_in_one_line() -> None:
             sys.stdout.flush()
             _report(said_by, words)
             leave(2)  # other ranks may wait in a collective: do not wait for them
+        elif issubclass(kind, KeyboardInterrupt):  # of all ranks at once, by Ctrl-C
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"error: interrupted\n")
         else:
             if is_lost_peer(error):
                 if dog is not None:

@@ -29,7 +29,6 @@ from megatron.core import mpu
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.telemetry import Microbatch
 
-
 BEGIN = b'{"kind": '  # of every line
 
 
