@@ -54,6 +54,14 @@ CASES = {
         [*TP2, "--paradyse-policy", "fixed:local_z"],
         "local_z runs packed documents only: give --paradyse-sequences packed",
     ),
+    "no offload without a choice": (
+        [*TP2, "--paradyse-no-offload"],
+        "--paradyse-no-offload has no effect with --paradyse-policy fixed:megatron_ts",
+    ),
+    "packed only, drawn": (
+        [*TP2, "--paradyse-policy", "random:1", "--paradyse-strategies", "local_z,metp"],
+        "local_z runs packed documents only: give --paradyse-sequences packed",
+    ),
     "no effect": (
         [*TP2, "--paradyse-smoothing", "0.1"],
         "--paradyse-smoothing has no effect with --paradyse-policy fixed:megatron_ts",
