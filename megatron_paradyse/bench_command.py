@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from megatron_paradyse.option_types import json_option
+from megatron_paradyse.option_types import POSITIVE, json_option
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "benchmarks"
@@ -79,7 +79,7 @@ def find_benchmarks() -> dict[str, Benchmark]:
 @click.option("--save", is_flag=True, help="Write results to benchmarks/results/ too.")
 @click.option(
     "--time-limit",
-    type=click.FloatRange(0, min_open=True),
+    type=POSITIVE,
     default=TIME_LIMIT,
     show_default=True,
     metavar="SECONDS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_paradyse.units import (
     parse_ratio,
 )
 
+MAX_NUMBER = 1e9  # of seconds, or bytes of a parameter: what a clock takes
 MOST, MOST_PACKED = 100, 10_000  # values in a list; documents in a row
 
 
@@ -51,7 +53,19 @@ def _size(text: str) -> int:
     return size
 
 
+class _Range(click.FloatRange):
+    """A range without nan, which click's own lets through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
+
 COUNT = Parsed("count", parse_count)
+SHARE, POSITIVE_SHARE = _Range(0, 1), _Range(0, 1, min_open=True)
+SECONDS, POSITIVE = _Range(0, MAX_NUMBER), _Range(0, MAX_NUMBER, min_open=True)
 RATIO = Parsed("factor", parse_ratio)
 SIZE = Parsed("size", _size)
 LENGTHS = Parsed("lengths", lambda text: _counts(text, MAX_SEQ_LENGTH, "1K,32K,300K"))

@@ -101,6 +101,8 @@ def _choice(node: yaml.Node, path: str) -> LayerChoice:
 
 
 def _name(node: yaml.Node, path: str) -> str:
+    if not isinstance(node, yaml.ScalarNode) or not node.value:
+        raise UserError(f"{_at(node, path)}: expected the name of a strategy, such as megatron_ts")
     try:
         parse_strategy_name(str(node.value))
     except UserError as error:

@@ -17,7 +17,7 @@ from megatron_paradyse import setting_kinds as kinds
 from megatron_paradyse.data.choices import LONG_DOCUMENT_CHOICES, ORDER_CHOICES
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.setting_kinds import Kind, Restriction
-from megatron_paradyse.yaml_file import compose_yaml, refuse_twice
+from megatron_paradyse.yaml_file import compose_yaml, refuse_twice, value_of
 
 GRANULARITY_CHOICES = ("operation", "layer", "sequence")
 DOCUMENTS, PACKED, FIXED = "documents", "packed", "fixed"  # values of sequences
@@ -229,10 +229,9 @@ def settings_of(path: str, node: yaml.Node) -> dict[str, Any]:
         if key in settings:
             raise UserError(f"{where}: key {key!r} is given twice: keep one")
         refuse_twice(path, value_node)
-        try:
-            value = yaml.safe_load(yaml.serialize(value_node))
-        except yaml.YAMLError as error:
-            raise UserError(f"{where}: {' '.join(str(error).split())}") from error
+        value = value_of(value_node, f"{where}: {key}")
+        if value is None:
+            raise UserError(f"{where}: {key} is empty: give a value, or leave the line out")
         settings[key] = _checked(key, value, f"{where}: {key}")
     return settings
 
@@ -244,7 +243,7 @@ def make_settings(
 
     prefix: of the flags, for errors.
     """
-    values = load_yaml_settings(config_path, f"{prefix}config") if config_path else {}
+    values = {} if config_path is None else load_yaml_settings(config_path, f"{prefix}config")
     for name, value in flags.items():
         if value is not None:
             values[name] = _checked(name, value, f"{prefix}{name.replace('_', '-')}")

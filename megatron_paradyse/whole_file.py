@@ -17,16 +17,17 @@ FIGURES = (".png", ".svg", ".pdf")
 def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
     """A temporary name beside path, of the same suffix, which becomes path when all went well.
 
-    Raises UserError where no file of this name can be written; nothing stays behind then.
+    A link stays one: the file that it names is written. Raises UserError where no file of this name
+    can be written; nothing stays behind then.
     """
     path = os.fspath(path)
     check_output(path)
-    folder, name = os.path.split(path)
-    temporary = temporary_path(path) + os.path.splitext(name)[1].lower()
+    target = os.path.realpath(path)
+    temporary = temporary_path(target) + os.path.splitext(path)[1].lower()
     try:
         yield temporary
         sync(temporary)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -38,7 +39,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
         raise
     # The name itself must survive a crash; some file systems cannot sync a folder.
     with contextlib.suppress(OSError):
-        sync(folder or ".")
+        sync(os.path.dirname(target))
 
 
 def temporary_path(path: str | os.PathLike[str]) -> str:
@@ -69,9 +70,17 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 def check_output(path: str | os.PathLike[str]) -> None:
     """UserError where a file of this name cannot be written: to ask before long work begins."""
     path = os.fspath(path)
+    if not path:
+        raise UserError("an output has an empty name: give the name of a file")
     folder, name = os.path.split(path)
     if not name or os.path.isdir(path):
-        raise UserError(f"{path or 'an empty path'} is a folder: give the name of a file in it")
+        raise UserError(f"{path} is a folder: give the name of a file in it")
+    target = os.path.realpath(path)
+    # A rename would put a file in the place of a device, such as /dev/null in a container.
+    if os.path.lexists(target) and not os.path.isfile(target):
+        raise UserError(f"{path} is a device, a pipe or a loop of links: give the name of a file")
+    if os.path.islink(path):
+        folder = os.path.dirname(target)
     if not os.path.isdir(folder or "."):
         raise UserError(f"{path}: there is no folder {folder}: make it, or choose another")
     if not os.access(folder or ".", os.W_OK | os.X_OK):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +65,8 @@ def compose_yaml(path: str, what: str = "") -> yaml.Node | None:
     """
     place = f"{what} {path}".lstrip()
     try:
+        if stat.S_ISFIFO(os.stat(path).st_mode):  # opening it would wait for its writer
+            raise UserError(f"{place} is a pipe: give an existing YAML file")
         with open(path, encoding="utf-8") as stream:
             text = stream.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
@@ -115,7 +119,6 @@ def entry_of(path: str, node: yaml.Node | None, what: str, keys: Sequence[str]) 
         place = path if node is None else f"{path}, line {node.start_mark.line + 1}"
         raise UserError(f"{place}: {what} is described by 'key: value' lines")
     entry = Entry(path, {}, {})
-    loader = yaml.SafeLoader("")
     for key_node, value_node in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key not in keys:
@@ -125,12 +128,22 @@ def entry_of(path: str, node: yaml.Node | None, what: str, keys: Sequence[str]) 
             )
         if key in entry.values:
             raise UserError(f"{path}, line {line}: {key} is there twice: keep one")
-        try:
-            entry.values[key] = loader.construct_object(value_node, deep=True)
-        except yaml.YAMLError as error:
-            raise UserError(f"{path}, line {line}: {' '.join(str(error).split())}") from error
+        entry.values[key] = value_of(value_node, f"{path}, line {line}: {key}")
         entry.lines[key] = line
     return entry
+
+
+def value_of(node: yaml.Node, where: str) -> Any:
+    """What a node holds; UserError that begins with where for what PyYAML cannot read: a tag of
+    Python's, a thirteenth month, a number of thousands of digits.
+    """
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        why = getattr(error, "problem", None) or str(error)
+        raise UserError(
+            f"{where}: cannot be read: {' '.join(why.split()):.200}: put a text in quotes"
+        ) from error
 
 
 def refuse_twice(path: str, node: yaml.Node) -> None:

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from megatron_paradyse.data.writer import DatasetWriter
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.whole_file import whole_file, write_whole
 
 
@@ -38,3 +39,32 @@ def test_what_failed_leaves_the_file_as_it_was_and_nothing_beside_it(tmp_path):
             stream.write("half")
         raise ValueError("no")
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["x.json"]
+
+
+def test_a_link_stays_and_the_file_that_it_names_is_written(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name in ("there/old.json", "there/new.json"):
+        link = tmp_path / os.path.basename(name)
+        link.symlink_to(name)
+    (tmp_path / "there" / "old.json").write_text("before")
+    for name in ("old.json", "new.json"):
+        write_whole(tmp_path / name, "after")
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / "there" / name).read_text() == "after"
+    assert len(os.listdir(tmp_path)) == 3 and len(os.listdir(tmp_path / "there")) == 2
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "loop", "link to nowhere"])
+def test_what_is_no_file_stays_what_it_is(kind, tmp_path):
+    """As /dev/stdout, and in a container /dev/null, which a rename would replace."""
+    path = tmp_path / "x.json"
+    os.mkfifo(tmp_path / "pipe")
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+    else:
+        to = {"link to a pipe": "pipe", "loop": "x.json", "link to nowhere": "nowhere/x.json"}
+        path.symlink_to(to[kind])
+    before = os.lstat(path)
+    with pytest.raises(UserError, match=r"give the name of a file|there is no folder"):
+        write_whole(path, "text")
+    assert os.lstat(path) == before and set(os.listdir(tmp_path)) <= {"pipe", "x.json"}

@@ -38,6 +38,8 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PLAN, "--memory-budget", "76G"), "'76G'", "--memory-budget: a size is written like 76GiB"),
     ((*PLAN, "--memory-budget", "50MB"), "a memory budget of 47.7 MiB", "use more ranks"),
     ((*PLAN, "--memory-margin", "3"), "3.0 is not in the range", "'--memory-margin'"),
+    ((*PLAN, "--memory-margin", "nan"), "nan is not in the range", "0<=x<=1"),
+    ((*PLAN, "--mixing-gain", "nan"), "nan is not in the range", "0<=x<=1"),
     ((*PLAN, "--strategies", "metq"), "'metq'", "use one of megatron_ts"),
     ((*PLAN, "--policy", "fastest"), "'fastest'", "give optimal, heuristic"),
     ((*PLAN, "--policy", "heuristic:no-brakes"), "no-brakes", "heuristic takes no-prune"),
@@ -47,6 +49,10 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PLAN, "--pipeline-stages", "3"), "3 pipeline stages", "that divides them"),
     ((*PLAN, "--pipeline-stage", "2"), "stage 2 of 1", "give --pipeline-stage 1 to 1"),
     (("max-length", "costs.json"), "without a memory budget", "give --memory-budget"),
+    ((*LONGEST, "--resolution", "nan"), "nan is not in the range", "0<x<=1"),
+    ((*LONGEST, "--resolution", "0.1"), "--resolution is for measuring", "give --measure FILE"),
+    ((*LONGEST, "--most-seconds", "9"), "--most-seconds is for measuring", "or leave it out"),
+    ((*LONGEST, "--most-seconds", "nan"), "nan is not in the range", "0<x<="),
     # files that are not there, or not what they should be
     (("plan", "none.json", "--lengths", "1K"), "none.json does not exist", "check the path"),
     (("plan", "folder", "--lengths", "1K"), "folder is not a regular file", "check the path"),
@@ -67,14 +73,22 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PLAN, "--config", "none.yaml"), "none.yaml: No such file", "existing YAML file"),
     ((*PLAN, "--config", "tabs.yaml"), "tabs.yaml, line 3", "spaces, not with tabs"),
     ((*PLAN, "--config", "unknown.yaml"), "yaml:2: unknown key 'polcy'", "did you mean policy?"),
+    ((*PLAN, "--config", ""), "--config : No such file", "existing YAML file"),
+    ((*PLAN, "--config", "pipe"), "--config pipe is a pipe", "existing YAML file"),
+    ((*PLAN, "--config", "nothing.yaml"), "yaml:2: policy is empty", "or leave the line out"),
+    ((*PLAN, "--config", "month.yaml"), "yaml:1: trace: cannot be read: month", "in quotes"),
+    ((*PLAN, "--config", "digits.yaml"), "yaml:1: head_tile: cannot be read", "in quotes"),
     ((*PLAN, "--config", "twice.yaml"), "twice.yaml:2: key 'order'", "keep one"),
     ((*PLAN, "--config", "type.yaml"), "yaml:1: memory_margin: 'much'", "from 0 to 1"),
     ((*PLAN, "--config", "bytes.yaml"), "bytes.yaml is not YAML", "save it as UTF-8"),
     (("train", "none.yaml"), "none.yaml: No such file", "existing YAML file"),
     (("train", "run.yaml"), "run.yaml, line 2: a run has no 'nodes'", "did you mean nnodes?"),
+    (("train", "month-run.yaml"), "month-run.yaml, line 1: rdzv_id: cannot be read", "in quotes"),
     (("train", "zero.yaml"), "line 1: nproc_per_node: '0'", "from 1 to"),
     # outputs that cannot be
     (("fit", "costs.json", "-o", "folder"), "folder is a folder", "name of a file in it"),
+    (("fit", "costs.json", "-o", "pipe"), "pipe is a device, a pipe or", "name of a file"),
+    (("schema", "train", "-o", ""), "an output has an empty name", "name of a file"),
     (("fit", "costs.json", "-o", "nowhere/x.json"), "no folder nowhere", "make it"),
     (("fit", "costs.json", "-o", "/proc/x.json"), "/proc", "choose another"),
     ((*LONGEST, "--figure", "x.gif"), "x.gif", "ends in .png, .svg or .pdf"),
@@ -89,6 +103,8 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*SIMULATE, "a100-80g", "--model", "gpt5"), "'gpt5'", "use one of bert, llama, gpt"),
     ((*SIMULATE, "a100-80g"), "vocabulary is missing", "give --vocab-size"),
     ((*GPT, "--ranks", "0"), "0 is not in the range", "1<=x<=1024"),
+    ((*GPT, "--state-bytes", "nan"), "nan is not in the range", "0<x<="),
+    ((*GPT, "--state-bytes", "inf"), "inf is not in the range", "0<x<="),
     ((*GPT, "--interconnect", "wire"), "'wire'", "use one of nvlink3"),
     ((*GPT, "--lengths", "8K,100"), "--lengths 100", "use 96"),
     ((*GPT, "--batch-sizes", "0"), "got '0'", "such as 1,2"),
@@ -99,6 +115,9 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PROFILE, "--model", "twice-model.yaml"), "line 2: num_layers is there twice", "keep one"),
     ((*PROFILE, "--interconnect", "nvlink4"), "--interconnect", "describes a --stand-in"),
     (("bench", "plannner"), "'plannner'", "did you mean planner?"),
+    (("bench", "planner", "--time-limit", "nan"), "nan is not in the range", "'--time-limit'"),
+    (("bench", "planner", "--time-limit", "inf"), "inf is not in the range", "'--time-limit'"),
+    ((*PROFILE, "--budget-seconds", "nan"), "nan is not in the range", "'--budget-seconds'"),
     (("bench", "planner", "--time-limit", "0"), "0.0 is not in the range", "'--time-limit'"),
     # data
     ((*PREPARE, "none"), "none does not exist", "check the path"),
@@ -140,6 +159,10 @@ def folder(tmp_path_factory):
         "tabs.yaml": "policy: optimal\nlayers:\n\t1: metp\n",
         "unknown.yaml": "order: shuffled\npolcy: optimal\n",
         "twice.yaml": "order: shuffled\norder: bucketed\n",
+        "nothing.yaml": "order: shuffled\npolicy:\n",
+        "month.yaml": "trace: 2026-13-01\n",
+        "digits.yaml": f"head_tile: {'9' * 5000}\n",
+        "month-run.yaml": "rdzv_id: 2026-13-01\n",
         "type.yaml": "memory_margin: much\n",
         "run.yaml": "nproc_per_node: 2\nnodes: 2\n",
         "zero.yaml": "nproc_per_node: 0\n",
@@ -150,6 +173,7 @@ def folder(tmp_path_factory):
         (root / name).write_text(text)
     (root / "bytes.yaml").write_bytes(b"policy: \xff\n")
     (root / "folder").mkdir()
+    os.mkfifo(root / "pipe")
     return root
 
 

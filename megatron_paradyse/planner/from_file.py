@@ -63,6 +63,12 @@ class FilePolicies:
         shape = costs.file.table.description.model
         self.num_layers = num_layers or shape.num_layers
         self.kinds = costs.file.table.description.layer_kinds
+        beyond = [number for number in settings.layers or {} if number > self.num_layers]
+        if beyond:
+            raise UserError(
+                f"layers: there is no layer {beyond[0]} in a model of {self.num_layers}: give "
+                f"1 to {self.num_layers}"
+            )
         if self.kinds.others and self.num_layers != shape.num_layers:
             raise UserError(
                 f"{costs.file.path} is of {shape.num_layers} layers that differ, which does not "

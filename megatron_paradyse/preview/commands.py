@@ -9,10 +9,18 @@ from collections.abc import Callable
 import click
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.option_types import DOCUMENTS, LENGTHS, json_option
+from megatron_paradyse.option_types import (
+    DOCUMENTS,
+    LENGTHS,
+    POSITIVE,
+    POSITIVE_SHARE,
+    SHARE,
+    json_option,
+)
 
 # Written out here, because help must import little; a test compares.
 GRANULARITIES = ("operation", "layer", "sequence")
+RESOLUTION = 0.02  # of measured limits
 
 
 def policy_options(command: Callable) -> Callable:
@@ -28,7 +36,7 @@ def policy_options(command: Callable) -> Callable:
         ),
         click.option(
             "--memory-margin",
-            type=click.FloatRange(0, 1),
+            type=SHARE,
             metavar="SHARE",
             help="How far a real peak may be above its prediction; default 0.03.",
         ),
@@ -60,7 +68,7 @@ def policy_options(command: Callable) -> Callable:
 @click.option("--policy", metavar="POLICY", help="optimal (default), heuristic[:no-mix,...].")
 @click.option(
     "--mixing-gain",
-    type=click.FloatRange(0, 1),
+    type=SHARE,
     metavar="SHARE",
     help="What mixing must gain; default: 0.05 by measured costs.",
 )
@@ -122,6 +130,14 @@ def plan(
             click.echo(f"\n{explanation(setup, one)}")
 
 
+def _refuse(given: list[str]) -> None:
+    """Options of a measurement that was not asked for."""
+    if given:
+        raise click.UsageError(
+            f"{given[0]} is for measuring: give --measure FILE too, or leave it out"
+        )
+
+
 @click.command(
     "max-length",
     short_help="Tell the longest sequence that each strategy can train.",
@@ -135,14 +151,13 @@ def plan(
 @click.option("--model", metavar="NAME|FILE", help="--measure: a named model, or YAML of flags.")
 @click.option(
     "--resolution",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.02,
+    type=POSITIVE_SHARE,
     metavar="SHARE",
     help="--measure: how closely; default 0.02.",
 )
 @click.option(
     "--most-seconds",
-    type=click.FloatRange(0, min_open=True),
+    type=POSITIVE,
     metavar="SECONDS",
     help="--measure: leave out what is predicted to take longer.",
 )
@@ -154,7 +169,7 @@ def max_length(
     nproc: int | None,
     stand_in: bool,
     model: str | None,
-    resolution: float,
+    resolution: float | None,
     most_seconds: float | None,
     costs: str,
     config: str | None,
@@ -178,11 +193,12 @@ def max_length(
     from megatron_paradyse.preview.setup import make_setup
     from megatron_paradyse.whole_file import check_figure
 
-    if measure is None and (flags or nproc or stand_in or model):
-        given = flags[0] if flags else "--nproc" if nproc else "--model" if model else "--stand-in"
-        raise click.UsageError(
-            f"{given} is for measuring: give --measure FILE too, or leave it out"
-        )
+    if measure is None:
+        given: dict[str, object] = {"--nproc": nproc, "--model": model}
+        given |= {"--stand-in": stand_in or None}
+        given |= {"--resolution": resolution, "--most-seconds": most_seconds}
+        _refuse([*flags[:1], *(name for name, value in given.items() if value is not None)])
+    resolution = RESOLUTION if resolution is None else resolution
     if figure is not None:
         check_figure(figure)
     setup = make_setup(

@@ -80,6 +80,12 @@ def _notes(setup: Setup, found: Longest) -> list[str]:
         notes.append(
             f"* beyond what was timed of it (of all: {timed}): extrapolated by the fitted model."
         )
+    if setup.description.model.position_embedding == "learned" and not setup.static_given:
+        notes.append(
+            "Learned positions: their table grows with --max-position-embeddings on every rank; "
+            "counted is that of the costs. For a longer one give --static-memory, as training says "
+            "it at its start."
+        )
     if setup.description.source != "measured":
         notes.append(f"These costs are {setup.description.source}, not measured on such ranks.")
     return ["\n".join(wrapped(note) for note in notes)]

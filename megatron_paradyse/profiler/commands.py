@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, SIZE
+from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, SECONDS, SIZE
 from megatron_paradyse.profiler.points import Options
 
 QUICK_SECONDS_PER_POINT = 0.05
@@ -36,7 +36,7 @@ PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]
 @click.option("--max-length", type=COUNT, help="The longest default length; default: --seq-length.")
 @click.option("--batch-sizes", type=BATCH_SIZES, default="1", help="Such as 1,2; default 1.")
 @click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
-@click.option("--budget-seconds", type=click.FloatRange(0), help="Stop after so long.")
+@click.option("--budget-seconds", type=SECONDS, help="Stop after so long.")
 @click.option("--quick", is_flag=True, help="4 lengths, shorter runs, no checks: less accurate.")
 @click.option("--packed", is_flag=True, help="Attention on packed rows too.")
 @click.option("--memory", type=SIZE, help="Of a rank, such as 76GiB; longer lengths are left out.")

@@ -111,7 +111,8 @@ def _memory_words(content: Content) -> str:
     said = "The trace tells no budget" if budget is None else f"Budget {budget / 2**20:,.0f} MiB"
     return (
         f"{said}; {failed} record{'' if failed == 1 else 's'} of memory that ran out. "
-        "Peaks are of one rank, everything alive included."
+        "Peaks are of one rank, everything alive included; before the optimizer has made its "
+        "states, in its first step, they lie below their prediction."
     )
 
 

@@ -102,11 +102,12 @@ def origin(content: Content) -> str:
     budget = run.memory_budget_bytes
     starts = max(len(trace.runs) for trace in content.traces)
     last = f"Last of {starts} starts: policy" if starts > 1 else "Policy"
+    started = run.date.replace("T", " ").replace("+00:00", " UTC")
     return (
         f"{last} {run.policy} on {ranks['world']} ranks ({layout}) of {run.hardware.name}; "
         f"{run.model['num_layers']} layers, hidden size {run.model['hidden_size']}, {run.dtype}; "
         f"memory budget {'none' if budget is None else f'{budget / 2**20:,.0f} MiB a rank'}; "
-        f"started {run.date}, megatron_paradyse {run.version}. From {files}."
+        f"started {started}, megatron_paradyse {run.version}. From {files}."
     )
 
 

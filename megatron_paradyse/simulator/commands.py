@@ -12,7 +12,7 @@ import click
 from megatron_paradyse.costs.layers import MLP, half_of
 from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, json_option
+from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, POSITIVE, json_option
 from megatron_paradyse.strategies import offloads, recomputes
 from megatron_paradyse.units import format_count
 
@@ -61,7 +61,7 @@ MASKS = ("causal", "bidirectional")
 )
 @click.option(
     "--state-bytes",
-    type=click.FloatRange(0, min_open=True),
+    type=POSITIVE,
     metavar="BYTES",
     help="Of a parameter, its gradient and optimizer states; default: Megatron's 18 (16: float32).",
 )

@@ -100,7 +100,9 @@ class CostPolicies:
         """One line: which costs, strategies and budget."""
         budget = "none"
         if self.budget_bytes != UNLIMITED:
-            budget = f"{self.budget_bytes / 2**30:.3f} GiB less {self.settings.memory_margin:.0%}"
+            size = self.budget_bytes
+            told = f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.1f} MiB"
+            budget = f"{told} less {self.settings.memory_margin:.0%}"
         description = self.costs.file.table.description
         return (
             f"> paradyse: plans by {self.costs.file.path}, {description.source} on "

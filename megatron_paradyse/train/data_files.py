@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from pathlib import Path
 
 from megatron_paradyse.data.metadata import DatasetMetadata, read_metadata
@@ -36,7 +38,29 @@ def data_prefixes(args: argparse.Namespace) -> list[str]:
             "PREFIX or WEIGHT PREFIX WEIGHT PREFIX"
         ) from error
     blends = [blend] if blend is not None else per_split or []
+    for weights in (each[1] for each in blends if each and each[1] is not None):
+        if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+            told = ", ".join(f"{weight:g}" for weight in weights)
+            raise UserError(
+                f"{' and '.join(given)} with the weights {told}: give numbers of 0 or more, not "
+                "all of them 0"
+            )
     return list(dict.fromkeys(prefix for each in blends if each for prefix in each[0]))
+
+
+def check_split(split: str | None) -> None:
+    """Megatron takes the digits that it finds, without their signs, and divides by their sum."""
+    if split is None:
+        return
+    try:
+        shares = [float(share) for share in re.split(r"[,/]", split)]
+    except ValueError:
+        shares = []
+    fit = 1 <= len(shares) <= 3 and all(0 <= share < math.inf for share in shares)
+    if not fit or not any(shares):
+        raise UserError(
+            f"--split {split}: give the shares of training, validation and test, such as 969,30,1"
+        )
 
 
 def check_there(prefixes: list[str]) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.train.data_files import check_there, data_prefixes, take_vocabulary
+from megatron_paradyse.train.data_files import (
+    check_split,
+    check_there,
+    data_prefixes,
+    take_vocabulary,
+)
 
 
 def prepare_documents(args: argparse.Namespace) -> None:
@@ -31,6 +36,8 @@ def prepare_documents(args: argparse.Namespace) -> None:
             )
     if args.seq_length is None:
         raise UserError("--seq-length is missing: give the longest sequence to train on")
+    if args.seq_length < 1:
+        raise UserError(f"--seq-length {args.seq_length}: give the longest sequence to train on")
     args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens
     for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
         if args.paradyse_settings.balance and getattr(args, name):
@@ -38,6 +45,7 @@ def prepare_documents(args: argparse.Namespace) -> None:
                 f"--paradyse-balance with --{name.replace('_', '-')}: global batches of one size "
                 "only: drop one"
             )
+    check_split(args.split)
     prefixes = data_prefixes(args)
     take_vocabulary(args, prefixes)
     check_there(prefixes)

@@ -16,7 +16,12 @@ FLAG_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # arguments of another
 def check_schedule(args: argparse.Namespace) -> None:
     """Megatron's own checks of it come once the model is built, and say nothing."""
     for unit in ("iters", "samples"):
-        total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+        asked = getattr(args, f"train_{unit}")
+        if asked is not None and asked < 1 and not args.skip_train:
+            raise UserError(
+                f"--train-{unit} {asked} trains nothing: give 1 or more, or --skip-train"
+            )
+        total = getattr(args, f"lr_decay_{unit}") or asked
         warmup = getattr(args, f"lr_warmup_{unit}")
         if total and warmup >= total:
             raise UserError(

@@ -251,8 +251,12 @@ def _announce(settings) -> None:
     )
 
 
+# In a training step the log says which plan ran out of memory, and what to do.
+OUTSIDE_A_STEP = " (not in a training step): give more memory or a smaller model, or use more ranks"
+
+
 def show_user_errors_in_one_line() -> None:
-    """From now on an uncaught UserError is one line on stderr and exit code 2.
+    """From now on an uncaught UserError is one line on stderr and exit code 2, Ctrl-C a line too.
 
     A rank that only lost its peer, because that one ended with an error, gives torchrun time to end
     it before it says anything, so that the cause is not buried.
@@ -264,6 +268,8 @@ def show_user_errors_in_one_line() -> None:
         dog = watchdog.current() if watchdog is not None else None
         known = isinstance(error, UserError) or is_out_of_memory(error)
         said_by, words = int(os.environ.get("RANK", 0)), " ".join(str(error).split())[:2000]
+        if known and not isinstance(error, UserError):
+            words += OUTSIDE_A_STEP
         if known and dog is not None:
             said_by, words = dog.first_words(words)
         if dog is not None and not is_lost_peer(error):
@@ -274,6 +280,9 @@ def show_user_errors_in_one_line() -> None:
             sys.stdout.flush()
             _report(said_by, words)
             leave(2)  # other ranks may wait in a collective: do not wait for them
+        elif issubclass(kind, KeyboardInterrupt):  # of all ranks at once, by Ctrl-C
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"error: interrupted\n")
         else:
             if is_lost_peer(error):
                 if dog is not None:

@@ -10,8 +10,8 @@ import torch
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.cost_settings import check_policy, read_costs
-from megatron_paradyse.policy import FixedPolicy, PlanFilePolicy, cost_policy_kind, make_policy
-from megatron_paradyse.settings import BY_COST, PACKED, Settings
+from megatron_paradyse.policy import PlanFilePolicy, cost_policy_kind, make_policy
+from megatron_paradyse.settings import BY_COST, PACKED, WITHOUT_FLAG, Settings
 from megatron_paradyse.strategies import (
     PACKED_ONLY,
     RECOMPUTE,
@@ -77,7 +77,7 @@ def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple
         return read_costs(settings).strategies
     policy = make_policy(settings)
     alone = [name for name in policy.strategies if base_name(name) in PACKED_ONLY]
-    if isinstance(policy, FixedPolicy) and alone and settings.sequences != PACKED:
+    if alone and settings.sequences != PACKED:
         raise UserError(
             f"{alone[0]} runs packed documents only: give --paradyse-sequences packed, or another "
             "strategy"
@@ -87,9 +87,16 @@ def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple
         ineffective.append("memory_budget")
     if ineffective:
         raise UserError(
-            f"--paradyse-{ineffective[0].replace('_', '-')} has no effect with --paradyse-policy "
+            f"{_flag_of(settings, ineffective[0])} has no effect with --paradyse-policy "
             f"{settings.policy}, which does not choose by cost: leave it out"
         )
     if isinstance(policy, PlanFilePolicy) and args.num_layers:
         policy.check_layers(args.num_layers)
     return policy.strategies
+
+
+def _flag_of(settings: Settings, name: str) -> str:
+    """What a user has written to set it."""
+    if name in WITHOUT_FLAG:
+        return name
+    return f"--paradyse-{'no-' if getattr(settings, name) is False else ''}{name.replace('_', '-')}"

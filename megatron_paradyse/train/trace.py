@@ -29,6 +29,8 @@ from megatron.core import mpu
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.telemetry import Microbatch
 
+BEGIN = b'{"kind": '  # of every line
+
 
 class Trace:
     """Appends to FILE; with several grids (replicas, pipeline stages) each has a file of its own:
@@ -57,6 +59,7 @@ class Trace:
     def start(self, run: dict[str, Any]) -> None:
         """Write what a training that starts is, on rank 0 of the grid."""
         if mpu.get_tensor_model_parallel_rank() == 0:
+            self._check()
             self._end_last_line()
             self._write([{"kind": "run", **run}])
 
@@ -78,6 +81,30 @@ class Trace:
         """Write what did not fit; any rank may."""
         self._write([record])
 
+    def _check(self) -> None:
+        """UserError for a file that is no trace, which lines at its end would spoil, and for a
+        pipe that nobody reads, which would never open.
+        """
+        try:
+            if self.path.is_fifo():
+                os.close(os.open(self.path, os.O_WRONLY | os.O_NONBLOCK))
+            begin = b""
+            if self.path.is_file():
+                with self.path.open("rb") as file:
+                    begin = file.read(len(BEGIN))
+        except OSError as error:
+            raise self._cannot(error) from error
+        if not BEGIN.startswith(begin):  # of a start that was killed there may be less
+            raise UserError(
+                f"--paradyse-trace {self.path} is another file, not a trace: give the name of a "
+                "new file, or of a trace to go on with"
+            )
+
+    def _cannot(self, error: OSError) -> UserError:
+        return UserError(
+            f"--paradyse-trace {self.path}: {error.strerror}: give a file that can be written"
+        )
+
     def _end_last_line(self) -> None:
         """A start that was killed while it wrote may have left a part of a line."""
         if not self.path.is_file():
@@ -98,9 +125,7 @@ class Trace:
             if size is not None:
                 with contextlib.suppress(OSError):
                     os.truncate(self.path, size)
-            raise UserError(
-                f"--paradyse-trace {self.path}: {error.strerror}: give a file that can be written"
-            ) from error
+            raise self._cannot(error) from error
 
 
 def out_of_memory_record(

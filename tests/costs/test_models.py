@@ -183,6 +183,7 @@ def test_operations_with_too_few_lengths_are_left_out_and_named():
         *make_table(LENGTHS[:2], ("ulysses_z",), ("mlp",), model_parts=False).measurements,
         Measurement("ulysses_z", "mlp", 1 << 20, 1, "oom"),
         Measurement("ulysses_z", "attention", 128, 1, "unsupported: n % p"),
+        *make_table(LENGTHS[:2], ("metp",), ("layer",), model_parts=False).measurements,  # a check
     )
     table = CostTable(DESCRIPTION, points, CONSTANTS)
     model = fit_table(table)

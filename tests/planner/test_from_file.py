@@ -188,6 +188,13 @@ def test_what_one_layer_may_run_is_not_offered_to_the_others(settings, tmp_path)
         assert "metp+offload" not in policy.uniforms(1, 128, LAYERS)
 
 
+def test_a_layer_that_the_model_lacks_is_named(settings):
+    """A rule for layer 9 of 4 would otherwise never be used, and nobody told."""
+    rule = {9: Restriction(("metp",), ("metp",))}
+    with pytest.raises(UserError, match="there is no layer 9 in a model of 4: give 1 to 4"):
+        policies(dataclasses.replace(settings, layers=rule), 1 << 40)
+
+
 @pytest.mark.parametrize("source, gain", [("measured", 0.05), ("simulated", 0.0)])
 def test_measured_costs_mix_for_a_gain_of_5_percent(source, gain, settings, tmp_path):
     text = json.loads(Path(settings.cost_model).read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -130,3 +131,15 @@ def test_the_figure_is_drawn_all_or_nothing(suffix, costs, tmp_path):
     assert path.stat().st_size > 5000 and [p.name for p in tmp_path.iterdir()] == [path.name]
     refused = run(costs, "--memory-budget", "400MB", "--figure", tmp_path / "x.gif")
     assert "a figure ends in .png, .svg or .pdf" in refused.output
+
+
+def test_learned_positions_are_told_to_grow_with_the_length(tmp_path, costs):
+    values = json.loads(Path(costs).read_text())
+    values["description"]["model"]["position_embedding"] = "learned"
+    learned = tmp_path / "learned.json"
+    learned.write_text(json.dumps(values))
+    budget = ("--memory-budget", "400MB")
+    words = "give --static-memory, as training says"
+    assert words in " ".join(run(learned, *budget).stdout.split())
+    for known in ((costs, *budget), (learned, *budget, "--static-memory", "100MB")):
+        assert words not in " ".join(run(*known).stdout.split())

@@ -40,9 +40,26 @@ CASES = {
         [*TP2, "--paradyse-long-documents", "refuse"],
         "document 10 has 200 tokens, --seq-length 64 takes 65: raise --seq-length",
     ),
+    "budget of nothing": (
+        [*TP2, "--paradyse-memory-budget", "5"],
+        "just asked for (not in a training step): give more memory or a smaller model",
+    ),
+    "no share": ([*TP2, "--split", "0,0,0"], "--split 0,0,0: give the shares of training"),
+    "shares in words": ([*TP2, "--split", "all"], "--split all: give the shares of training"),
+    "a share below 0": ([*TP2, "--split", "90,-5,5"], "--split 90,-5,5: give the shares of"),
+    "no iteration": ([*TP2, "--train-iters", 0], "--train-iters 0 trains nothing: give 1 or more"),
+    "no length": ([*TP2, "--seq-length", "-64"], "--seq-length -64: give the longest sequence"),
     "policy": ([*TP2, "--paradyse-policy", "fixed:megatron"], "no strategy named 'megatron': use"),
     "packed only": (
         [*TP2, "--paradyse-policy", "fixed:local_z"],
+        "local_z runs packed documents only: give --paradyse-sequences packed",
+    ),
+    "no offload without a choice": (
+        [*TP2, "--paradyse-no-offload"],
+        "--paradyse-no-offload has no effect with --paradyse-policy fixed:megatron_ts",
+    ),
+    "packed only, drawn": (
+        [*TP2, "--paradyse-policy", "random:1", "--paradyse-strategies", "local_z,metp"],
         "local_z runs packed documents only: give --paradyse-sequences packed",
     ),
     "no effect": (

@@ -106,3 +106,10 @@ def test_data_sets_of_other_vocabularies_are_refused(folder, monkeypatch):
         arguments_of(monkeypatch, "--data-path", "A", "B")
     given = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "300"]
     assert arguments_of(monkeypatch, "--data-path", "A", "B", *given).vocab_size == 300
+
+
+@pytest.mark.parametrize("weights", ["-1 2", "nan 1", "inf 1", "0 0"])
+def test_weights_that_are_no_shares_are_refused(weights, folder, monkeypatch):
+    first, second = weights.split()
+    with pytest.raises(UserError, match=r"^--data-path with the weights .*: give numbers of 0 or"):
+        arguments_of(monkeypatch, "--data-path", first, "A", second, "B")

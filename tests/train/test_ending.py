@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
+from tests.train.harness import ROOT
 
 NO_MEMORY = [
     torch.OutOfMemoryError("2.00 GiB more than the budget"),
@@ -31,3 +37,19 @@ def test_memory_that_ran_out_is_told_from_other_errors(error):
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: str(error)[:30])
 def test_other_errors_are_not_taken_for_it(error):
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "error: interrupted\n"), ("1", "")])
+def test_ctrl_c_is_one_line_of_the_first_rank(rank, said):
+    """A terminal sends it to every rank, and each printed a traceback."""
+    code = "import os, signal; from megatron_paradyse.train import plugin; "
+    code += "plugin.show_user_errors_in_one_line(); os.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RANK": rank, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, said)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.report.trace_file import read_trace
 from megatron_paradyse.train import trace as trace_module
@@ -64,16 +66,45 @@ def test_a_training_that_megatron_ends_early_is_summed_up_too(data, tmp_path):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_null(loss, tmp_path, monkeypatch):
-    alone = {"get_tensor_model_parallel_rank": 0}
-    alone |= {f"get_{group}_parallel_world_size": 1 for group in ("data", "pipeline_model")}
-    for name, value in alone.items():
-        monkeypatch.setattr(trace_module.mpu, name, lambda value=value: value)
-    path = tmp_path / "trace.jsonl"
+    path = trace_of_one_grid(tmp_path, monkeypatch)
     Trace(str(path)).iteration(1, [], {"seconds": 0.5, "lm loss": loss})
     (record,) = (json.loads(line, parse_constant=pytest.fail) for line in path.open())
     assert record == {"kind": "iteration", "iteration": 1, "seconds": 0.5, "lm loss": None}
     trace = read_trace(str(path))
     assert trace.warnings == {} and trace.iterations.count == 1
+
+
+@pytest.mark.parametrize("begin", [b"", b'{"ki', b'{"kind": "run"'])
+def test_a_trace_goes_on_after_a_start_that_was_killed(begin, tmp_path, monkeypatch):
+    path = trace_of_one_grid(tmp_path, monkeypatch)
+    path.write_bytes(begin)
+    Trace(str(path)).start({"date": "x"})
+    assert json.loads(path.read_text().splitlines()[-1]) == {"kind": "run", "date": "x"}
+    assert path.read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize("text", ['{"schema_version": 1}', "\0\1", "x"])
+def test_another_file_is_not_added_to(text, tmp_path, monkeypatch):
+    """As the costs or the tokens of the same training, named by mistake."""
+    path = trace_of_one_grid(tmp_path, monkeypatch)
+    path.write_text(text)
+    with pytest.raises(UserError, match="is another file, not a trace: give the name of a new"):
+        Trace(str(path)).start({})
+    assert path.read_text() == text
+
+
+def test_a_pipe_that_nobody_reads_is_refused(tmp_path, monkeypatch):
+    path = trace_of_one_grid(tmp_path, monkeypatch)
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="No such device or address: give a file"):
+        Trace(str(path)).start({})
+
+
+def trace_of_one_grid(folder, monkeypatch):
+    for name in ("data_parallel", "pipeline_model_parallel"):
+        monkeypatch.setattr(trace_module.mpu, f"get_{name}_world_size", lambda: 1)
+    monkeypatch.setattr(trace_module.mpu, "get_tensor_model_parallel_rank", lambda: 0)
+    return folder / "trace.jsonl"
 
 
 def test_the_report_aligns_lengths_as_training_does():
