@@ -23,7 +23,12 @@ from megatron_paradyse.planner.from_costs import (
 )
 from megatron_paradyse.planner.gain import mixing_gain
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
-from megatron_paradyse.planner.known import default_strategies, known_for_rows, known_strategies
+from megatron_paradyse.planner.known import (
+    default_strategies,
+    known_for_rows,
+    known_strategies,
+    nothing_known,
+)
 from megatron_paradyse.planner.pipeline import parameters
 from megatron_paradyse.planner.policies import CostPolicy, HeuristicPolicy, OptimalPolicy
 from megatron_paradyse.planner.sources import RowSource
@@ -84,7 +89,7 @@ def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
         if name not in known:
             raise _without_costs(name, known, settings.cost_model)
     if not names:
-        raise UserError(f"{settings.cost_model} has no strategy with costs of both operations")
+        raise UserError(f"{settings.cost_model}: {nothing_known(file.table)}: profile again")
     return Costs(file, names, tuple(dict.fromkeys(default)))
 
 
