@@ -114,14 +114,7 @@ def apply_arguments(args) -> None:
             setattr(args, name, value)
     if getattr(args, "async_save", False):  # Megatron's worker would end at once, and ranks wait
         args.async_save = args.use_persistent_ckpt_worker = False
-        _say_once("--async-save needs a GPU: checkpoints are saved at once")
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    """On the first rank; Megatron may parse its arguments several times."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"> paradyse: {text}", flush=True)
+        megatron_start.say_once("--async-save needs a GPU: checkpoints are saved at once")
 
 
 def _patch_torch() -> None:

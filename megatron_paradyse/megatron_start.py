@@ -96,6 +96,13 @@ def install() -> None:
     )
 
 
+@functools.cache
+def say_once(text: str) -> None:
+    """On the first rank; Megatron may parse its arguments several times."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"> paradyse: {text}", flush=True)
+
+
 def complete(args: argparse.Namespace) -> list[str]:
     """Set arguments whose packages are missing, in place; the flags that say the same."""
     from megatron.core.extensions.transformer_engine import HAVE_TE

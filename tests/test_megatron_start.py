@@ -37,6 +37,12 @@ def test_what_is_missing_is_done_without_and_said():
     assert megatron_start.complete(args) == []
 
 
+def test_news_of_the_arguments_are_said_once_however_often_they_are_parsed(capsys):
+    for _ in range(2):
+        megatron_start.say_once("packages are missing")
+    assert capsys.readouterr().out == "> paradyse: packages are missing\n"
+
+
 def test_what_is_installed_is_left_as_it_was(monkeypatch):
     from megatron.core.extensions import transformer_engine
     from megatron.core.fusions import fused_layer_norm

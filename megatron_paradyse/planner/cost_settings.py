@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from megatron_paradyse.costs.cost_file import CostFile, read_cost_file
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.planner.known import default_strategies, known_for_rows, known_strategies
+from megatron_paradyse.planner.known import (
+    default_strategies,
+    known_for_rows,
+    known_strategies,
+    nothing_known,
+)
 from megatron_paradyse.policy import POLICIES, cost_policy_kind
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.strategies import names_of_costs, offloads, parse_strategy_name
@@ -52,7 +57,7 @@ def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
         if name not in known:
             raise _without_costs(name, known, settings.cost_model)
     if not names:
-        raise UserError(f"{settings.cost_model} has no strategy with costs of both operations")
+        raise UserError(f"{settings.cost_model}: {nothing_known(file.table)}: profile again")
     return Costs(file, names, tuple(dict.fromkeys(default)))
 
 

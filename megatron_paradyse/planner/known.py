@@ -6,6 +6,7 @@ from megatron_paradyse.costs.cost_file import CostFile
 from megatron_paradyse.costs.layers import ATTENTION, HALVES, half_of
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.packed import AS_LOCAL, LOCAL
+from megatron_paradyse.costs.table import BYTES_ONLY, OK, CostTable
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import (
@@ -34,6 +35,16 @@ def known_strategies(model: CostModel) -> tuple[str, ...]:
         for name in names
         if all(any(model.has(name, o) for o in of_half[half]) for half in HALVES)
     )
+
+
+def nothing_known(table: CostTable) -> str:
+    """That no strategy has all costs, and the first reason that the measurements give."""
+    reasons = (
+        f": {m.operation} of {m.strategy} at s={m.seq_length:,}: {m.status}"
+        for m in table.measurements
+        if m.status not in (OK, BYTES_ONLY)
+    )
+    return "no strategy has costs of both halves of a layer" + next(reasons, "")
 
 
 def known_for_rows(model: CostModel) -> tuple[str, ...]:

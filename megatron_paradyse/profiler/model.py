@@ -105,10 +105,13 @@ def build_layers(layers: ModelLayers) -> ProfiledModel:
 def model_configuration(layers: ModelLayers) -> tuple[Any, GivenPolicy]:
     """Megatron's configuration of the model, with the hooks of training, and the policy they ask.
 
-    Afterwards the arguments are of these layers alone.
+    Afterwards the arguments are of these layers alone, and nothing overlaps the layers: Megatron
+    counts the gradients of whole backwards to begin their reduction, and here halves run alone.
     """
     args = get_args()
     layers.put_into(args)
+    args.overlap_grad_reduce = args.overlap_param_gather = False
+    args.overlap_param_gather_with_optimizer_step = False
     policy = GivenPolicy()
     container = pretrain_cfg_container_from_args(args, model_config(args))
     container.model.pre_wrap_hooks += [

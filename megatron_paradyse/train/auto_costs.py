@@ -23,6 +23,7 @@ import torch
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.machine import cpu_name
+from megatron_paradyse.planner.known import known_strategies, nothing_known
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.settings import PACKED, Settings
@@ -36,6 +37,7 @@ from megatron_paradyse.whole_file import write_whole
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
 LIMIT_SECONDS = 150  # until a quick profile that hangs is given up
 SIMULATION_SECONDS = 300
+REMEDY = "give --paradyse-cost-model FILE, or --paradyse-policy fixed:megatron_ts"
 SAID_ERROR = re.compile(r"error(?: \(rank \d+\))?: (.*)")
 # Arguments that change no cost: what is learnt, logged, saved, read, and how long. A tokenizer
 # does: its vocabulary is not known yet.
@@ -105,8 +107,8 @@ class Search:
 
     def _way(self) -> str:
         try:
-            read_cost_file(self._file).require_model()
-            return "cached"
+            if known_strategies(read_cost_file(self._file).require_model()):
+                return "cached"
         except UserError:
             pass
         if self._settings.profile and self._args.use_checkpoint_args:
@@ -152,10 +154,7 @@ class Search:
             child = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
         reason = self._wait(child, log)
         if reason is not None:
-            self._fail(
-                f"the quick profile failed: {reason} (log: {log}): give --paradyse-cost-model "
-                "FILE, or --paradyse-policy fixed:megatron_ts"
-            )
+            self._fail(f"the quick profile failed: {reason} (log: {log}): {REMEDY}")
         if self._rank == 0:
             self._fit(raw, "start again to go on measuring, or ")
         log.unlink(missing_ok=True)
@@ -207,9 +206,18 @@ class Search:
         ]
         self._run(command, LIMIT_SECONDS, "the quick costs cannot be fitted", remedy)
         raw.unlink(missing_ok=True)
+        self._check()
+
+    def _check(self) -> None:
+        """Costs with which nothing can be planned are not kept: the next start would find them."""
+        file = read_cost_file(self._file)
+        if known_strategies(file.require_model()):
+            return
+        self._file.unlink()
+        self._fail(f"{nothing_known(file.table)}: {REMEDY}")
 
     def _run(self, command: list[str], limit_seconds: float, failed: str, remedy: str = "") -> None:
-        remedy += "give --paradyse-cost-model FILE, or --paradyse-policy fixed:megatron_ts"
+        remedy += REMEDY
         try:
             result = subprocess.run(
                 command, timeout=limit_seconds, capture_output=True, text=True, check=False
@@ -284,6 +292,14 @@ def _device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
 
 
+def _size() -> str:
+    """What devices of one name may differ in, and costs of the other are refused."""
+    if not torch.cuda.is_available():
+        return f"{os.cpu_count()} cores"
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return f"{total / (1 << 30):.0f} GiB"
+
+
 def _holds(path: Path, content: str) -> bool:
     """Whether a file is that text: of the first rank, on a disk that all of them see."""
     try:
@@ -313,5 +329,5 @@ def _key(args: argparse.Namespace, settings: Settings) -> str:
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
     others = ModelLayers.of_arguments(args, args.num_layers).kinds().others
     values |= {"layers": repr(others)} if others else {}
-    values |= {"device": _device(), "versions": repr(versions())}
+    values |= {"device": f"{_device()}, {_size()}", "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -103,8 +103,8 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
             from megatron_paradyse import cpu_platform
 
             cpu_platform.apply_arguments(args)
-        elif (changed := megatron_start.complete(args)) and os.environ.get("RANK", "0") == "0":
-            print(f"> paradyse: packages are missing, so {' '.join(changed)}", flush=True)
+        elif changed := megatron_start.complete(args):
+            megatron_start.say_once(f"packages are missing, so {' '.join(changed)}")
         return args
 
     @functools.wraps(validate_args)

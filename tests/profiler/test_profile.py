@@ -203,3 +203,16 @@ def test_a_second_profile_gives_the_same_bytes_and_short_lengths_leave_out_long_
     assert found["megatron_ts", "attention", 64].is_ok
     untimed = [s for (_, operation, s), m in found.items() if m.status == BYTES_ONLY]
     assert untimed and all(32 < s < 64 for s in untimed)
+
+
+def test_a_training_that_overlaps_its_reductions_is_profiled_like_another(tmp_path, profiled):
+    """Halves of a layer leave gradients of a bucket missing; Megatron asserts that none is."""
+    flags = ("--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer")
+    found, _, _ = run_profile(
+        tmp_path / "costs.json", strategies=("megatron_ts",), model=dict.fromkeys(flags, "")
+    )
+    for s in LENGTHS:
+        for operation in ("attention", "mlp"):
+            alike = (profiled[1]["megatron_ts", operation, s], found["megatron_ts", operation, s])
+            for name in BYTE_QUANTITIES:
+                assert getattr(alike[0], name) == getattr(alike[1], name)

@@ -151,6 +151,10 @@ def test_cuda_kernels_match_float64_from_external_out_and_lse(kernel, dtype, n, 
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}.get(dtype, 1e-12)
     truth = attend_in_pieces(TILED, dtype=torch.float64, **options)
     found = attend_in_pieces(kernel, dtype=dtype, device="cuda", **options)
+    largest = max(true.norm() for true in truth)
     for got, true in zip(found, truth, strict=True):
-        error = (got.cpu().double() - true).norm() / true.norm()
+        # A query that sees one key does not move its probability: the truth is 0, but for float64's
+        # own roundings, and errors are told against the other tensors.
+        size = true.norm() if true.norm() > 1e-9 * largest else largest
+        error = (got.cpu().double() - true).norm() / size
         assert error <= tolerance, ((kernel or chosen).name, error)

@@ -9,6 +9,11 @@ import sys
 import pytest
 import torch
 
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.costs.table import Measurement
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.simulator.models import model_flags
@@ -76,6 +81,7 @@ def search(folder, monkeypatch, **settings) -> auto_costs.Search:
         seq_length=4096,
         micro_batch_size=1,
         paradyse_model=GPT,
+        use_checkpoint_args=False,
     )
     return auto_costs.Search(args, Settings(**settings))
 
@@ -90,6 +96,7 @@ def test_costs_are_of_the_loss_head_and_sequences_that_the_settings_file_says(
     one = search(tmp_path, monkeypatch, head_tile=128, sequences="fixed")
     monkeypatch.setattr(one, "_gpu", lambda: "h200")
     monkeypatch.setattr(one, "_run", lambda command, *_: ran.append(command))
+    monkeypatch.setattr(one, "_fit", lambda raw: None)
     one._simulate()
     given = ran[0][ran[0].index("--") + 1 :]
     for flags in (
@@ -150,3 +157,48 @@ def test_ranks_write_what_the_first_found_where_it_is_not_there_yet(tmp_path, mo
         assert one.run() == (kept, True) and kept.read_text() == costs
         written.append(kept.stat().st_ino != inode)
     assert written == [True, False]
+
+
+def test_costs_with_which_nothing_can_be_planned_say_why_and_are_not_kept(tmp_path, monkeypatch):
+    """Else every later start would find them, and end without a reason."""
+    made = write_costs(tmp_path / "made.json")
+    table = read_cost_file(made).table
+    why = "unsupported: RuntimeError: no kernel"
+    lame = [
+        Measurement(m.strategy, m.operation, m.seq_length, m.batch_size, why)
+        if m.operation == "mlp"
+        else m
+        for m in table.measurements
+    ]
+    table = dataclasses.replace(table, measurements=tuple(lame))
+    write_cost_file(made, table, fit_table(table))
+    said = "no strategy has costs of both halves of a layer: mlp of megatron_ts at s=16: " + why
+    with pytest.raises(UserError, match=said):
+        read_costs(Settings(cost_model=str(made)))
+    one = search(tmp_path, monkeypatch)
+    kept = tmp_path / "costs-key.json"
+    monkeypatch.setattr(one, "_run", lambda *_: kept.write_text(made.read_text()))
+    with pytest.raises(UserError, match=said):
+        one._fit(tmp_path / "raw.json")
+    assert not kept.exists()
+    kept.write_text(made.read_text())  # of an earlier version
+    assert one._way() == "profile"
+
+
+def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, monkeypatch):
+    """Those of the other are refused, and would be found at every start."""
+    write_documents(tmp_path / "corpus", [20] * 10)
+    args = parsed(monkeypatch, "--paradyse-policy", "optimal", "--micro-batch-size", 1)
+    args.data_path = [str(tmp_path / "corpus")]
+    args = validated(args)
+    keys = set()
+    for cores in (8, 16):
+        monkeypatch.setattr(auto_costs.os, "cpu_count", lambda cores=cores: cores)
+        keys.add(auto_costs._key(args, args.paradyse_settings))
+    for name, value in (("is_available", True), ("get_device_name", "H20"), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for size in (85 * 10**9, 85 * 10**9 + 10**6, 141 * 10**9):  # drivers keep a little back
+        properties = argparse.Namespace(total_memory=size)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        keys.add(auto_costs._key(args, args.paradyse_settings))
+    assert len(keys) == 4
