@@ -53,11 +53,11 @@ def check_split(split: str | None) -> None:
     if split is None:
         return
     try:
-        shares = [float(share) for share in re.split(r"[,/]", split)]
+        shares = [float(share) for share in re.findall(r"[.0-9]+", split)]
     except ValueError:
         shares = []
-    fit = 1 <= len(shares) <= 3 and all(0 <= share < math.inf for share in shares)
-    if not fit or not any(shares):
+    strange = re.search(r"[-+a-zA-Z]", split)  # between numbers Megatron takes any separator
+    if strange or len(shares) > 3 or not any(shares):
         raise UserError(
             f"--split {split}: give the shares of training, validation and test, such as 969,30,1"
         )

@@ -10,6 +10,7 @@ import pytest
 from megatron_paradyse.data.metadata import DatasetMetadata
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import agreement, plugin
+from megatron_paradyse.train.data_files import check_split
 from tests.train.harness import MODEL, write_documents
 from tests.train.test_refused_flags import validated
 
@@ -113,3 +114,14 @@ def test_weights_that_are_no_shares_are_refused(weights, folder, monkeypatch):
     first, second = weights.split()
     with pytest.raises(UserError, match=r"^--data-path with the weights .*: give numbers of 0 or"):
         arguments_of(monkeypatch, "--data-path", first, "A", second, "B")
+
+
+@pytest.mark.parametrize("split", ["969, 30, 1", "969 30 1", "[99,1,0]", "0.9/0.1", "100", None])
+def test_a_split_is_taken_in_every_spelling_that_megatron_takes(split):
+    check_split(split)
+
+
+@pytest.mark.parametrize("split", ["", "0,0", "9,-1", "1e-3,1", "1.2.3,1", "1,1,1,1", "all"])
+def test_a_split_that_megatron_misreads_is_refused(split):
+    with pytest.raises(UserError, match="give the shares of training, validation and test"):
+        check_split(split)
