@@ -42,7 +42,7 @@ def _costs_of_rank(strategy: str, operation: str, sizes: LayerSizes, rank: int) 
     walk.backward(backward, sizes)
     forward_flops, backward_flops = _flops(base, operation, sizes)
     forward_sent, backward_sent = _sent_bytes(base, operation, sizes, rank)
-    keeps_swapped = (base, operation) in RANKS_DIFFER and swaps(forward, sizes)
+    keeps_swapped = (base, operation) in RANKS_DIFFER and swaps(rank, sizes)
     costs = Costs(
         forward_flops=forward_flops,
         backward_flops=backward_flops,
@@ -172,7 +172,7 @@ def _sent_bytes(base: str, operation: str, z: LayerSizes, rank: int) -> tuple[in
     if operation == "mlp" or base not in RINGS:
         return forward, backward
     swapped = 0
-    if base in ("megatron_cz", "metp") and swaps(Ledger(rank), z):
+    if base in ("megatron_cz", "metp") and swaps(rank, z):
         swapped = 2 * second_half(z, z.x)
     ring = (z.p - 1) * (z.kv_sent if base == "metp" else z.kv)
     return forward + swapped + ring, backward + swapped + ring + z.wide(ring)

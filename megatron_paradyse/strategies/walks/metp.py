@@ -70,13 +70,13 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
     q, kv, lse = z.q // z.p, z.kv_sent // z.p, z.lse // z.p
     block = _attention_block(z)
     hold_aligned(m, z)
-    if swaps(m, z):
+    if swaps(m.rank, z):
         m.hold(swapped=z.x)
         m.touch(block + second_half(z, z.x))
     m.hold(total=z.wide(z.x))
     for owner in range(z.p):
         m.hold(blocks=min(2, z.p - owner) * block, mixed=q + kv)
-        split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m, z))
+        split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m.rank, z))
         if z.rope_channels:
             m.drop("angles")
         m.hold(packed=kv)
@@ -90,7 +90,7 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
     if z.half_type:
         m.hold(output=z.x)
         m.drop("total")
-    if swaps(m, z):
+    if swaps(m.rank, z):
         m.touch(z.x + second_half(z, z.x))
         m.keep("swapped")
     m.keep(*(f"of_{owner}" for owner in range(z.p)))
@@ -109,7 +109,7 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
     q, kv, lse = z.q // z.p, z.kv_sent // z.p, z.lse // z.p
     block, heads = _attention_block(z), z.n // z.p
     hold_aligned(m, z)
-    if swaps(m, z):
+    if swaps(m.rank, z):
         m.hold(grad=z.x)
         m.touch(block + second_half(z, z.x))
     m.hold(grad_x=z.wide(z.x))
@@ -118,7 +118,9 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         summed = min(1, owner) + (m.rank <= owner - 2)  # those on their way, and the own gradients
         m.hold(summed=summed * z.wide(block))
         m.hold(mixed=q + kv)
-        split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m, z), mixed_stays=True)
+        split_and_rotate(
+            m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m.rank, z), mixed_stays=True
+        )
         m.hold(packed=kv)
         m.drop("mixed", "kv")
         m.hold(grad_out=q)
@@ -141,12 +143,12 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         m.drop("blocks", "summed", "grad_mixed", "grad_block")
     m.hold(own_gradient=z.wide(block))
     hold_shard_gradient(m, z)
-    if swaps(m, z):
+    if swaps(m.rank, z):
         m.drop("grad")
     if z.half_type:
         m.hold(output=z.x)
         m.drop("grad_x")
-    if swaps(m, z):
+    if swaps(m.rank, z):
         m.touch(second_half(z, z.x))
         m.hold(swapped=z.x)
     if z.half_type:

@@ -22,9 +22,9 @@ class _Step(NamedTuple):
     keys: int
 
 
-def swaps(m: Ledger, z: LayerSizes) -> bool:
+def swaps(rank: int, z: LayerSizes) -> bool:
     """Whether the rank swaps half of its chunk: not the middle one of an odd number."""
-    return z.causal and 2 * m.rank + 1 != z.p
+    return z.causal and 2 * rank + 1 != z.p
 
 
 def second_half(z: LayerSizes, num_bytes: int) -> int:
@@ -70,7 +70,7 @@ def ring_backward(
         touch_block(step.queries, step.keys)
         m.drop("chunks", "grad_kv", "hops")
     m.hold(grad_kv=wide_kv, coming=wide_kv, sent=wide_kv)
-    own = z.positions - z.positions // 2 if swaps(m, z) else z.positions
+    own = z.positions - z.positions // 2 if swaps(m.rank, z) else z.positions
     touch_block(own, own)
     m.drop("coming", "sent")
     if z.half_type:
@@ -108,7 +108,7 @@ def _lse_is_copied(m: Ledger, z: LayerSizes, queries: int, *, heads: int, parts:
     """
     if queries < z.positions:
         return z.b * heads // parts > 1
-    of_kernel = not swaps(m, z)
+    of_kernel = not swaps(m.rank, z)
     return heads > 1 if of_kernel else parts > 1 and z.b > 1
 
 

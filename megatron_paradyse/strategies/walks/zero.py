@@ -208,10 +208,10 @@ def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
 
 
 def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
-    if swaps(m, z):
+    if swaps(m.rank, z):
         m.hold(swapped=z.x)
         m.touch(second_half(z, z.x))
-    _qkv_forward(m, z, balanced=swaps(m, z))
+    _qkv_forward(m, z, balanced=swaps(m.rank, z))
     m.hold(packed=z.kv)
     m.drop("kv")
     ring_forward(m, z, q=z.q, kv=z.kv, lse=z.lse)
@@ -219,18 +219,18 @@ def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
     m.drop("shard")
     m.hold(output=z.x)
     m.drop("proj")
-    if swaps(m, z):
+    if swaps(m.rank, z):
         m.touch(z.x + second_half(z, z.x))
         m.keep("swapped")
     m.keep("q", "packed", "out")
 
 
 def megatron_cz_backward(m: Ledger, z: LayerSizes) -> None:
-    if swaps(m, z):
+    if swaps(m.rank, z):
         m.hold(grad=z.x)
         m.touch(second_half(z, z.x))
     _proj_backward(m, z)
-    if swaps(m, z):
+    if swaps(m.rank, z):
         m.drop("grad")
     ring_backward(m, z, q=z.q, kv=z.kv, lse=z.lse, heads=z.n)
     m.drop("grad_input_proj")
