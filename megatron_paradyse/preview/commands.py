@@ -194,9 +194,13 @@ def max_length(
     from megatron_paradyse.whole_file import check_figure
 
     if measure is None:
-        given: dict[str, object] = {"--nproc": nproc, "--model": model}
-        given |= {"--stand-in": stand_in or None}
-        given |= {"--resolution": resolution, "--most-seconds": most_seconds}
+        given = {
+            "--nproc": nproc,
+            "--model": model,
+            "--stand-in": stand_in or None,
+            "--resolution": resolution,
+            "--most-seconds": most_seconds,
+        }
         _refuse([*flags[:1], *(name for name, value in given.items() if value is not None)])
     resolution = RESOLUTION if resolution is None else resolution
     if figure is not None:

@@ -39,9 +39,9 @@ class Options:
     """
 
     output: str
-    resolution: float = 0.02
-    most_seconds: float | None = None
-    stand_in: bool = False
+    resolution: float
+    most_seconds: float | None
+    stand_in: bool
 
 
 def run_trials(
