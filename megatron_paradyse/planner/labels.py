@@ -63,6 +63,8 @@ class Pair:
         high = np.minimum(left, self.most)
         if self.kept > 0:
             high = np.minimum(high, np.floor(np.maximum(self.deadline - kept, 0) / self.kept))
+        else:  # earlier runs may keep more already than it may run beside
+            high = np.where(kept <= self.deadline, high, 0)
         # The bound of n layers is a maximum of lines in n: each line limits n from one side.
         free = limit - ticks - self.bound.above(left, kept)
         rise = self.ticks - self.bound.price + self.bound.slope * self.kept

@@ -215,6 +215,45 @@ def test_where_nothing_fits_the_least_peak_and_by_how_much_it_exceeds():
 LEAN = (Choice("x", 1.0, 0, 0, 0),)
 
 
+def test_a_pair_that_keeps_nothing_does_not_run_above_its_deadline():
+    """As layers with +offload do: their workspace comes on top of what earlier kinds keep."""
+    early = LayerOptions((Choice("fast", 1.0, 9, 0, 0), Choice("lean", 2.0, 2, 0, 0)), LEAN)
+    late = LayerOptions((Choice("offload", 1.0, 0, 6, 6), Choice("plain", 1.1, 1, 0, 0)), LEAN)
+    layers = {1: early} | dict.fromkeys(range(2, 7), late)
+    outcome = PLANNER.plan(Problem(layers, 10))
+    assert outcome.plan.runs() == "1 lean/x, 2-6 offload/x"
+    assert outcome.fits and outcome.peak_bytes == 8
+
+
+def test_optimal_equals_all_prefixes_where_choices_of_later_kinds_keep_nothing():
+    fitting = 0
+    for seed in range(200):
+        problem = kinds_with_offload(random.Random(seed))
+        outcome = PLANNER.plan(problem)
+        expected = best_of_prefixes(problem, problem.budget_bytes)
+        assert outcome.fits == (expected is not None), seed
+        if expected is not None:
+            assert outcome.seconds == pytest.approx(expected, rel=TOLERANCE), seed
+        fitting += outcome.fits
+    assert 50 < fitting < 190, "the budgets should be neither generous nor tight"
+
+
+def kinds_with_offload(rng: random.Random) -> Problem:
+    """Two or three kinds of layers one after the other; some choices of each keep nothing."""
+
+    def choice(name: str) -> Choice:
+        kept = 0 if name.startswith("offload") else rng.randint(1, 40)
+        return Choice(name, rng.uniform(0.5, 2), kept, rng.randint(0, 60), rng.randint(0, 120))
+
+    layers: dict[int, LayerOptions] = {}
+    for _ in range(rng.randint(2, 3)):
+        half = tuple(choice(name) for name in ("a", "b", "offload", "offload b"))
+        options = LayerOptions(half, LEAN)
+        first = len(layers) + 1
+        layers |= dict.fromkeys(range(first, first + rng.randint(1, 8)), options)
+    return Problem(layers, rng.randint(40, 200))
+
+
 def test_of_plans_that_take_as_long_the_one_that_keeps_least():
     """Against every plan, of coarse costs with many ties."""
     ties = 0
