@@ -8,7 +8,6 @@ layers:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import yaml
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import LayerChoice, Plan
-from megatron_paradyse.setting_kinds import SPAN
+from megatron_paradyse.setting_kinds import layer_numbers
 from megatron_paradyse.strategies import parse_strategy_name
 from megatron_paradyse.yaml_file import compose_yaml, refuse_twice
 
@@ -57,10 +56,11 @@ def load_plan_file(path: str) -> PlanFile:
             default = _choice(value, path)
         elif key.value == "layers":
             for span, choice in _items(value, path):
-                for number in _numbers(span, path):
+                chosen = _choice(choice, path)
+                for number in layer_numbers(span.value, _at(span, path)):
                     if number in layers:
                         raise UserError(f"{_at(span, path)}: layer {number} is given twice")
-                    layers[number] = _choice(choice, path)
+                    layers[number] = chosen
         else:
             raise UserError(f"{_at(key, path)}: unknown key {key.value!r}: use default and layers")
     if not layers and default is None:
@@ -77,14 +77,6 @@ def _items(node: yaml.Node | None, path: str) -> list[tuple[yaml.ScalarNode, yam
         where = path if node is None else _at(node, path)
         raise UserError(f"{where}: expected 'key: value' lines")
     return node.value
-
-
-def _numbers(node: yaml.ScalarNode, path: str) -> range:
-    match = re.fullmatch(SPAN, str(node.value))
-    first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
-    if not 1 <= first <= last:
-        raise UserError(f"{_at(node, path)}: {node.value!r} is not a layer or a range such as 1-4")
-    return range(first, last + 1)
 
 
 def _choice(node: yaml.Node, path: str) -> LayerChoice:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_paradyse.costs.layers import MAX_LAYERS
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies import BUILT_IN, OFFLOAD, RECOMPUTE
+from megatron_paradyse.strategies import BUILT_IN, OFFLOAD, RECOMPUTE, parse_strategy_name
 from megatron_paradyse.units import BYTES_PATTERN, COUNT_PATTERN, parse_bytes, parse_count
 
 Schema = dict[str, Any]
@@ -151,7 +152,26 @@ def _names(value: Any, where: str) -> tuple[str, ...]:
         raise UserError(
             f"{where}: {value!r:.60} is not a list of strategy names, as megatron_ts,metp is"
         )
+    for name in value:
+        try:
+            parse_strategy_name(name)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
     return tuple(value)
+
+
+def layer_numbers(span: Any, where: str) -> range:
+    """5, or 1-4, as the numbers of layers; UserError for any else."""
+    match = re.fullmatch(SPAN, str(span))
+    first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+    if not 1 <= first <= last:
+        raise UserError(f"{where}: {span!r:.60} is not a layer or a range such as 1-4")
+    if last > MAX_LAYERS:
+        raise UserError(
+            f"{where}: {span!r:.60} names layers beyond {MAX_LAYERS:,}, the most that a model has: "
+            "name those that yours has"
+        )
+    return range(first, last + 1)
 
 
 def _restrictions(value: Any, where: str) -> dict[int, Restriction]:
@@ -160,15 +180,12 @@ def _restrictions(value: Any, where: str) -> dict[int, Restriction]:
         raise UserError(f"{where}: give layers and their strategies, such as 1-2: [megatron_ts]")
     found: dict[int, Restriction] = {}
     for span, names in value.items():
-        match = re.fullmatch(SPAN, str(span))
-        first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if not 1 <= first <= last:
-            raise UserError(f"{where}: {span!r:.60} is not a layer or a range such as 1-4")
+        numbers = layer_numbers(span, where)
         halves = names if isinstance(names, dict) else {"attention": names, "mlp": names}
         if set(halves) != {"attention", "mlp"}:
             raise UserError(f"{where}: {span}: give both attention and mlp, or one list")
         restriction = Restriction(**{half: _names(v, where) for half, v in halves.items()})
-        for number in range(first, last + 1):
+        for number in numbers:
             if number in found:
                 raise UserError(f"{where}: layer {number} is given twice")
             found[number] = restriction

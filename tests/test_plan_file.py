@@ -45,6 +45,7 @@ def test_a_stage_gets_the_plan_of_its_own_layers(tmp_path):
         ("layers: {[1, 2]: metp}\n", r"plan.yaml:1: a key is a sequence: write it as a text"),
         ("layers: {3-1: metp}\n", r"plan.yaml:1: '3-1' is not a layer or a range such as 1-4"),
         ("layers: {0: metp}\n", r"'0' is not a layer"),
+        ("layers: {1-999999: metp}\n", r"plan.yaml:1: '1-999999' names layers beyond 100,000, the"),
         ("layers: {1: {attention: metp}}\n", r"plan.yaml:1: give both attention and mlp"),
         ("layers: {1: {atention: metp}}\n", r"unknown key 'atention': use attention and mlp"),
         ("layer: {1: metp}\n", r"plan.yaml:1: unknown key 'layer': use default and layers"),

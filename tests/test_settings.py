@@ -68,6 +68,12 @@ def test_strategies_flag_is_a_comma_separated_list():
         ),
         ("layers: [metp]\n", r"yaml:1: layers: give layers and their strategies"),
         ("layers: {0: [metp]}\n", r"yaml:1: layers: 0 is not a layer or a range"),
+        ("layers: {1-999999: [metp]}\n", r"yaml:1: layers: '1-999999' names layers beyond 100,000"),
+        (
+            "order: shuffled\nlayers: {1: [metb]}\n",
+            r"yaml:2: layers: no strategy named 'metb': use",
+        ),
+        ("strategies: metp,metb\n", r"yaml:1: strategies: no strategy named 'metb': use one of"),
         ("layers: {1-2: [metp], 2: [metp]}\n", r"yaml:1: layers: layer 2 is given twice"),
         ("layers:\n  1: [metp]\n  1: [metp]\n", r"yaml:3: key '1' is given twice: keep one"),
         ("layers: {[1, 2]: [metp]}\n", r"yaml:1: a key is a sequence: write it as a text or a num"),

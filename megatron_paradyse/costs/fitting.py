@@ -107,6 +107,8 @@ def fit_operation(
 
     p: ranks that share a sequence; window: keys that a query of its attention sees.
     """
+    # Forests draw by place: the order in which a table tells its points must not matter.
+    points = sorted(points, key=lambda m: (m.seq_length, m.batch_size))
 
     def values(name: str, of: str) -> Array:
         is_time = of in TIME_QUANTITIES

@@ -47,6 +47,16 @@ def test_hybrid_recovers_the_law_of_exact_costs_inside_and_beyond(batch_size):
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_the_order_of_a_table_changes_no_fit(kind):
+    shuffled = list(NOISY.measurements)
+    np.random.default_rng(0).shuffle(shuffled)
+    again = fit_table(CostTable(DESCRIPTION, shuffled, CONSTANTS), kind)
+    found = {(fit.strategy, fit.operation): fit for fit in again.fits}
+    for fit in fit_table(NOISY, kind).fits:
+        assert found[fit.strategy, fit.operation] == fit
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_lengths_without_seconds_change_the_fits_of_bytes_only(kind):
     timed = make_table(LENGTHS[::2], STRATEGIES[:2], noise=0.03)
     between = tuple(
