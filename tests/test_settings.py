@@ -71,7 +71,7 @@ def test_strategies_flag_is_a_comma_separated_list():
         ("layers: {1-999999: [metp]}\n", r"yaml:1: layers: '1-999999' names layers beyond 100,000"),
         (
             "order: shuffled\nlayers: {1: [metb]}\n",
-            r"yaml:2: layers: no strategy named 'metb': use",
+            r"yaml:2: layers: no strategy named 'metb'",
         ),
         ("strategies: metp,metb\n", r"yaml:1: strategies: no strategy named 'metb': use one of"),
         ("layers: {1-2: [metp], 2: [metp]}\n", r"yaml:1: layers: layer 2 is given twice"),

@@ -89,10 +89,11 @@ class Correction:
             # The model's value at the factors in force, and what was seen beyond it.
             surprise = math.log(measured / predicted)
             y = row[1:] @ self.seconds + float(np.clip(surprise, -MOST_SURPRISE, MOST_SURPRISE))
-            self._mean_seconds += (measured - self._mean_seconds) * (
+            # By what was predicted: one that stalls must not outweigh all others.
+            self._mean_seconds += (predicted - self._mean_seconds) * (
                 0.1 if self._mean_seconds else 1.0
             )
-            weight = min(measured / self._mean_seconds, 4.0) / NOISE**2
+            weight = min(predicted / self._mean_seconds, 4.0) / NOISE**2
             total[:, :size] += weight * np.outer(row, row)
             total[:, size] += weight * row * y
         return total

@@ -63,6 +63,18 @@ def test_one_stalled_microbatch_moves_no_factor_by_more_than_its_share():
     assert correction.factors("megatron_ts")[0] < 1.1 * before
 
 
+def test_stalls_of_one_microbatch_in_ten_count_no_more_than_others():
+    """They count as 1.65 times the prediction, so that the rest of the ten outweigh them."""
+    correction = Correction(NAMES)
+    for _ in range(60):
+        seconds = correction.factors("megatron_ts")[0] * 0.5
+        observations = [Observation({"megatron_ts": seconds}, 0.5)] * 9
+        observations.append(Observation({"megatron_ts": seconds}, 50.0))
+        values = correction.update(correction.sums(observations), correction.peaks(observations))
+        correction.apply(values)
+    assert 1.0 < correction.factors("megatron_ts")[0] < 1.1
+
+
 def test_noise_around_the_truth_leaves_plans_alone_once_learnt():
     correction = Correction(NAMES)
     learn(correction, {"megatron_ts": 1.3, "ulysses_z": 1.1})
