@@ -171,11 +171,14 @@ def _measurement(options: Options, model, device, operations, strategy: str, ope
 def ranks_that_differ(strategy: str, operation: str, *, p: int, causal: bool) -> tuple[int, ...]:
     """In a balanced causal ring the outer ranks meet other blocks of scores than the inner ones.
 
-    The last rank stands for all elsewhere: no other has more scores to compute or to hold.
+    Of METP the first rank has the gradients of its own weights for longest. The last rank stands
+    for all elsewhere: no other has more scores to compute or to hold.
     """
     base = base_name(strategy)
     if half_of(operation) == ATTENTION and causal and base in ("megatron_cz", "metp"):
         return tuple(sorted({0, p // 2}))
+    if half_of(operation) == ATTENTION and base == "metp":
+        return tuple(sorted({0, p - 1}))
     return (p - 1,)
 
 

@@ -81,7 +81,7 @@ LONG = 24  # rows of a tile: a sequence of two tiles and a half on 2 ranks
 CASES = {
     "gpt-2": (GPT, 2, TILE_ROWS),
     "llama-4": (LLAMA, 4, TILE_ROWS),
-    "bert-2": (BERT, 2, TILE_ROWS),
+    "bert-4": (BERT, 4, TILE_ROWS),
     "differing-2": (DIFFERING, 2, TILE_ROWS),
     "long-gpt-2": (GPT, 2, LONG),
 }
