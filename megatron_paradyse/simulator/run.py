@@ -169,14 +169,16 @@ def _measurement(options: Options, model, device, operations, strategy: str, ope
 
 
 def ranks_that_differ(strategy: str, operation: str, *, p: int, causal: bool) -> tuple[int, ...]:
-    """In a balanced causal ring the outer ranks meet other blocks of scores than the inner ones.
+    """Ranks of which one needs as much of each quantity as any of the p.
 
-    Of METP the first rank has the gradients of its own weights for longest. The last rank stands
-    for all elsewhere: no other has more scores to compute or to hold.
+    In a balanced causal ring the outer ranks meet other blocks of scores than the inner ones, and
+    with odd p the rank in the middle swaps nothing. Of METP the first rank has the gradients of its
+    own weights for longest. The last rank stands for all elsewhere: no other has more scores to
+    compute or to hold.
     """
     base = base_name(strategy)
     if half_of(operation) == ATTENTION and causal and base in ("megatron_cz", "metp"):
-        return tuple(sorted({0, p // 2}))
+        return tuple(sorted({0, p // 2 - 1, p // 2, p - 1 if p % 2 else 0}))
     if half_of(operation) == ATTENTION and base == "metp":
         return tuple(sorted({0, p - 1}))
     return (p - 1,)
