@@ -170,12 +170,15 @@ class SampleStream:
         num_samples: int,
         group: int = 1,
     ):
-        """order(lengths, epoch) is a permutation of the samples; num_samples bounds the blend.
+        """order(lengths, epoch) is a permutation of the samples.
 
-        group: so many samples in a row are of one dataset of the blend, as one draw by the weights.
+        num_samples: that will be asked for; a blend beyond them grows, and stays the same up to
+        them. group: so many samples in a row are of one dataset of the blend, as one draw by the
+        weights.
         """
         self._datasets = list(datasets)
         self._order = order
+        self._weights, self._group = weights or (), group
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
         if weights is None:
             self._lengths = [np.concatenate([d.lengths for d in self._datasets])]
@@ -183,19 +186,15 @@ class SampleStream:
         else:
             self._lengths = [d.lengths for d in self._datasets]
             self._blend = _blend(weights, num_samples, group)
-            self._per_lap = np.bincount(self._blend[0], minlength=len(weights))
         self._first = np.cumsum([0] + [len(d) for d in self._datasets])
 
     def _locate(self, position: int) -> tuple[int, int]:
         """(dataset, index in it) of a stream position."""
-        if self._blend is None:
-            source, position_in_source = 0, position
-        else:
-            sources, positions = self._blend
-            wrapped = position % len(sources)
-            laps = position // len(sources)
-            source = int(sources[wrapped])
-            position_in_source = int(positions[wrapped]) + laps * int(self._per_lap[source])
+        source, position_in_source = 0, position
+        if self._blend is not None:
+            if position >= len(self._blend[0]):
+                self._blend = _blend(self._weights, 2 * position, self._group)
+            source, position_in_source = (int(column[position]) for column in self._blend)
         epoch, rank = divmod(position_in_source, len(self._lengths[source]))
         cached = self._epochs.get(source)
         if cached is None or cached[0] != epoch:

@@ -71,7 +71,7 @@ def _masked(batch: dict, s: int) -> torch.Tensor:
         batch["lengths"],
         share=args.mask_prob,
         mask_token=args.paradyse_settings.mask_token or 0,  # given, unless this is a profile
-        vocab_size=args.vocab_size or args.padded_vocab_size,
+        vocab_size=get_tokenizer().vocab_size,
         # An evaluation masks alike every time, an epoch of the training not.
         seed=(args.seed, iteration if torch.is_grad_enabled() else -1),
     )

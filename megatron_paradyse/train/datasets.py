@@ -93,6 +93,9 @@ def _sources(args) -> list[tuple[list[str], list[float] | None, tuple[float, flo
 def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
     """The samples of a split; None of a test split that has none."""
     prefixes, weights, share = source
+    if weights is not None:  # Megatron draws a sample of a data set of weight 0 too
+        drawn = [(prefix, w) for prefix, w in zip(prefixes, weights, strict=True) if w]
+        prefixes, weights = [prefix for prefix, _ in drawn], [w for _, w in drawn]
     settings = args.paradyse_settings
     datasets = [
         DocumentDataset(

@@ -102,6 +102,22 @@ def test_a_spiky_loss_is_told_to_megatron_where_it_asks(checks, monkeypatch):
     assert told == ([("Spiky loss", False)] if checks else [])
 
 
+def on_one_rank(monkeypatch, args, tokenizer, *modules):
+    """These modules read microbatches on one rank, without Megatron."""
+    from megatron_paradyse.train import batch
+
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: None)
+    for module in modules:
+        monkeypatch.setattr(module, "get_args", lambda: args)
+        monkeypatch.setattr(module, "count_lengths", lambda lengths, stage: None)
+        monkeypatch.setattr(module, "is_first_or_last_pipeline_stage", lambda stage: True)
+    monkeypatch.setattr(batch, "get_tokenizer", lambda: tokenizer)
+    for name, value in {"rank": 0, "world_size": 1, "group": None, "src_rank": 0}.items():
+        monkeypatch.setattr(
+            batch.mpu, f"get_tensor_model_parallel_{name}", lambda value=value: value
+        )
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_nothing_is_predicted_from_an_end_of_document_where_it_is_masked(asked, monkeypatch):
     """As Megatron's GPTDataset: a .bin may hold texts that end within a document."""
@@ -109,16 +125,7 @@ def test_nothing_is_predicted_from_an_end_of_document_where_it_is_masked(asked, 
     from megatron_paradyse.train import batch, packed_batch
 
     args = argparse.Namespace(eod_mask_loss=asked, max_position_embeddings=8, paradyse_model="gpt")
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: None)
-    for module in (batch, packed_batch):
-        monkeypatch.setattr(module, "get_args", lambda: args)
-        monkeypatch.setattr(module, "count_lengths", lambda lengths, stage: None)
-        monkeypatch.setattr(module, "is_first_or_last_pipeline_stage", lambda stage: True)
-    monkeypatch.setattr(batch, "get_tokenizer", lambda: argparse.Namespace(eod=9))
-    for name, value in {"rank": 0, "world_size": 1, "group": None, "src_rank": 0}.items():
-        monkeypatch.setattr(
-            batch.mpu, f"get_tensor_model_parallel_{name}", lambda value=value: value
-        )
+    on_one_rank(monkeypatch, args, argparse.Namespace(eod=9), batch, packed_batch)
     tokens = torch.tensor([[1, 9, 2, 3, 9], [4, 5, 9, 0, 0]])
     masks = [[1.0, 1 - asked, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
     read = batch.document_batch(iter([{"tokens": tokens, "lengths": torch.tensor([4, 2])}]))
@@ -127,6 +134,26 @@ def test_nothing_is_predicted_from_an_end_of_document_where_it_is_masked(asked, 
     both = torch.stack([tokens[0, :-1], tokens[0, 1:]]).int()
     step = packed_batch.PackedStep(iter([Share((alone,), both)]))
     assert step.read()["loss_mask"].tolist() == masks[:1]
+
+
+def test_a_bert_puts_tokens_of_the_vocabulary_in_place_of_others(monkeypatch):
+    """No padding of the embedding, of which there is more on more ranks."""
+    from megatron_paradyse.train import batch
+
+    args = argparse.Namespace(
+        paradyse_model="bert",
+        paradyse_settings=Settings(mask_token=9),
+        mask_prob=0.5,
+        seed=1,
+        vocab_size=None,
+        padded_vocab_size=1000,
+        max_position_embeddings=4096,
+    )
+    on_one_rank(monkeypatch, args, argparse.Namespace(vocab_size=10), batch)
+    raw = {"tokens": torch.arange(2001)[None] % 9, "lengths": torch.tensor([2000])}
+    assert sorted(set(batch.document_batch(iter([raw]))["tokens"].flatten().tolist())) == [
+        *range(10)
+    ]
 
 
 @pytest.mark.parametrize(("checks", "words"), [(False, "a number at"), (True, "a spike at")])
@@ -168,6 +195,19 @@ def test_training_alone_takes_whole_groups_of_a_blend(split, group, tmp_path, mo
     batches = [[stream._locate(4 * k + i)[0] for i in range(4)] for k in range(4)]
     assert all(len(set(batch)) == (1 if group == 4 else 2) for batch in batches)
     assert ("each global batch is of one data set" in said[0]) == (group == 4)
+
+
+def test_a_data_set_of_weight_0_is_not_drawn_from(tmp_path):
+    """Nor need it have a document in every split."""
+    from megatron_paradyse.train import datasets
+
+    for name, lengths in {"none": [1], "some": [20] * 4}.items():
+        write_documents(tmp_path / name, lengths)
+    prefixes = [str(tmp_path / name) for name in ("none", "some")]
+    for order in ("shuffled", "bucketed"):
+        source = (prefixes, [0.0, 1.0], (0.0, 1.0))
+        stream = datasets._stream(of_documents(order), "train", source, 8)
+        assert [stream.length(k) for k in range(8)] == [19] * 8
 
 
 @pytest.mark.parametrize("mapped", [True, False])

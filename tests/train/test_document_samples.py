@@ -121,9 +121,9 @@ def test_bucketed_groups_begin_with_global_batches_in_every_epoch(longest):
         assert (batches.reshape(-1, 8) == batches[::8, None]).all()
 
 
-def stream_of(dataset, **kwargs):
+def stream_of(*datasets, **kwargs):
     options = {"weights": None, "order": make_order("shuffled", seed=1, group=4), "num_samples": 1}
-    return SampleStream([dataset], **{**options, **kwargs})
+    return SampleStream(datasets, **{**options, **kwargs})
 
 
 def test_replicas_share_an_epoch_without_gap_or_overlap(dataset):
@@ -177,7 +177,7 @@ def test_weights_blend_datasets_and_keep_each_ones_epochs(tmp_path):
 
 
 def test_bucketed_global_batches_of_a_blend_are_groups_of_one_dataset(tmp_path):
-    """By the weights, each data set through its own epochs; on every lap through the blend."""
+    """By the weights, each data set through its own epochs."""
     random, sets = np.random.default_rng(3), []
     for name, count, longest in (("a", 100, 60), ("b", 37, 20)):
         write_documents(tmp_path / name, random.integers(2, longest, size=count).tolist())
@@ -235,18 +235,26 @@ def _overwritten(content: bytes, start: int, new: bytes) -> bytes:
 
 
 def test_a_blended_sample_is_found_without_reading_the_whole_blend(dataset):
-    """On every lap through it each data set goes on where the last lap left it."""
-
     class Unread(np.ndarray):
         def __eq__(self, other):
             raise AssertionError("compared with every position of the blend")
 
     weights = [0.75, 0.25]
     order = make_order("short-to-long", seed=1, group=4)
-    stream = SampleStream([dataset] * 2, weights=weights, order=order, num_samples=8)
+    stream = SampleStream([dataset] * 2, weights=weights, order=order, num_samples=24)
     sources, positions = stream._blend
     stream._blend = (sources.view(Unread), positions)
-    found = [stream._locate(k) for k in range(3 * 8)]
-    for source, per_lap in enumerate((6, 2)):
+    found = [stream._locate(k) for k in range(24)]
+    for source, count in enumerate((18, 6)):
         seen = [index for blended, index in found if blended == source]
-        assert seen == [stream._order(dataset.lengths, 0)[k] for k in range(3 * per_lap)]
+        assert seen == [stream._order(dataset.lengths, 0)[k] for k in range(count)]
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_blend_is_the_same_however_many_samples_are_expected(group, dataset):
+    """A restart with another batch size or number of iterations expects others."""
+    few, many = (
+        stream_of(dataset, dataset, dataset, weights=[1, 1, 1], num_samples=n, group=group)
+        for n in (13, 400)
+    )
+    assert [few._locate(k) for k in range(200)] == [many._locate(k) for k in range(200)]
