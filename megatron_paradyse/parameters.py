@@ -21,6 +21,18 @@ def announce_use(*modules) -> None:
                     hook(module, ())
 
 
+def add_from_the_start(module) -> None:
+    """Let TransformerEngine's linears inside a module add to main_grad in every backward.
+
+    With gradient accumulation fusion they overwrite it in the backward of their first forward ever:
+    for Megatron alone that is the first microbatch of all, whose main_grad is zero. Here strategies
+    may have run the microbatches before it. What else the mark says is of FP8, which is refused.
+    """
+    for part in module.modules():
+        if hasattr(part, "is_first_microbatch"):
+            part.is_first_microbatch = False
+
+
 def bias_of(linear):
     """The bias or None. TransformerEngine's linears without a bias hold an empty tensor."""
     bias = linear.bias

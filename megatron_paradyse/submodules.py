@@ -20,7 +20,13 @@ from torch.autograd import Function
 from megatron_paradyse.core_attention import CoreAttention
 from megatron_paradyse.microbatch_params import PlannedMicrobatch
 from megatron_paradyse.packing.traffic import microbatch_of
-from megatron_paradyse.parameters import announce_use, bias_of, normalised, of_strategy
+from megatron_paradyse.parameters import (
+    add_from_the_start,
+    announce_use,
+    bias_of,
+    normalised,
+    of_strategy,
+)
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.shapes import attention_shape, mlp_shape, only_megatrons_mlp
 from megatron_paradyse.strategies import base_name, get_strategy, offloads, recomputes
@@ -55,6 +61,7 @@ class SwitchableLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         self._always_recomputes_mlp = self.recompute_mlp  # Megatron's --recompute-modules mlp:
         self.recompute_mlp = False  # it would run the MLP again without its plan
+        add_from_the_start(self)
 
     def forward(self, *args, **kwargs):
         planned = kwargs.get("packed_seq_params")

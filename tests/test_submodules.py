@@ -28,20 +28,48 @@ FUSED = SimpleNamespace(gradient_accumulation_fusion=True)
 
 
 class _FusedLinear(torch.autograd.Function):
-    """Adds the weight's gradient to main_grad itself, marks that, and returns a dummy."""
+    """Adds the weight's gradient to main_grad itself, marks that, and returns a dummy.
+
+    overwrites: it does not add it, but sets it.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, overwrites):
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.overwrites = weight, overwrites
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
+        if ctx.overwrites:
+            ctx.weight.main_grad.zero_()
         ctx.weight.main_grad.add_(grad.t() @ x)
         ctx.weight.grad_added_to_main_grad = True
-        return grad @ ctx.weight, torch.full_like(ctx.weight, float("nan"))
+        return grad @ ctx.weight, torch.full_like(ctx.weight, float("nan")), None
+
+
+class _EngineLinear(torch.nn.Module):
+    """As Megatron wraps TransformerEngine's: without FP8 nothing sets the mark again."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.is_first_microbatch = weight, True
+
+    def forward(self, x):
+        overwrites, self.is_first_microbatch = self.is_first_microbatch, False
+        return _FusedLinear.apply(x, self.weight, overwrites)
+
+
+def _in_a_layer(linear, monkeypatch):
+    """As it is after a SwitchableLayer that holds it has been made."""
+
+    def make(self):
+        torch.nn.Module.__init__(self)
+        self.inside, self.recompute_mlp = torch.nn.ModuleList([linear]), False
+
+    monkeypatch.setattr(TransformerLayer, "__init__", make)
+    return SwitchableLayer().inside[0]
 
 
 def _parameter_under_ddp() -> torch.nn.Parameter:
@@ -59,16 +87,17 @@ def _parameter_under_ddp() -> torch.nn.Parameter:
 
 
 @pytest.mark.parametrize("order", ["fs", "sf", "ffssf", "sfsfs"])
-def test_gradients_of_fused_linears_and_of_strategies_add_up(order):
-    """f: Megatron's fused linear, s: a strategy; microbatch after microbatch."""
+def test_gradients_of_fused_linears_and_of_strategies_add_up(order, monkeypatch):
+    """f: a fused linear of a layer, s: a strategy; microbatch after microbatch."""
     torch.manual_seed(0)
     weight, expected = _parameter_under_ddp(), torch.zeros(3, 4, dtype=torch.float64)
+    linear = _in_a_layer(_EngineLinear(weight), monkeypatch)
     for step in order:
         x, grad = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
         expected += grad.t() @ x
         x.requires_grad_()  # as an activation does: a fused linear alone needs no weight gradient
         if step == "f":
-            y = _FusedLinear.apply(x, weight)
+            y = linear(x)
         else:
             y = x @ of_strategy(weight, FUSED).t()
         y.backward(grad)

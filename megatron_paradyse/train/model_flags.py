@@ -10,6 +10,7 @@ from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.settings import DOCUMENTS, PACKED
 from megatron_paradyse.train.model_kind import BERT
 
+DTYPES = "strategies run in float32, bfloat16 and float16"
 FLAG_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # arguments of another name
 
 
@@ -59,8 +60,11 @@ def check_model(args: argparse.Namespace) -> None:
         "context_parallel_size": (1, "--paradyse shares sequences over the tensor-parallel group"),
         "multi_latent_attention": (False, "latent attention has no switchable strategy"),
         "mtp_num_layers": (None, "multi-token prediction is not supported"),
-        "fp8": (None, "strategies run in float32, bfloat16 and float16"),
-        "fp4": (None, "strategies run in float32, bfloat16 and float16"),
+        "fp8": (None, DTYPES),
+        "fp4": (None, DTYPES),
+        "te_precision_config_file": (None, DTYPES),
+        "kitchen_config_file": (None, DTYPES),
+        "kitchen_recipe_number": (None, DTYPES),
         "cuda_graph_impl": ("none", "a captured graph cannot change its strategy"),
         "enable_cuda_graph": (False, "a captured graph cannot change its strategy"),
         "external_cuda_graph": (False, "a captured graph cannot change its strategy"),

@@ -24,6 +24,9 @@ REFUSED = {
     "--qk-clip True": ["--qk-clip"],
     "--fp8-format e4m3 with .*: leave --fp8-format out": ["--fp8-format", "e4m3"],
     "--fp4-format e2m1 with .*: leave --fp4-format out": ["--fp4-format", "e2m1"],
+    "--te-precision-config-file here with .*: strategies run in float32": [
+        "--te-precision-config-file", "here",
+    ],
     "--fine-grained-activation-offloading True": ["--fine-grained-activation-offloading"],
     "--cpu-offloading-num-layers 2": ["--cpu-offloading-num-layers", 2],
     "--hybrid-context-parallel True": ["--hybrid-context-parallel"],
