@@ -9,7 +9,13 @@ from megatron_paradyse.setting_kinds import SWITCH
 from megatron_paradyse.settings import FIELDS, FIXED, WITHOUT_FLAG, Settings, make_settings
 from megatron_paradyse.train.counting import samples_of
 from megatron_paradyse.train.document_flags import prepare_documents
-from megatron_paradyse.train.model_flags import check_bert, check_edges, check_model, check_schedule
+from megatron_paradyse.train.model_flags import (
+    check_bert,
+    check_edges,
+    check_model,
+    check_schedule,
+    complete_window,
+)
 from megatron_paradyse.train.model_kind import GPT, SPECS
 from megatron_paradyse.train.packed_flags import check_packed
 from megatron_paradyse.train.strategy_flags import check_strategies, only_megatron_ts
@@ -92,6 +98,7 @@ def before_validation(args: argparse.Namespace) -> None:
     args.paradyse_settings = make_settings(flags, args.paradyse_config)
     check_schedule(args)
     check_model(args)
+    complete_window(args)
     check_bert(args)
     check_edges(args)
     check_strategies(args)

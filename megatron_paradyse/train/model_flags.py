@@ -90,6 +90,15 @@ def check_model(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
 
 
+def complete_window(args: argparse.Namespace) -> None:
+    """What a causal --window-size means to TransformerEngine, in place: no later key is seen, and
+    a negative number hides none. Megatron's attention in PyTorch takes both by the letter.
+    """
+    if args.window_size and args.paradyse_model != BERT:
+        before = args.window_size[0]
+        args.window_size = None if before < 0 else (before, 0)
+
+
 def check_bert(args: argparse.Namespace) -> None:
     settings = args.paradyse_settings
     if args.paradyse_model != BERT:
@@ -106,6 +115,11 @@ def check_bert(args: argparse.Namespace) -> None:
         )
     if args.num_experts:
         raise UserError(f"--num-experts {args.num_experts} with a BERT: leave --num-experts out")
+    if args.window_size:
+        raise UserError(
+            f"--window-size {','.join(map(str, args.window_size))} with a BERT, whose attention is "
+            "bidirectional: leave --window-size out"
+        )
     if args.eod_mask_loss:
         raise UserError(
             "--eod-mask-loss with a BERT, which predicts masked tokens alone: leave it out"

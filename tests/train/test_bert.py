@@ -99,6 +99,10 @@ REFUSED = {
         "mask token 72, of a vocabulary of 64: give --paradyse-mask-token",
     ),
     "fixed": (["--paradyse", "--paradyse-sequences", "fixed"], "a BERT: it trains on documents"),
+    "a window": (
+        ["--paradyse", "--paradyse-mask-token", 5, "--window-size", "8,8"],
+        "--window-size 8,8 with a BERT, whose attention is bidirectional: leave --window-size out",
+    ),
     "a GPT": (
         ["--paradyse", "--paradyse-model", "gpt", "--paradyse-mask-token", 5],
         "--paradyse-mask-token 5 has no effect on a GPT",

@@ -83,6 +83,17 @@ def test_it_is_named_with_the_remedy(said, monkeypatch):
     assert "\n" not in str(refused.value) and ": " in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"), [("8,0", (8, 0)), ("(8,-1)", (8, 0)), ("(8,3)", (8, 0)), ("(-1,0)", None)]
+)
+def test_a_window_is_what_transformer_engine_makes_of_it(given, kept, monkeypatch, tmp_path):
+    """Causal whatever the second number; a negative one hides nothing."""
+    write_documents(tmp_path / "corpus", [20] * 10)
+    args = parsed(monkeypatch, "--window-size", given)
+    args.data_path = [str(tmp_path / "corpus")]
+    assert validated(args).window_size == kept
+
+
 def parsed(monkeypatch, *flags):
     """Megatron's arguments of MODEL with --paradyse, not yet validated."""
     plugin.install()

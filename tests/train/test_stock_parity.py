@@ -30,6 +30,16 @@ def test_losses_and_gradient_norms_equal_stock_megatron(grid, tmp_path):
     assert stock.values("loss")[-1] < stock.values("loss")[0]  # it did train
 
 
+def test_a_window_without_an_end_is_no_window(tmp_path):
+    """Where Megatron's own attention in PyTorch would hide every key."""
+    flags = [*TWO_LAYERS, *TP2]
+    stock = train(tmp_path / "stock", *flags, ranks=2)
+    random = [*OURS[:-1], "random:1", "--window-size", "(-1,0)"]
+    ours = train(tmp_path / "ours", *flags, *random, ranks=2)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(ours.values(name), stock.values(name), rtol=1e-5)
+
+
 @pytest.mark.parametrize("first, second", [("stock", "ours"), ("ours", "stock")])
 def test_checkpoint_of_one_continues_in_the_other(first, second, tmp_path):
     """Save after 2 of 4 iterations with one, load with the other: the same last 2 iterations."""
