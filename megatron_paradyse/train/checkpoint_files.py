@@ -51,7 +51,7 @@ def iteration_to_load(folder: str, wanted: int | None) -> int | None:
 
 def others(folder: str, iteration: int | None) -> str:
     whole = [n for n in whole_iterations(folder) if n != iteration]
-    return f"load an earlier one with --ckpt-step {whole[-1]}" if whole else "give another --load"
+    return f"load another with --ckpt-step {whole[-1]}" if whole else "give another --load"
 
 
 def folder_of(folder: str, iteration: int) -> Path:

@@ -34,11 +34,20 @@ from megatron_paradyse.whole_file import write_whole
 
 # What Megatron says of a checkpoint that is whole, but of another run -> the remedy.
 _ITS_FLAGS = "give the flags that it was trained with, or another --load"
+_ITS_OPTIMIZER = (
+    "give the optimizer that it was trained with (--optimizer, --use-distributed-optimizer), or "
+    "--no-load-optim"
+)
 OF_ANOTHER_RUN = {
     "OptimizerParamScheduler": "give --override-opt-param-scheduler to follow this run's schedule, "
     "or --use-checkpoint-opt-param-scheduler the checkpoint's",
     "is not equal to the input argument value": _ITS_FLAGS,
     "shape mismatch": _ITS_FLAGS,
+    "distrib_optim_sharding_type": _ITS_OPTIMIZER,
+    "flattened_range is not supported": _ITS_OPTIMIZER,
+    'KeyError: "optimizer.state.': _ITS_OPTIMIZER,
+    "(TP, PP) mismatch after resume": "load it on the grid that it was trained on and save it with "
+    "--dist-ckpt-optim-fully-reshardable, or --no-load-optim",
 }
 
 
@@ -151,7 +160,9 @@ def _mend_tracker(folder: str, iteration: int | None) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The cause in one line: of torch's checkpoints the first rank's."""
+    """The cause in one line: of torch's checkpoints the first rank's. Without Megatron's advice:
+    the flag that it names has long been its default.
+    """
     failures = getattr(error, "failures", None)
     if isinstance(error, CheckpointException) and not failures:
         return "a process that writes for a rank has failed"
@@ -164,7 +175,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "Megatron cannot read it"
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    words = " ".join(first.split()).rstrip(".")
+    words = " ".join(first.split()).partition(". Please use ")[0].rstrip(".")
     named = words and isinstance(error, AssertionError)  # a check that says what it wants
     kind = type(error).__name__
     return (words if named else f"{kind}: {words}" if words else kind)[:300]

@@ -164,6 +164,35 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_a_broken_one(case, data, s
     assert code == 2 and len(errors) == 1 and message in errors[0], stderr[-3000:]
 
 
+DISTRIBUTED, RESHARDABLE = "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"
+
+
+def test_states_of_another_optimizer_or_grid_are_told_with_what_helps(data, saved, tmp_path):
+    def runs(name, *flags, ranks=1, load=saved):
+        same = [*data, "--num-layers", 1, "--train-iters", 2, "--ffn-hidden-size", 64]
+        return start(tmp_path / name, *same, "--load", load, *flags, ranks=ranks)
+
+    def refused(said, *of, **options):
+        code, stderr = runs(*of, **options)
+        assert code == 2 and f"{said}, or --no-load-optim" in stderr, stderr[-3000:]
+        errors = [line for line in stderr.splitlines() if line.startswith("error")]
+        assert len(errors) == 1 and "Please" not in errors[0]
+
+    own = "give the optimizer that it was trained with (--optimizer, --use-distributed-optimizer)"
+    refused(own, "distributed", DISTRIBUTED)
+    refused(own, "distributed-tp2", DISTRIBUTED, *TP2, ranks=2)
+    dist, whole = tmp_path / "dist", tmp_path / "whole"
+    without = ["--no-load-optim", "--finetune", DISTRIBUTED, "--save-interval", 2, "--save", dist]
+    assert runs("save", *without)[0] == 0
+    refused(own, "plain", load=dist)
+    grid = f"load it on the grid that it was trained on and save it with {RESHARDABLE}"
+    refused(grid, "tp2", DISTRIBUTED, *TP2, ranks=2, load=dist)
+    more = [DISTRIBUTED, RESHARDABLE, "--override-opt-param-scheduler"]
+    again = ["--train-iters", 4, "--save-interval", 2, "--save", whole]
+    assert runs("resave", *more, *again, load=dist)[0] == 0
+    assert runs("loaded", *more, *TP2, "--train-iters", 5, ranks=2, load=whole)[0] == 0
+
+
 def start(folder, *flags, ranks):
     """The exit code and stderr of a training on forked ranks."""
     run = attempt(folder, *flags, ranks=ranks)

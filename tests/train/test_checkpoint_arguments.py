@@ -93,7 +93,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_its_own_remedy(tmp_path, monk
     def load():
         raise AssertionError
 
-    said = "cannot be loaded: AssertionError: load an earlier one with --ckpt-step 2$"
+    said = "cannot be loaded: AssertionError: load another with --ckpt-step 2$"
     with pytest.raises(UserError, match=said):
         checkpoints._loading(load)()
 

@@ -99,7 +99,7 @@ def test_a_list_that_stock_megatron_has_outdated_is_said_to_be_one(folder):
     path.write_bytes(b"longer than before")
     age = (path.parent / LIST).stat().st_mtime_ns
     os.utime(path, ns=(age - 1, age - 1))
-    with pytest.raises(UserError, match="12 were written: load an earlier one"):
+    with pytest.raises(UserError, match="12 were written: load another with"):
         iteration_to_load(str(folder), None)
     os.utime(path, ns=(age + 1, age + 1))
     with pytest.raises(UserError, match=f"saved it again, remove its {LIST}"):
