@@ -84,13 +84,14 @@ def mlp_shape(config) -> MlpShape:
             "--activation-func-clamp-value and --glu-linear-offset run in Megatron's own MLP only: "
             "use --paradyse-policy fixed:megatron_ts"
         )
-    return _mlp_shape(
-        config.activation_func, config.gated_linear_unit, config.bias_activation_fusion
-    )
+    # What Megatron's fused kernels and TransformerEngine's operator compute of GELU.
+    by_engine = config.use_te_activation_func and config.transformer_impl == "transformer_engine"
+    tanh = bool(config.bias_activation_fusion or by_engine)
+    return _mlp_shape(config.activation_func, config.gated_linear_unit, tanh)
 
 
 @functools.cache
-def _mlp_shape(activation, gated: bool, fused: bool) -> MlpShape:
-    if activation is F.gelu and fused:  # Megatron's fused kernels compute the tanh form
+def _mlp_shape(activation, gated: bool, tanh: bool) -> MlpShape:
+    if activation is F.gelu and tanh:
         activation = functools.partial(F.gelu, approximate="tanh")
     return MlpShape(activation=activation, gated=gated)
