@@ -193,7 +193,7 @@ class SampleStream:
         source, position_in_source = 0, position
         if self._blend is not None:
             if position >= len(self._blend[0]):
-                self._blend = _blend(self._weights, 2 * position, self._group)
+                self._blend = _blend(self._weights, 2 * (position + 1), self._group)
             source, position_in_source = (int(column[position]) for column in self._blend)
         epoch, rank = divmod(position_in_source, len(self._lengths[source]))
         cached = self._epochs.get(source)
