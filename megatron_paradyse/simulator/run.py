@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_paradyse.costs.description import Description, Hardware
-from megatron_paradyse.costs.layers import ATTENTION, half_of
+from megatron_paradyse.costs.layers import half_of
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
     EMBEDDING,
@@ -28,6 +28,7 @@ from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.network import Network
 from megatron_paradyse.simulator.operation import simulated_costs
 from megatron_paradyse.strategies import PACKED_ONLY, base_name
+from megatron_paradyse.strategies.accounting import RANKS_DIFFER
 
 # What an Adam step of mixed precision reads and writes per parameter: the float32 gradient, master
 # weight and both moments once, the last three and the weight again; and the gradient for its norm
@@ -177,11 +178,11 @@ def ranks_that_differ(strategy: str, operation: str, *, p: int, causal: bool) ->
     compute or to hold.
     """
     base = base_name(strategy)
-    if half_of(operation) == ATTENTION and causal and base in ("megatron_cz", "metp"):
-        return tuple(sorted({0, p // 2 - 1, p // 2, p - 1 if p % 2 else 0}))
-    if half_of(operation) == ATTENTION and base == "metp":
-        return tuple(sorted({0, p - 1}))
-    return (p - 1,)
+    if (base, half_of(operation)) not in RANKS_DIFFER:
+        return (p - 1,)
+    if causal:
+        return tuple(sorted({0, max(0, p // 2 - 1), p // 2, p - 1 if p % 2 else 0}))
+    return tuple(sorted({0, p - 1})) if base == "metp" else (p - 1,)
 
 
 @contextlib.contextmanager

@@ -44,3 +44,8 @@ def test_no_other_rank_needs_more_by_the_formulas(p):
         stand = ranks_that_differ(name, "attention", p=p, causal=sizes.causal)
         most = [max(of_ranks) for of_ranks in zip(*(costs[rank] for rank in stand), strict=True)]
         assert most == [max(of_ranks) for of_ranks in zip(*costs, strict=True)], (name, sizes)
+
+
+def test_of_one_rank_there_is_no_other():
+    for causal in (True, False):
+        assert ranks_that_differ("metp", "attention", p=1, causal=causal) == (0,)
