@@ -20,12 +20,14 @@ WITHOUT_ENGINE: dict[str, Any] = {"transformer_impl": "local", "apply_rope_fusio
 WITHOUT_APEX: dict[str, Any] = {"no_persist_layer_norm": True}
 WITHOUT_GRADIENT_KERNEL: dict[str, Any] = {"gradient_accumulation_fusion": False}
 WITHOUT_SOFTMAX_KERNEL: dict[str, Any] = {"masked_softmax_fusion": False}
+WITHOUT_RESILIENCY: dict[str, Any] = {"async_strategy": "mcore"}
 FLAGS = {
     "transformer_impl": "--transformer-impl local",
     "apply_rope_fusion": "--no-rope-fusion",
     "no_persist_layer_norm": "--no-persist-layer-norm",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
     "masked_softmax_fusion": "--no-masked-softmax-fusion",
+    "async_strategy": "--async-strategy mcore",
 }
 WARM_UP_POSITIONS = 4096
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first: of every torch
@@ -118,10 +120,22 @@ def complete(args: argparse.Namespace) -> list[str]:
         missing |= WITHOUT_GRADIENT_KERNEL
     if importlib.util.find_spec("scaled_masked_softmax_cuda") is None:
         missing |= WITHOUT_SOFTMAX_KERNEL
+    if getattr(args, "async_save", False) and not _has_resiliency():
+        missing |= WITHOUT_RESILIENCY
     changed = [name for name, value in missing.items() if getattr(args, name, value) != value]
     for name in changed:
         setattr(args, name, missing[name])
     return [FLAGS[name] for name in changed]
+
+
+def _has_resiliency() -> bool:
+    """Whether a nvidia-resiliency-ext is there that Megatron can save in the background with."""
+    from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
+
+    try:
+        return has_nvrx_async_support()
+    except AssertionError:  # too old
+        return False
 
 
 def _short_warm_up(warm_up):

@@ -21,6 +21,8 @@ DEFAULTS = {
     "gradient_accumulation_fusion": True,
     "masked_softmax_fusion": True,
 }
+IN_BACKGROUND = {"async_save": True, "async_strategy": "nvrx"}
+NVRX = "megatron.core.dist_checkpointing.strategies.nvrx.has_nvrx_async_support"
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,7 @@ def test_what_is_missing_is_done_without_and_said():
     """This machine has neither TransformerEngine nor apex."""
     args = argparse.Namespace(**DEFAULTS)
     flags = megatron_start.complete(args)
-    assert {*flags} == {*megatron_start.FLAGS.values()}
+    assert {*flags} == {*megatron_start.FLAGS.values()} - {"--async-strategy mcore"}
     assert vars(args) == {name: cpu_platform.CPU_ARGUMENTS[name] for name in DEFAULTS}
     assert megatron_start.complete(args) == []
 
@@ -59,6 +61,23 @@ def test_what_is_installed_is_left_as_it_was(monkeypatch):
     monkeypatch.setitem(sys.modules, softmax.__name__, softmax)
     args = argparse.Namespace(**DEFAULTS)
     assert megatron_start.complete(args) == [] and vars(args) == DEFAULTS
+
+
+def _too_old():
+    raise AssertionError("NVRx >= 0.6.0 is required")
+
+
+@pytest.mark.parametrize(
+    ("has_support", "strategy"),
+    [(lambda: True, "nvrx"), (lambda: False, "mcore"), (_too_old, "mcore")],
+)
+def test_checkpoints_are_saved_in_the_background_by_what_is_installed(
+    has_support, strategy, monkeypatch
+):
+    monkeypatch.setattr(NVRX, has_support)
+    args = argparse.Namespace(**DEFAULTS, **IN_BACKGROUND)
+    said = "--async-strategy mcore" in megatron_start.complete(args)
+    assert args.async_strategy == strategy and said == (strategy == "mcore")
 
 
 @pytest.mark.parametrize(

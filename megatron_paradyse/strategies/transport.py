@@ -18,20 +18,23 @@ from torch.distributed import ProcessGroup
 Works = list[Any]  # of objects with wait()
 
 _exchanges: Counter[str] = Counter()  # by the name of the group
-_messages: Counter[str] = Counter()
+_counted_messages: Counter[str] = Counter()  # by the group itself: gloo counts each, NCCL may
 
 
 def num_begun(group: ProcessGroup) -> int:
     """How many communications this rank has begun in the group, Megatron's collectives included.
 
     Ranks that are at the same place have begun as many: what not all take part in does not count.
-    The group counts its collectives itself, and gloo's messages, too.
     """
     name = group.group_name
-    counted = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    if dist.get_backend(group) == "gloo":
-        counted -= _messages[name]
-    return counted + _exchanges[name]
+    return _num_counted(group) - _counted_messages[name] + _exchanges[name]
+
+
+def _num_counted(group: ProcessGroup) -> int:
+    """The group's own count: of its collectives, and of messages as the backend likes."""
+    if dist.get_backend(group) == "fake":  # a simulated group has none
+        return 0
+    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
 
 
 def all_gather(into: Tensor, x: Tensor, group: ProcessGroup) -> Works:
@@ -69,8 +72,12 @@ def exchange(into: Tensor, x: Tensor, group: ProcessGroup, *, to: int, source: i
     ]
     if to != source or group.size() == 2:  # a swap, in which the middle rank may have no part
         _exchanges[group.group_name] += 1
-    _messages[group.group_name] += len(operations)
-    return dist.batch_isend_irecv(operations) if operations else []
+    if not operations:
+        return []
+    before = _num_counted(group)
+    works = dist.batch_isend_irecv(operations)
+    _counted_messages[group.group_name] += _num_counted(group) - before
+    return works
 
 
 def broadcast(x: Tensor, group: ProcessGroup, *, owner: int) -> Works:

@@ -35,7 +35,7 @@ from megatron_paradyse.train.model_layers import ModelLayers
 from megatron_paradyse.whole_file import write_whole
 
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
-LIMIT_SECONDS = 150  # until a quick profile that hangs is given up
+LIMIT_SECONDS = 300  # until a quick profile that hangs is given up
 SIMULATION_SECONDS = 300
 REMEDY = "give --paradyse-cost-model FILE, or --paradyse-policy fixed:megatron_ts"
 SAID_ERROR = re.compile(r"error(?: \(rank \d+\))?: (.*)")

@@ -8,6 +8,7 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.masking import NOT_PREDICTED, mask_tokens
 from megatron_paradyse.train.model_kind import BERT
 
@@ -59,7 +60,13 @@ def less_eod(loss_mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """loss_mask, with --eod-mask-loss less what would be predicted from an end of document."""
     if not get_args().eod_mask_loss:
         return loss_mask
-    return loss_mask * (tokens != get_tokenizer().eod)
+    end = get_tokenizer().eod
+    if end is None:
+        raise UserError(
+            f"--eod-mask-loss with --tokenizer-type {get_args().tokenizer_type}, whose tokenizer "
+            "has no end of document: leave it out, or give one that has"
+        )
+    return loss_mask * (tokens != end)
 
 
 def _masked(batch: dict, s: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ LOST = (
     "Socket Timeout",
     "Timed out waiting",
     "wait timeout after",
+    "NCCL operation timed out",
 )
 
 # What PyTorch, CUDA, cuBLAS and NCCL say in errors that have no class of their own.

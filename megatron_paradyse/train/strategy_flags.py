@@ -46,7 +46,7 @@ def check_strategies(args: argparse.Namespace) -> None:
     for name in names:
         get_strategy(name).check(shape, args.tensor_model_parallel_size)
     others = [name for name in names if parse_strategy_name(name)[0] != MEGATRON_TS]
-    problem = only_megatron_ts(args)
+    problem = only_megatron_ts(args) or _only_megatrons_mlp(args)
     if problem is not None and others:
         raise UserError(
             f"{problem} does not run with {others[0]}: use --paradyse-policy fixed:megatron_ts"
@@ -57,13 +57,22 @@ def check_strategies(args: argparse.Namespace) -> None:
 
 
 def only_megatron_ts(args: argparse.Namespace) -> str | None:
-    """The flag that no other strategy can run, if there is one."""
+    """The flag whose attention no other strategy can run, if there is one."""
     if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
         return f"--position-embedding-type {args.position_embedding_type}"
     for name in ("attention_output_gate", "batch_invariant_mode", "use_kitchen_attention"):
         if getattr(args, name, False):
             return "--" + name.replace("_", "-")
     return None if args.softmax_type == "vanilla" else f"--softmax-type {args.softmax_type}"
+
+
+def _only_megatrons_mlp(args: argparse.Namespace) -> str | None:
+    """The flag whose activation no other strategy computes; experts stay Megatron's anyway."""
+    if args.num_experts:
+        return None
+    if args.activation_func_clamp_value is not None:
+        return f"--activation-func-clamp-value {args.activation_func_clamp_value}"
+    return f"--glu-linear-offset {args.glu_linear_offset}" if args.glu_linear_offset else None
 
 
 def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,3 +163,22 @@ def test_ranks_that_are_at_the_same_place_have_begun_as_many_communications(p):
     together = 3 if p == 2 else 2
     assert found["together"] == [together] * p
     assert found["apart"] == [together] * (p - 1) + [together + 1]
+
+
+@pytest.mark.parametrize("counted", [0, 1, 2])
+def test_messages_count_once_however_the_group_counts_them(counted, monkeypatch):
+    """Of a ring exchange's two: gloo counts both; NCCL as many as its version likes."""
+    group = SimpleNamespace(group_name=f"counts {counted}", size=lambda: 2)
+    own = Counter()
+
+    def exchange(operations):
+        own[group.group_name] += counted
+        return []
+
+    monkeypatch.setattr(transport, "_num_counted", lambda group: own[group.group_name])
+    monkeypatch.setattr(dist, "P2POp", lambda *args: args)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
+    for _ in range(3):
+        transport.exchange(torch.empty(2), torch.zeros(2), group, to=1, source=1)
+    assert transport.num_begun(group) == 3

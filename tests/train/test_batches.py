@@ -7,6 +7,7 @@ import argparse
 import pytest
 import torch
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train import plugin
 from tests.train.harness import write_documents
@@ -134,6 +135,17 @@ def test_nothing_is_predicted_from_an_end_of_document_where_it_is_masked(asked, 
     both = torch.stack([tokens[0, :-1], tokens[0, 1:]]).int()
     step = packed_batch.PackedStep(iter([Share((alone,), both)]))
     assert step.read()["loss_mask"].tolist() == masks[:1]
+
+
+def test_a_tokenizer_without_an_end_of_document_masks_none(monkeypatch):
+    """No token equals None, and all would be predicted in silence."""
+    from megatron_paradyse.train import batch
+
+    args = argparse.Namespace(eod_mask_loss=True, tokenizer_type="HuggingFaceTokenizer")
+    on_one_rank(monkeypatch, args, argparse.Namespace(eod=None), batch)
+    said = "^--eod-mask-loss with --tokenizer-type HuggingFaceTokenizer, whose tokenizer has no"
+    with pytest.raises(UserError, match=said):
+        batch.less_eod(torch.ones(1, 2), torch.tensor([[1, 2]]))
 
 
 def test_a_bert_puts_tokens_of_the_vocabulary_in_place_of_others(monkeypatch):

@@ -170,6 +170,10 @@ OF_A_CHECKPOINT = {
     },
     "--mtp-num-layers 1 with --paradyse": {"mtp_num_layers": 1},
     "--position-embedding-type yarn does not run with metp": {"position_embedding_type": "yarn"},
+    "--activation-func-clamp-value 7.0 does not run with metp": {
+        "activation_func_clamp_value": 7.0
+    },
+    "--glu-linear-offset 1.0 does not run with metp": {"glu_linear_offset": 1.0},
     "--num-attention-heads 7 is not divisible by --tensor-model-parallel-size 2": {
         "tensor_model_parallel_size": 2, "sequence_parallel": True, "num_attention_heads": 7,
     },
