@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from megatron_paradyse.planner.labels import Bound, Combinations, Counts, Pair
+from megatron_paradyse.planner.labels import Bound, Combinations, Counts, Pair, StepBound
 from megatron_paradyse.planner.reduce import Group
 
 _FEW = 3  # layers that a pair of a combination may run at most
@@ -21,7 +23,7 @@ def make_blocks(
     most: np.ndarray,
     excess: np.ndarray,
     slack: float,
-    bounds: list[Bound],
+    bounds: Sequence[Bound | StepBound],
     next_layers: int,
 ) -> list[Pair | Combinations]:
     """Blocks of one run; the last ends it.
@@ -64,7 +66,7 @@ def make_blocks(
 def _combinations(
     run: int,
     combinations: list[_Combination],
-    bound: Bound,
+    bound: Bound | StepBound,
     next_layers: int = 0,
     ends_run: bool = False,
 ) -> Combinations:

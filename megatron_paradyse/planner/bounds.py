@@ -97,7 +97,7 @@ class NestedRelaxation:
         how many layers a pair runs; a pair that runs none is left out.
         """
         slack = max(limit - self.value, 0.0) + ROUNDING * limit + 1
-        most = _most(self._excess, slack, self.group.num_layers)
+        most = most_layers(self._excess, slack, self.group.num_layers)
         useful = np.flatnonzero(most)
         if not len(useful):
             return []
@@ -108,49 +108,7 @@ class NestedRelaxation:
         return make_blocks(0, group, most[useful], self._excess[useful], slack, bounds, 0)
 
 
-class PricedRelaxation:
-    """The relaxation of several runs: only what all layers keep in the end is limited.
-
-    One price per byte: value = sum over runs of L min_j (t_j + price k_j) - price * room left.
-    """
-
-    def __init__(self, groups: list[Group], capacity: float):
-        self._groups, self._capacity = groups, capacity
-        slopes = np.array(sorted({rate for group in groups for rate in _hull_slopes(group)}))
-        if len(slopes) > _MAX_PRICES:
-            slopes = slopes[np.linspace(0, len(slopes) - 1, _MAX_PRICES).astype(int)]
-        self._slopes = slopes
-        costs = {group: group.ticks + slopes[:, None] * group.kept for group in set(groups)}
-        least = np.array([costs[group].min(axis=1) * group.num_layers for group in groups])
-        values = least.sum(axis=0) - slopes * capacity
-        best = int(values.argmax())
-        self.value = float(values[best])
-        self._excess = [costs[group][best] - costs[group][best].min() for group in groups]
-        later = np.cumsum(least[::-1], axis=0)[::-1] - least  # of the runs after each
-        self._later = later - slopes * capacity
-
-    def blocks(self, limit: float) -> list[Pair | Combinations]:
-        """As NestedRelaxation.blocks."""
-        blocks: list[Pair | Combinations] = []
-        slack = max(limit - self.value, 0.0) + ROUNDING * limit + 1
-        slope = self._slopes[:, None]
-        for run, group in enumerate(self._groups):
-            most = _most(self._excess[run], slack, group.num_layers)
-            useful = np.flatnonzero(most)
-            if not len(useful):
-                return []
-            excess, most, group = self._excess[run][useful], most[useful], group.take(useful)
-            cost = group.ticks + slope * group.kept
-            price = np.minimum.accumulate(cost[:, ::-1], axis=1)[:, ::-1]
-            price = np.concatenate((price[:, 1:], np.zeros_like(slope)), axis=1)
-            rest = self._later[run][:, None]
-            bounds = [Bound(price[:, j, None], slope, rest) for j in range(len(useful))]
-            follows = self._groups[run + 1].num_layers if run + 1 < len(self._groups) else 0
-            blocks += make_blocks(run, group, most, excess, slack, bounds, follows)
-        return blocks
-
-
-def _most(excess: np.ndarray, slack: float, num_layers: int) -> np.ndarray:
+def most_layers(excess: np.ndarray, slack: float, num_layers: int) -> np.ndarray:
     """How many layers each pair may run for its reduced cost to stay within the slack."""
     return (slack / np.maximum(excess, slack / (num_layers + 0.5))).astype(np.int64)
 
@@ -190,18 +148,3 @@ def _after(group: Group, prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ceiling = np.append(np.minimum.accumulate(free[::-1])[::-1][1:], np.inf)
     rest[prices[:, None] > ceiling] = -np.inf
     return slope, rest
-
-
-def _hull_slopes(group: Group) -> list[float]:
-    """The exchange rates ticks per byte along the lower hull of (kept, ticks), and zero."""
-    slopes = [0.0]
-    order = np.lexsort((group.ticks, group.kept))[::-1]
-    kept, ticks = group.kept[order].tolist(), group.ticks[order].tolist()
-    at = min(range(len(ticks)), key=lambda i: (ticks[i], kept[i]))
-    while True:
-        ahead = [i for i in range(len(kept)) if kept[i] < kept[at]]
-        if not ahead:
-            return slopes
-        rate = {i: (ticks[i] - ticks[at]) / (kept[at] - kept[i]) for i in ahead}
-        at = min(ahead, key=lambda i: (rate[i], kept[i]))
-        slopes.append(rate[at])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 ROUNDING = 1e-9  # of bounds, relative
-_WIDTH = 2.0**43  # above any sum of ticks; times 1,024 layers still exact
+NEVER = 2.0**43  # above any sum of ticks; times 1,024 layers still exact
 
 Counts = tuple[tuple[int, int], ...]  # (row of the table, layers), in the order in which they run
 Found = list[tuple[int, int, int]]  # run, row, layers
@@ -39,6 +39,35 @@ class Bound:
         """What each label still needs, under each price: [m, n]."""
         return self.price * left + self.slope * kept + self.rest
 
+    def price_at(self, _kept: np.ndarray) -> np.ndarray:
+        return self.price
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepBound:
+    """A line for each step of what is kept. Each step ends at one of `ends`, in it.
+
+    slope: of the last bytes that the pair before may add. What it adds costs as much at least, and
+    the layers left no less with it.
+    """
+
+    ends: np.ndarray  # [steps] ascending
+    prices: np.ndarray  # [steps] of a layer left; rises
+    slopes: np.ndarray  # [steps] falls
+    slope: float
+    rest: np.ndarray  # [steps]
+
+    def above(self, left: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """As Bound.above: [1, n]."""
+        step = self._step(kept)
+        return (self.prices[step] * left + self.slopes[step] * kept + self.rest[step])[None]
+
+    def price_at(self, kept: np.ndarray) -> np.ndarray:
+        return self.prices[self._step(kept)]
+
+    def _step(self, kept: np.ndarray) -> np.ndarray:
+        return np.minimum(np.searchsorted(self.ends, kept), len(self.ends) - 1)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pair:
@@ -52,7 +81,7 @@ class Pair:
     most: int
     next_layers: int  # of the run after it, where it ends its run
     ends_run: bool
-    bound: Bound
+    bound: Bound | StepBound
 
     def expand(self, left, kept, ticks, limit):
         """Parents, and the layers that the pair adds to them, within limit and deadline."""
@@ -67,7 +96,7 @@ class Pair:
             high = np.where(kept <= self.deadline, high, 0)
         # The bound of n layers is a maximum of lines in n: each line limits n from one side.
         free = limit - ticks - self.bound.above(left, kept)
-        rise = self.ticks - self.bound.price + self.bound.slope * self.kept
+        rise = self.ticks - self.bound.price_at(kept) + self.bound.slope * self.kept
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             crossing = free / rise
         high = np.minimum(high, np.where(rise > 0, np.floor(crossing), np.inf).min(axis=0))
@@ -96,7 +125,7 @@ class Combinations:
     room: np.ndarray  # [c] what may be kept before, for every deadline to be met
     next_layers: int
     ends_run: bool
-    bound: Bound
+    bound: Bound | StepBound
 
     def expand(self, left, kept, ticks, limit):
         """Parents, and which combination is added to them, within limit and deadlines."""
@@ -139,7 +168,7 @@ def search(
             ticks = ticks[parent] + block.ticks[which]
         left = left[parent] - added
         if len(parent) > 1:
-            best = _best(left, kept, ticks)
+            best = _best(left, kept, ticks, alike=block.ends_run)
             left, kept, ticks = left[best], kept[best], ticks[best]
             parent, which = parent[best], which[best]
         if beam is not None and len(left) > beam:
@@ -156,11 +185,14 @@ def search(
     return float(ticks[last]), _trace(blocks, history, last)
 
 
-def _best(left: np.ndarray, kept: np.ndarray, ticks: np.ndarray) -> np.ndarray:
-    """Rows that none with as many layers left beats in kept bytes and time; equals: the first."""
-    order = np.lexsort((ticks, kept, left))
+def _best(left: np.ndarray, kept: np.ndarray, ticks: np.ndarray, *, alike: bool) -> np.ndarray:
+    """Rows that none with as many layers left beats in kept bytes and time; equals: the first.
+
+    alike: all have as many left.
+    """
+    order = np.lexsort((ticks, kept) if alike else (ticks, kept, left))
     # One running minimum over all groups: each next group (more layers left) starts far below.
-    sunk = (ticks - _WIDTH * left)[order]
+    sunk = (ticks - NEVER * left)[order]
     keep = np.empty(len(order), dtype=bool)
     keep[0] = True
     np.less(sunk[1:], np.minimum.accumulate(sunk)[:-1], out=keep[1:])

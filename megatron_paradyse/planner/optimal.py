@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_paradyse.plan import LayerChoice, Plan
-from megatron_paradyse.planner.bounds import NestedRelaxation, PricedRelaxation
+from megatron_paradyse.planner.bounds import NestedRelaxation
+from megatron_paradyse.planner.kind_bounds import KindsRelaxation
 from megatron_paradyse.planner.labels import Found, TooManyLabelsError, search
 from megatron_paradyse.planner.least_peak import fits, least_room, smallest
 from megatron_paradyse.planner.peak import evaluate
@@ -82,16 +83,20 @@ def fastest(runs: list[Run], *, room: int, reserve: int) -> tuple[Found, float |
     With a lower bound of the seconds where the search gave up: then the plan may not be optimal.
     """
     scale = tick_scale(runs)
-    groups = [make_group(run, room=room, reserve=reserve, scale=scale) for run in runs]
-    relaxation: NestedRelaxation | PricedRelaxation
-    if len(groups) == 1:
+    tables = {run.table: run for run in runs}
+    groups = [make_group(run, room=room, reserve=reserve, scale=scale) for run in tables.values()]
+    relaxation: NestedRelaxation | KindsRelaxation
+    if len(runs) == 1:
         relaxation = NestedRelaxation(groups[0])
     else:
-        relaxation = PricedRelaxation(groups, room - reserve)
+        numbers = {table: number for number, table in enumerate(tables)}
+        order = [(numbers[run.table], run.num_layers) for run in runs]
+        relaxation = KindsRelaxation(groups, order)
     spread = max(float(group.ticks.max() - group.ticks.min()) for group in groups)
-    longest = sum(float(group.ticks.max()) * group.num_layers for group in groups)
+    slowest = {table: float(group.ticks.max()) for table, group in zip(tables, groups, strict=True)}
+    longest = sum(slowest[run.table] * run.num_layers for run in runs)
     slack = spread * _FIRST_SLACK + 1
-    num_layers = groups[0].num_layers
+    num_layers = runs[0].num_layers
     try:
         while True:
             limit = min(relaxation.value + slack, longest)
