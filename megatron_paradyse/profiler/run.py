@@ -7,10 +7,11 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_paradyse.costs.description import Description
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import BYTES_ONLY, Measurement
 from megatron_paradyse.errors import UserError
@@ -49,80 +50,129 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
 
     start = time.monotonic()
     args = parse_and_validate_args()
-    num_layers = args.num_layers
-    p = args.tensor_model_parallel_size
-    lengths = choose_lengths(options, args.seq_length, p=p)
+    lengths = choose_lengths(options, args.seq_length, p=args.tensor_model_parallel_size)
     strategies = strategies_to_profile(options.strategies)
     initialize(args)
     agreement = make_agreement(options.agree_seconds)
     output = Path(options.output)
-    rank = int(os.environ["RANK"])
-    journal = Journal(output, describe(num_layers))
-    known = agreement.everyone(len(journal))
-    if len(set(known)) > 1:
-        raise UserError(
-            f"{output} has {min(known)} points on one machine, {max(known)} on another: put it on "
-            "a disk that all of them see, or copy the larger one to all"
-        )
+    journal = Journal(output, describe(args.num_layers))
+    _check_same(output, agreement.everyone(len(journal)))
     torch.distributed.barrier()
     meter = make_meter()
     report({"text": "building the model"})
-    longest_tokens = max(lengths) * max(options.batch_sizes)
-    model, constants = build_and_measure(num_layers, meter, longest_tokens=longest_tokens)
+    model, constants = build_and_measure(
+        args.num_layers, meter, longest_tokens=max(lengths) * max(options.batch_sizes)
+    )
     rate = host_bytes_per_second()
     journal.complete(dataclasses.replace(constants, host_bytes_per_second=rate))
-    note = agreement.first(take_note(output) if rank == 0 else None)
+    note = agreement.first(take_note(output) if _is_first() else None)
     if note is not None:
         key, status = note
         failed = point_of_key(key, journal.description) or Point(*key)
         journal.record(empty_measurement(failed, status))
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection need look at it
+    todo = _to_measure(options, lengths, strategies, journal.description)
     runner = Runner(model, meter, journal, agreement, options)
-    operations = journal.description.layer_kinds.measured()
-    check_layers = not options.quick
-    single = points(lengths, options.batch_sizes, strategies, operations, check_layers=check_layers)
-    todo: list[Point | RowPoint] = [*single]
-    if options.packed and p > 1:
-        todo += row_points(lengths, strategies, journal.description)
+    switches = {name: model.switches(name) for name in {point.operation for point in todo}}
+    walk = Walk(runner, journal, switches, strategies, timed_in_rounds=not options.quick)
+
+    def is_late() -> bool:
+        late = options.budget_seconds and time.monotonic() - start > options.budget_seconds
+        return bool(options.budget_seconds and agreement.first(bool(late)))
+
     total = sum(point.weight for point in todo)
     done = 0.0
-    rounds = Rounds(runner.seconds_again)
-
-    def record(measurement: Measurement | RowMeasurement) -> None:
-        journal.record(measurement)
-        if isinstance(measurement, Measurement) and not model.switches(measurement.operation):
-            for one in like_first(measurement, strategies):
-                journal.record(one)
-
-    def time_again() -> None:
-        for measurement in rounds.again():
-            record(measurement)
-
     for number, point in enumerate(todo, 1):
-        late = options.budget_seconds and time.monotonic() - start > options.budget_seconds
-        if options.budget_seconds and agreement.first(bool(late)):
+        if is_late():
             report({"text": f"budget of {options.budget_seconds:g} s spent; run again to go on"})
             break
-        measurement = journal.found(point)
-        resumed = measurement is not None
-        if measurement is None or (point.is_timed and measurement.status == BYTES_ONLY):
-            resumed = False
-            if rounds.begins(point):
-                time_again()
-            measurement = runner.run(point)
-            record(measurement)
-            if point.is_timed and not options.quick:
-                rounds.add(point, measurement)
-            if rank == 0:
-                journal.save()
+        measurement, resumed = walk.measure(point)
         done += point.weight
         where = {"number": number, "count": len(todo), "share": done / total, "resumed": resumed}
         told = {"seq_length": point.seq_length, "operation": point.operation, "batch_size": 1}
         report({**where, **told, **dataclasses.asdict(measurement)})
-    time_again()
-    if rank == 0:
-        journal.save()
+    walk.end()
+
+
+class Walk:
+    """Point after point, each in the journal when it is done; the first rank saves it.
+
+    switches: of an operation, whether strategies run it differently; else the first stands for
+    all. timed_in_rounds: points are timed again beside those that come after them.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        journal: Any,
+        switches: dict[str, bool],
+        strategies: Sequence[str],
+        *,
+        timed_in_rounds: bool,
+    ):
+        self._runner, self._journal = runner, journal
+        self._switches, self._strategies = switches, strategies
+        self._timed_in_rounds = timed_in_rounds
+        self._rounds = Rounds(runner.seconds_again)
+
+    def measure(self, point: Point | RowPoint) -> tuple[Measurement | RowMeasurement, bool]:
+        """What was measured, and whether an earlier run has done it."""
+        found = self._journal.found(point)
+        if found is not None and not (point.is_timed and found.status == BYTES_ONLY):
+            return found, True
+        if self._rounds.begins(point):
+            self._time_again()
+        measurement = self._runner.run(point)
+        self._record(measurement)
+        if point.is_timed and self._timed_in_rounds:
+            self._rounds.add(point, measurement)
+        self._save()
+        return measurement, False
+
+    def end(self) -> None:
+        self._time_again()
+        self._save()
+
+    def _time_again(self) -> None:
+        for measurement in self._rounds.again():
+            self._record(measurement)
+
+    def _record(self, measurement: Measurement | RowMeasurement) -> None:
+        self._journal.record(measurement)
+        if isinstance(measurement, Measurement) and not self._switches[measurement.operation]:
+            for one in like_first(measurement, self._strategies):
+                self._journal.record(one)
+
+    def _save(self) -> None:
+        if _is_first():
+            self._journal.save()
+
+
+def _is_first() -> bool:
+    return os.environ["RANK"] == "0"
+
+
+def _check_same(output: Path, known: list[int]) -> None:
+    """UserError unless all ranks know as many points of an earlier run."""
+    if len(set(known)) > 1:
+        raise UserError(
+            f"{output} has {min(known)} points on one machine, {max(known)} on another: put it on "
+            "a disk that all of them see, or copy the larger one to all"
+        )
+
+
+def _to_measure(
+    options: Options,
+    lengths: Mapping[int, bool],
+    strategies: Sequence[str],
+    description: Description,
+) -> list[Point | RowPoint]:
+    operations = description.layer_kinds.measured()
+    layers = not options.quick
+    single = points(lengths, options.batch_sizes, strategies, operations, check_layers=layers)
+    rows = options.packed and description.p > 1
+    return [*single, *(row_points(lengths, strategies, description) if rows else ())]
 
 
 def initialize(args) -> None:
