@@ -13,7 +13,10 @@ import functools
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+from megatron_paradyse.errors import UserError
 
 # Arguments that need a package, and their values without it.
 WITHOUT_ENGINE: dict[str, Any] = {"transformer_impl": "local", "apply_rope_fusion": False}
@@ -88,12 +91,30 @@ def install() -> None:
 
     allow_variants()
     plain_adam.install()
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        dataset_utils.compile_helpers = lambda: None
+    dataset_utils.compile_helpers = _compile_in_a_checkout(dataset_utils.compile_helpers)
     training.set_jit_fusion_options = _short_warm_up(training.set_jit_fusion_options)
     torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(
         torch_norm.WrappedTorchNorm.__new__
     )
+
+
+def _compile_in_a_checkout(compile_helpers):
+    """What the wheel has compiled stays as it is; a failure says what it takes."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        return lambda: None
+    folder = Path(compile_helpers.__code__.co_filename).parent
+
+    @functools.wraps(compile_helpers)
+    def run():
+        try:
+            compile_helpers()
+        except (SystemExit, OSError) as error:  # OSError: there is no make
+            raise UserError(
+                f"Megatron could not compile helpers.cpp of {folder}: install make, a C++ compiler "
+                "and pybind11 for the python3 of PATH"
+            ) from error
+
+    return run
 
 
 @functools.cache

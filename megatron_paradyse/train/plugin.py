@@ -153,6 +153,7 @@ def _wrap_pretrain(pretrain):
         from megatron_paradyse.train.auto_costs import with_costs
         from megatron_paradyse.train.session import Session
 
+        _check_model(config)
         watch_and_agree(get_args())
         megatron_start.use_own_device(get_args())
         get_args().paradyse_settings = with_costs(get_args())
@@ -174,6 +175,19 @@ def _wrap_pretrain(pretrain):
         return result
 
     return pretrain_with_paradyse
+
+
+def _check_model(config) -> None:
+    """UserError where a script's model is none whose layers are switched."""
+    from megatron.training.models.gpt import GPTModelConfig
+
+    model = getattr(config, "model", None)
+    if not isinstance(model, GPTModelConfig):
+        found = "none in its config" if model is None else f"of {type(model).__name__}"
+        raise UserError(
+            f"this pretrain script's model is no GPT ({found}), whose layers --paradyse switches: "
+            "drop it, or use pretrain_gpt.py"
+        )
 
 
 def watch_and_agree(args: argparse.Namespace) -> None:
