@@ -84,6 +84,7 @@ def allow_variants() -> None:
 def install() -> None:
     """Patch Megatron, once it can be imported."""
     import megatron.core.datasets.utils as dataset_utils
+    import megatron.training.global_vars as global_vars
     import megatron.training.training as training
     from megatron.core.transformer import torch_norm
 
@@ -92,6 +93,7 @@ def install() -> None:
     allow_variants()
     plain_adam.install()
     dataset_utils.compile_helpers = _compile_in_a_checkout(dataset_utils.compile_helpers)
+    global_vars.build_tokenizer = _in_one_line(global_vars.build_tokenizer)
     training.set_jit_fusion_options = _short_warm_up(training.set_jit_fusion_options)
     torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(
         torch_norm.WrappedTorchNorm.__new__
@@ -112,6 +114,25 @@ def _compile_in_a_checkout(compile_helpers):
             raise UserError(
                 f"Megatron could not compile helpers.cpp of {folder}: install make, a C++ compiler "
                 "and pybind11 for the python3 of PATH"
+            ) from error
+
+    return run
+
+
+def _in_one_line(build_tokenizer):
+    """Megatron's errors name neither the tokenizer nor the flag of its files."""
+
+    @functools.wraps(build_tokenizer)
+    def run(args, **options):
+        try:
+            return build_tokenizer(args, **options)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            raise UserError(
+                f"the tokenizer {args.tokenizer_type} cannot be built ({reason}): give data that "
+                "'megatron-paradyse data prepare' wrote, which name their vocabulary; or the "
+                "tokenizer's files by --tokenizer-model, or --vocab-file and --merge-file; or, as "
+                "tokens are ready, --tokenizer-type NullTokenizer --vocab-size N"
             ) from error
 
     return run

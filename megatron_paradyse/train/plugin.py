@@ -16,6 +16,7 @@ from typing import NoReturn
 from megatron_paradyse import megatron_start
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import FIXED, PACKED, Settings
+from megatron_paradyse.train.data_files import check_named
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, leave
 from megatron_paradyse.train.megatron_version import check_megatron
 
@@ -154,6 +155,8 @@ def _wrap_pretrain(pretrain):
         from megatron_paradyse.train.session import Session
 
         _check_model(config)
+        if get_args().paradyse_settings.sequences != FIXED:
+            check_named(get_args())
         watch_and_agree(get_args())
         megatron_start.use_own_device(get_args())
         get_args().paradyse_settings = with_costs(get_args())
