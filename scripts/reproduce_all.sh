@@ -8,7 +8,9 @@ simulated=false
 for option in "$@"; do
     [[ $option == --simulate ]] && simulated=true
 done
-rm -rf build/reproduction
+if $simulated; then
+    rm -rf build/reproduction # costs that are kept
+fi
 
 start=$SECONDS
 run() {
