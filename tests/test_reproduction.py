@@ -326,6 +326,20 @@ def test_a_wrong_name_is_one_line_with_the_known_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name", ["demo", "figure2", "table3", "table5", "case_study", "reproduce_all"]
+)
+def test_a_script_without_an_environment_says_how_to_make_one(name, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / f"{name}.sh", tmp_path / "scripts")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+    done = subprocess.run(
+        ["bash", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: .venv is missing: run make setup first\n"
+
+
+@pytest.mark.parametrize(
     ("options", "kept"), [("--help", True), ("--scale tiny", True), ("--simulate", False)]
 )
 def test_costs_that_are_kept_are_removed_by_a_whole_simulation_only(options, kept, tmp_path):
