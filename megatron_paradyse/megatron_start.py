@@ -13,7 +13,10 @@ import functools
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+from megatron_paradyse.errors import UserError
 
 # Arguments that need a package, and their values without it.
 WITHOUT_ENGINE: dict[str, Any] = {"transformer_impl": "local", "apply_rope_fusion": False}
@@ -83,6 +86,7 @@ def allow_variants() -> None:
 def install() -> None:
     """Patch Megatron, once it can be imported."""
     import megatron.core.datasets.utils as dataset_utils
+    import megatron.training.global_vars as global_vars
     import megatron.training.training as training
     from megatron.core.transformer import torch_norm
 
@@ -90,12 +94,50 @@ def install() -> None:
 
     allow_variants()
     plain_adam.install()
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        dataset_utils.compile_helpers = lambda: None
+    dataset_utils.compile_helpers = _compile_in_a_checkout(dataset_utils.compile_helpers)
+    global_vars.build_tokenizer = _in_one_line(global_vars.build_tokenizer)
     training.set_jit_fusion_options = _short_warm_up(training.set_jit_fusion_options)
     torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(
         torch_norm.WrappedTorchNorm.__new__
     )
+
+
+def _compile_in_a_checkout(compile_helpers):
+    """What the wheel has compiled stays as it is; a failure says what it takes."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        return lambda: None
+    folder = Path(compile_helpers.__code__.co_filename).parent
+
+    @functools.wraps(compile_helpers)
+    def run():
+        try:
+            compile_helpers()
+        except (SystemExit, OSError) as error:  # OSError: there is no make
+            raise UserError(
+                f"Megatron could not compile helpers.cpp of {folder}: install make, a C++ compiler "
+                "and pybind11 for the python3 of PATH"
+            ) from error
+
+    return run
+
+
+def _in_one_line(build_tokenizer):
+    """Megatron's errors name neither the tokenizer nor the flag of its files."""
+
+    @functools.wraps(build_tokenizer)
+    def run(args, **options):
+        try:
+            return build_tokenizer(args, **options)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            raise UserError(
+                f"the tokenizer {args.tokenizer_type} cannot be built ({reason}): give data that "
+                "'megatron-paradyse data prepare' wrote, which name their vocabulary; or the "
+                "tokenizer's files by --tokenizer-model, or --vocab-file and --merge-file; or, as "
+                "tokens are ready, --tokenizer-type NullTokenizer --vocab-size N"
+            ) from error
+
+    return run
 
 
 @functools.cache

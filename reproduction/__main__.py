@@ -24,6 +24,7 @@ def main(given: list[str]) -> None:
     name, *options = given
     module = importlib.import_module(f"reproduction.{name}")
     reader = parser(module.__doc__.splitlines()[0])
+    reader.prog = f"reproduction {name}"
     if hasattr(module, "add_options"):
         module.add_options(reader)
     arguments = reader.parse_args(options)

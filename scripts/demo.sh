@@ -7,6 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+[ -x .venv/bin/python ] || { echo "error: .venv is missing: run make setup first" >&2; exit 2; }
+
 RANKS=${RANKS:-4}
 ITERATIONS=${ITERATIONS:-10}
 LENGTHS=${LENGTHS:-128,512,2K,4K,8K} # at which costs are measured

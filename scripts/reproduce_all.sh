@@ -3,12 +3,15 @@
 # as published. The same options; --simulate also makes the estimate of Megatron's own scheduler.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+[ -n "${PYTHON:-}" ] || [ -x .venv/bin/python ] || { echo "error: .venv is missing: run make setup first" >&2; exit 2; }
 PYTHON=${PYTHON:-.venv/bin/python}
 simulated=false
 for option in "$@"; do
     [[ $option == --simulate ]] && simulated=true
 done
-rm -rf build/reproduction
+if $simulated; then
+    rm -rf build/reproduction # costs that are kept
+fi
 
 start=$SECONDS
 run() {

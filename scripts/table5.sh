@@ -5,4 +5,5 @@
 # Writes CSV files, figures and RESULTS.md: docs/reproduction.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+[ -n "${PYTHON:-}" ] || [ -x .venv/bin/python ] || { echo "error: .venv is missing: run make setup first" >&2; exit 2; }
 exec "${PYTHON:-.venv/bin/python}" -m reproduction table5 "$@"

@@ -6,12 +6,14 @@ import argparse
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from megatron_paradyse import cpu_platform, megatron_start
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import plugin
 
 DEFAULTS = {
@@ -108,6 +110,18 @@ def test_the_wheel_need_not_be_compiled():
     from megatron.core.datasets import utils
 
     utils.compile_helpers()  # Megatron's own ends the process: there is no Makefile
+
+
+@pytest.mark.parametrize("failure", [SystemExit(1), FileNotFoundError("make")])
+def test_a_checkout_that_cannot_be_compiled_says_what_it_takes(failure, monkeypatch):
+    """Megatron's own ends the process, after the words of make."""
+
+    def compile_helpers():
+        raise failure
+
+    monkeypatch.setattr(megatron_start.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"{Path(__file__).parent}: install make, .* pybind11"):
+        megatron_start._compile_in_a_checkout(compile_helpers)()
 
 
 READ_ONCE = ("CUDA_DEVICE_MAX_CONNECTIONS", *megatron_start.ALLOCATORS)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -317,7 +319,38 @@ def test_a_wrong_name_is_one_line_with_the_known_ones(tmp_path):
     command = ["bash", "scripts/figure2.sh", "--simulate", "--models", "opt"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
-    assert "choose among bert, llama, gpt, got 'opt'" in done.stderr
+    assert (
+        "reproduction figure2: error: argument --models: choose among bert, llama, gpt, got 'opt'"
+        in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["demo", "figure2", "table3", "table5", "case_study", "reproduce_all"]
+)
+def test_a_script_without_an_environment_says_how_to_make_one(name, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / f"{name}.sh", tmp_path / "scripts")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+    done = subprocess.run(
+        ["bash", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: .venv is missing: run make setup first\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"), [("--help", True), ("--scale tiny", True), ("--simulate", False)]
+)
+def test_costs_that_are_kept_are_removed_by_a_whole_simulation_only(options, kept, tmp_path):
+    """Asking for help removed them."""
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / "reproduce_all.sh", tmp_path / "scripts")
+    costs = tmp_path / "build" / "reproduction"
+    costs.mkdir(parents=True)
+    command = ["bash", script, *options.split()]
+    subprocess.run(command, check=True, timeout=60, env={**os.environ, "PYTHON": "true"})
+    assert costs.exists() == kept
 
 
 def test_committed_results_say_what_their_tables_say(tmp_path):

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_paradyse.costs.laws import Array
+from megatron_paradyse.errors import UserError
 
 FOREST = {
     "num_parallel_tree": 50,
@@ -53,8 +54,11 @@ def nearest(batch_sizes: tuple[int, ...], batch_size: int) -> int:
 
 
 def forest_steps(s: Array, b: Array, y: Array) -> StepTable:
-    """The published forest, fitted to y at the points (s, b)."""
-    import xgboost
+    """The published forest, fitted to y at the points (s, b). UserError without xgboost."""
+    try:
+        import xgboost
+    except ImportError as error:
+        raise UserError(f"a fit needs xgboost ({error}): pip install xgboost") from error
 
     batch_sizes = np.unique(b)
     features = np.stack((s, b), axis=1) if len(batch_sizes) > 1 else s[:, None]

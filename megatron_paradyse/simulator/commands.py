@@ -27,7 +27,7 @@ MASKS = ("causal", "bidirectional")
 @click.command(
     context_settings=PASS_ON,
     epilog="Example: megatron-paradyse simulate --gpu a100-80g --ranks 8 --model gpt "
-    "--lengths 8K,32K,128K -o costs.json",
+    "--lengths 8K,32K,128K -o costs-raw.json",
 )
 @click.option("--gpu", required=True, metavar="NAME|FILE", help="Such as a100-80g, or your YAML.")
 @click.option("--ranks", required=True, type=click.IntRange(1, 1024), help="Size of the group, p.")

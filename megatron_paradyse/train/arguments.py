@@ -13,6 +13,7 @@ from megatron_paradyse.train.model_flags import (
     check_bert,
     check_edges,
     check_model,
+    check_ranks,
     check_schedule,
     complete_window,
 )
@@ -114,6 +115,7 @@ def before_validation(args: argparse.Namespace) -> None:
     check_packed(args, only_megatron_ts=only_megatron_ts(args))
     if args.paradyse_settings.sequences != FIXED:
         prepare_documents(args)
+    check_ranks(args)
 
 
 def after_validation(args: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.strategies import with_names_of_costs
 from megatron_paradyse.train.describe import versions
 from megatron_paradyse.train.meeting import meet
+from megatron_paradyse.train.megatron_version import find_megatron, is_wheel
 from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.train.model_layers import ModelLayers
 from megatron_paradyse.whole_file import write_whole
@@ -144,11 +145,7 @@ class Search:
         strategies = _strategies(self._settings)
         command += ["--strategies", ",".join(strategies)] if strategies else []
         command += self._flags()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
-        environment |= {
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        }
+        environment = {"OMP_NUM_THREADS": "1", **_environment(), "MASTER_PORT": port}
         log = self._file.with_suffix(f".{self._rank}.log")
         with log.open("w") as said:
             child = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
@@ -220,7 +217,12 @@ class Search:
         remedy += REMEDY
         try:
             result = subprocess.run(
-                command, timeout=limit_seconds, capture_output=True, text=True, check=False
+                command,
+                env=_environment(),
+                timeout=limit_seconds,
+                capture_output=True,
+                text=True,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             self._fail(f"{failed}: it took more than {limit_seconds} s: {remedy}")
@@ -286,6 +288,16 @@ class Search:
         deadline = time.monotonic() + 30
         while self._store.add("read", 0) < self._world and time.monotonic() < deadline:
             time.sleep(0.05)
+
+
+def _environment() -> dict[str, str]:
+    """Of a process that finds costs: it imports the Megatron of this run, also of a checkout."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+    found = find_megatron()
+    if found is not None and not is_wheel(found[1]):
+        path = [str(found[1]), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    return environment
 
 
 def _device() -> str:

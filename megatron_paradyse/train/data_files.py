@@ -63,6 +63,13 @@ def check_split(split: str | None) -> None:
         )
 
 
+def check_named(args: argparse.Namespace) -> None:
+    if not data_prefixes(args):
+        raise UserError(
+            "no data: give --data-path PREFIX, as 'megatron-paradyse data prepare' wrote it"
+        )
+
+
 def check_there(prefixes: list[str]) -> None:
     for prefix in prefixes:
         if not Path(f"{prefix}.idx").is_file():

@@ -80,10 +80,7 @@ def _sources(args) -> list[tuple[list[str], list[float] | None, tuple[float, flo
     blend, per_split = get_blend_and_blend_per_split(args)
     if per_split is not None:
         return [(*(b or ([], None)), (0.0, 1.0)) for b in per_split]
-    if blend is None:
-        raise UserError(
-            "no data: give --data-path PREFIX, as 'megatron-paradyse data prepare' wrote it"
-        )
+    assert blend is not None, "check_named() comes first"
     matrix = convert_split_vector_to_split_matrix(
         parse_and_normalize_split(args.split or "969,30,1")
     )

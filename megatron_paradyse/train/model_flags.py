@@ -43,6 +43,16 @@ def check_schedule(args: argparse.Namespace) -> None:
             )
 
 
+def check_ranks(args: argparse.Namespace) -> None:
+    p, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if args.world_size % (p * stages):
+        raise UserError(
+            f"the number of ranks, {args.world_size}, is no multiple of "
+            f"--tensor-model-parallel-size {p} times --pipeline-model-parallel-size {stages}: "
+            f"start {p * stages} or a multiple by torchrun --nproc-per-node, or change these flags"
+        )
+
+
 def check_model(args: argparse.Namespace) -> None:
     p = args.tensor_model_parallel_size
     if p > 1 and not args.sequence_parallel:

@@ -16,6 +16,7 @@ from typing import NoReturn
 from megatron_paradyse import megatron_start
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import FIXED, PACKED, Settings
+from megatron_paradyse.train.data_files import check_named
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, leave
 from megatron_paradyse.train.megatron_version import check_megatron
 
@@ -153,6 +154,9 @@ def _wrap_pretrain(pretrain):
         from megatron_paradyse.train.auto_costs import with_costs
         from megatron_paradyse.train.session import Session
 
+        _check_model(config)
+        if get_args().paradyse_settings.sequences != FIXED:
+            check_named(get_args())
         watch_and_agree(get_args())
         megatron_start.use_own_device(get_args())
         get_args().paradyse_settings = with_costs(get_args())
@@ -174,6 +178,19 @@ def _wrap_pretrain(pretrain):
         return result
 
     return pretrain_with_paradyse
+
+
+def _check_model(config) -> None:
+    """UserError where a script's model is none whose layers are switched."""
+    from megatron.training.models.gpt import GPTModelConfig
+
+    model = getattr(config, "model", None)
+    if not isinstance(model, GPTModelConfig):
+        found = "none in its config" if model is None else f"of {type(model).__name__}"
+        raise UserError(
+            f"this pretrain script's model is no GPT ({found}), whose layers --paradyse switches: "
+            "drop it, or use pretrain_gpt.py"
+        )
 
 
 def watch_and_agree(args: argparse.Namespace) -> None:

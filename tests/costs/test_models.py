@@ -232,3 +232,11 @@ def test_predicting_from_a_file_imports_neither_torch_nor_xgboost_nor_matplotlib
     )
     command = [sys.executable, "-c", program, str(tmp_path / "costs.json")]
     subprocess.run(command, check=True, timeout=60)
+
+
+def test_a_forest_without_xgboost_says_what_to_install(monkeypatch):
+    """It was an internal error, a fault of ours."""
+    monkeypatch.setitem(sys.modules, "xgboost", None)
+    s = np.array([128.0, 256, 512, 1024])
+    with pytest.raises(UserError, match=r"a fit needs xgboost .*: pip install xgboost"):
+        forest_steps(s, np.ones(4), s)

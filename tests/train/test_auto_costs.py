@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.simulator.models import model_flags
 from megatron_paradyse.train import auto_costs, plugin
+from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_kind import GPT
 from tests.train.harness import with_defaults, write_documents
 from tests.train.synthetic_costs import write_costs
@@ -106,6 +108,25 @@ def test_costs_are_of_the_loss_head_and_sequences_that_the_settings_file_says(
         text = " ".join(flags)
         assert "--paradyse-head-tile 128 --paradyse-sequences fixed" in text
         assert "settings.yaml" not in text and "bucketed" not in text
+
+
+def test_costs_are_found_with_the_megatron_of_the_run(tmp_path, monkeypatch):
+    """A script's checkout comes first in the path of its own process only: costs of the wheel
+    were measured, and refused as those of another version."""
+    find = "from megatron_paradyse.train.megatron_version import find_megatron as f; print(f()[0])"
+
+    def found() -> str:
+        command = [sys.executable, "-c", find]
+        environment = auto_costs._environment()
+        return subprocess.check_output(command, env=environment, text=True, timeout=60).strip()
+
+    wheel = megatron_version()
+    assert found() == wheel
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 77\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert megatron_version() == found() == "0.19.77" != wheel
 
 
 @pytest.mark.parametrize("sequences", ["fixed", "documents", "packed"])

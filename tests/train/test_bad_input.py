@@ -32,6 +32,16 @@ CASES = {
         ["--tensor-model-parallel-size", 2],
         "--paradyse with --tensor-model-parallel-size 2 needs --sequence-parallel: add it",
     ),
+    "fewer ranks than tp": (
+        ["--tensor-model-parallel-size", 4, "--sequence-parallel"],
+        "the number of ranks, 2, is no multiple of --tensor-model-parallel-size 4 times "
+        "--pipeline-model-parallel-size 1: start 4 or a multiple by torchrun --nproc-per-node",
+    ),
+    "no files of a tokenizer": (
+        [*TP2, "--tokenizer-type", "HuggingFaceTokenizer"],
+        "the tokenizer HuggingFaceTokenizer cannot be built (AssertionError: Tokenizer path must "
+        "be specified.): give data that 'megatron-paradyse data prepare' wrote",
+    ),
     "missing data": (
         [*TP2, "--data-path", "/nowhere/corpus"],
         "data file /nowhere/corpus.idx not found: give the prefix",
@@ -112,6 +122,13 @@ def test_training_refuses_with_one_line_and_leaves_no_rank(case, data, tmp_path)
     # torchrun, in its own process, reports by a traceback that a rank failed; no rank prints one
     files = re.findall(r'File "([^"]+)", line', stderr)
     assert all("torch/distributed/" in file or file == "<frozen runpy>" for file in files)
+
+
+def test_no_data_are_said_before_costs_are_measured(tmp_path):
+    run = attempt(tmp_path, "--paradyse", "--paradyse-policy", "optimal", ranks=1)
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error")]
+    assert run.code == 2 and len(errors) == 1 and "no data: give --data-path PREFIX" in errors[0]
+    assert "measuring" not in run.stdout
 
 
 def test_unknown_yaml_key_is_named_with_its_line(data, tmp_path):

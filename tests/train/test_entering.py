@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.train.harness import ROOT, run_bounded, train, with_defaults, write_documents
+from tests.train.harness import ROOT, attempt, run_bounded, train, with_defaults, write_documents
 
 PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.0.patch"
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
@@ -81,12 +83,41 @@ def test_launcher_replaces_data_and_batches_of_a_pretrain_script(data, own_entry
     np.testing.assert_allclose(run.values("loss"), own_entry.values("loss"), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("model", "found"), [("None", "none in its config"), ("config.logger", "of LoggerConfig")]
+)
+def test_a_script_whose_model_is_no_gpt_is_refused_in_one_line(model, found, data, tmp_path):
+    """As pretrain_hybrid.py and pretrain_vlm.py of Megatron-LM are."""
+    script = tmp_path / "pretrain_other.py"
+    script.write_text(SCRIPT.replace("    pretrain(", f"    config.model = {model}\n    pretrain("))
+    run = attempt(tmp_path, *data, ranks=2, entry=("script", str(script)))
+    assert run.code == 2 and "Traceback" not in run.stderr
+    assert f"error: this pretrain script's model is no GPT ({found}), whose layers" in run.stderr
+
+
+def start(script: Path, data: list, *flags, launch: bool = False) -> str:
+    """What a pretrain script says under torchrun, in processes that have imported nothing yet."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", *(["-m", "megatron_paradyse.launch"] if launch else [])]
+    command += [str(script), *with_defaults([*data, *flags])]
+    code, stdout, stderr = run_bounded(command, timeout_seconds=240)
+    assert code == 0 and "Traceback" not in stderr, stderr[-3000:]
+    text = (script.parent / "megatron" / "core" / "package_info.py").read_text()
+    version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.M))
+    assert f"Megatron-Core version .......... {version}\n" in stdout  # of the script's checkout
+    return stdout
+
+
 @needs_checkout
-def test_launcher_runs_an_unmodified_checkout(data, own_entry, tmp_path):
+def test_launcher_runs_an_unmodified_checkout_by_costs_of_its_own(data, own_entry, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    by_cost = ["--paradyse-policy", "optimal", "--paradyse-trace", trace]
     script = Path(CHECKOUT) / "pretrain_gpt.py"
-    run = train(tmp_path, *data, ranks=2, entry=("script", str(script)))
-    np.testing.assert_allclose(run.values("loss"), own_entry.values("loss"), rtol=1e-6)
-    np.testing.assert_allclose(run.values("grad_norm"), own_entry.values("grad_norm"), rtol=1e-6)
+    said = start(script, data, *by_cost, launch=True)
+    assert "> paradyse: costs: a quick profile" in said
+    records = [json.loads(line) for line in trace.read_text().splitlines()]
+    losses = [record["lm loss"] for record in records if record["kind"] == "iteration"]
+    np.testing.assert_allclose(losses, own_entry.values("loss"), rtol=1e-5)
 
 
 @needs_checkout
@@ -95,14 +126,10 @@ def test_patch_applies_runs_and_reverts(data, tmp_path):
     original = Path(CHECKOUT) / "pretrain_gpt.py"
     for name in ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
         shutil.copy(Path(CHECKOUT) / name, tmp_path)
+    (tmp_path / "megatron").symlink_to(Path(CHECKOUT).absolute() / "megatron")
     apply = ["git", "apply", "--unidiff-zero"]
     subprocess.run([*apply, str(PATCH)], cwd=tmp_path, check=True, timeout=30)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(tmp_path / "pretrain_gpt.py")]
-    command += with_defaults([*data, "--train-iters", 2])
-    code, stdout, stderr = run_bounded(command, timeout_seconds=240)
-    assert code == 0 and "Traceback" not in stderr, stderr[-3000:]
-    assert "tokens/s" in stdout
+    assert "tokens/s" in start(tmp_path / "pretrain_gpt.py", data, "--train-iters", 2)
     subprocess.run([*apply, "-R", str(PATCH)], cwd=tmp_path, check=True, timeout=30)
     assert (tmp_path / "pretrain_gpt.py").read_text() == original.read_text()
 
