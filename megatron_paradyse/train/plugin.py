@@ -112,7 +112,7 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
         before_validation(args)
         try:
             args = validate_args(args, defaults or {})
-        except AssertionError as error:
+        except (AssertionError, ValueError) as error:
             reason = " ".join(str(error).split()) or _failed_line(error)
             raise UserError(f"Megatron refuses these flags: {reason}") from error
         after_validation(args)
