@@ -82,7 +82,7 @@ TWO_RANKS = {
     "weight decay that grows": "--start-weight-decay 0.1 --end-weight-decay 0.2 "
     "--weight-decay-incr-style linear",
     "cosine": "--lr-decay-style cosine --lr-warmup-iters 1",
-    "batch that grows": "--rampup-batch-size 4 4 8",
+    "batch that grows": "--step-batch-size-schedule 0:4,512:8",
     "one sequence": "--micro-batch-size 1",
     "one microbatch": "--global-batch-size 2",
     "odd length": "--seq-length 62",

@@ -83,10 +83,12 @@ def draw_cumulative(figure, content: Content, look: Look) -> None:
         if curve.lengths and curve.oom_length is not None:
             end = (curve.lengths[-1], curve.seconds[-1])
             axes.plot(*end, marker="X", markersize=8, color=style.colour)
-    for name, dashes in (("measured", "-"), ("predicted", ":")):
+    for name, dashes, face in (("measured", "-", INK), ("predicted", ":", "none")):
         if name in curves and curves[name].lengths:
             line = (curves[name].lengths, curves[name].seconds)
-            axes.plot(*line, color=INK, linewidth=2.4, linestyle=dashes, label=f"this run, {name}")
+            alone = {"marker": "o" if len(line[0]) == 1 else "", "markerfacecolor": face}
+            looks = {"color": INK, "linewidth": 2.4, "linestyle": dashes, **alone}
+            axes.plot(*line, label=f"this run, {name}", **looks)
     if any(curves[name].oom_length is not None for name in styles):
         cross = {"marker": "X", "markersize": 8, "color": MUTED, "linestyle": "none"}
         axes.plot([], [], label="OOM: the next is over the budget", **cross)

@@ -7,6 +7,7 @@ import argparse
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.setting_kinds import SWITCH
 from megatron_paradyse.settings import FIELDS, FIXED, WITHOUT_FLAG, Settings, make_settings
+from megatron_paradyse.train.batch_sizes import check_one_size, check_schedule_of_sizes
 from megatron_paradyse.train.counting import samples_of
 from megatron_paradyse.train.document_flags import prepare_documents
 from megatron_paradyse.train.model_flags import (
@@ -98,6 +99,7 @@ def before_validation(args: argparse.Namespace) -> None:
     }
     args.paradyse_settings = make_settings(flags, args.paradyse_config)
     check_schedule(args)
+    check_schedule_of_sizes(args)
     check_model(args)
     complete_window(args)
     check_bert(args)
@@ -128,6 +130,7 @@ def after_validation(args: argparse.Namespace) -> None:
             "Megatron skips by reading batches of a fixed length: leave --iterations-to-skip and "
             "--result-rejected-tracker-filename out"
         )
+    check_one_size(args)
     args.paradyse_samples = samples_of(args)
     if args.paradyse_settings.sequences != FIXED:
         args.dataloader_type = "external"

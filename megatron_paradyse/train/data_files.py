@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 
+from megatron_paradyse.data.index import read_index
 from megatron_paradyse.data.metadata import DatasetMetadata, read_metadata
 from megatron_paradyse.errors import UserError
 
@@ -77,6 +78,34 @@ def check_there(prefixes: list[str]) -> None:
                 f"data file {prefix}.idx not found: give the prefix that 'megatron-paradyse data "
                 "prepare' wrote, without .bin or .idx, and weights for all or none"
             )
+
+
+def check_fixed_splits(args: argparse.Namespace) -> None:
+    """UserError for a split of Megatron's own data that has a share and no token.
+
+    Its index builder counts epochs of such a split without end, whether it is evaluated or not.
+    """
+    from megatron.core.datasets import blended_megatron_dataset_config as config
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if args.mock_data or args.sft or args.object_storage_cache_path:  # no .idx here to read
+        return
+    check_split(args.split)
+    blend, _ = get_blend_and_blend_per_split(args)
+    split = args.split or "969,30,1"
+    shares = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+    for prefix in blend[0] if blend else ():
+        lengths = read_index(prefix).sequence_lengths
+        for name, share in zip(("training", "validation", "test"), shares, strict=True):
+            if share is None:
+                continue
+            first, last = (round(edge * float(len(lengths))) for edge in share)
+            if not lengths[first:last].any():
+                raise UserError(
+                    f"--split {split} leaves the {name} split none of the {len(lengths)} "
+                    f"documents of {prefix}: add data, or give another --split, such as 100,0,0 "
+                    "with --eval-iters 0"
+                )
 
 
 def take_vocabulary(args: argparse.Namespace, prefixes: list[str]) -> None:

@@ -121,8 +121,7 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
         num_samples=max(num_samples or 0, 1),
         group=args.global_batch_size if grouped else 1,
     )
-    grows = args.rampup_batch_size or args.step_batch_size_schedule
-    whole_groups = weights is not None and grouped and not grows
+    whole_groups = weights is not None and grouped and not args.step_batch_size_schedule
     _report(split, datasets, settings, whole_groups=whole_groups)
     return stream
 

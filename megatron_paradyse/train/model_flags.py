@@ -35,12 +35,11 @@ def check_schedule(args: argparse.Namespace) -> None:
             f"--phase-transition-iterations {phases} without --train-samples: Megatron counts "
             "phases in samples: give --train-samples, iterations times --global-batch-size"
         )
-    for name in ("rampup_batch_size", "step_batch_size_schedule"):
-        if phases and getattr(args, name):
-            raise UserError(
-                f"--phase-transition-iterations {phases} with --{name.replace('_', '-')}: Megatron "
-                "counts a phase's samples by one batch size: drop one"
-            )
+    if phases and args.step_batch_size_schedule:
+        raise UserError(
+            f"--phase-transition-iterations {phases} with --step-batch-size-schedule: Megatron "
+            "counts a phase's samples by one batch size: drop one"
+        )
 
 
 def check_ranks(args: argparse.Namespace) -> None:

@@ -31,7 +31,6 @@ def check_packed(args: argparse.Namespace, *, only_megatron_ts: str | None) -> N
     refused: dict[str, tuple[object, str]] = {
         "micro_batch_size": (1, "a packed microbatch is one row"),
         "eval_micro_batch_size": (1, "a packed microbatch is one row"),
-        "rampup_batch_size": (None, "global batches have one size"),
         "step_batch_size_schedule": (None, "global batches have one size"),
         "decrease_batch_size_if_needed": (False, "global batches have one size"),
         "num_experts": (None, "the losses of experts are counted per microbatch"),

@@ -113,7 +113,7 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
         before_validation(args)
         try:
             args = validate_args(args, defaults or {})
-        except AssertionError as error:
+        except (AssertionError, ValueError) as error:
             reason = " ".join(str(error).split()) or _failed_line(error)
             raise UserError(f"Megatron refuses these flags: {reason}") from error
         after_validation(args)
@@ -210,7 +210,12 @@ def watch_and_agree(args: argparse.Namespace) -> None:
 
 def _documents(datasets_provider, forward_step, session):
     """The provider of the datasets to use; documents also replace the script's get_batch."""
+    from megatron.training import get_args
+
+    from megatron_paradyse.train.data_files import check_fixed_splits
+
     if session.settings.sequences == FIXED:
+        check_fixed_splits(get_args())
         return datasets_provider
     from megatron_paradyse.train.batch import document_batch
     from megatron_paradyse.train.datasets import provide_document_iterators

@@ -21,6 +21,7 @@ from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.train import bucket_order, checkpoints, watchdog
+from megatron_paradyse.train.batch_sizes import check_sizes_ahead
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.log import IterationLog
 from megatron_paradyse.train.run_record import run_record
@@ -158,7 +159,12 @@ class Session:
 
         @functools.wraps(setup)
         def setup_and_begin(*args, **kwargs):
-            chunks, optimizer, scheduler = setup(*args, **kwargs)
+            try:
+                chunks, optimizer, scheduler = setup(*args, **kwargs)
+            except AssertionError:  # it may be of the next batch, too small for the ranks
+                check_sizes_ahead(get_args())
+                raise
+            check_sizes_ahead(get_args())
             if self._policies is not None and self._meter is not None:
                 self._policies.hold(static_bytes(chunks, optimizer, self._meter))
             if self._trace is not None:

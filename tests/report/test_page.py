@@ -14,9 +14,10 @@ from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
-from megatron_paradyse.report.content import Content
+from megatron_paradyse.report.content import Content, Curve
 from megatron_paradyse.report.figures import KINDS
-from megatron_paradyse.report.style import styles_of
+from megatron_paradyse.report.run_figures import draw_cumulative
+from megatron_paradyse.report.style import Look, styles_of
 from megatron_paradyse.report.trace_file import read_trace
 from tests.report.samples import (
     BUDGET,
@@ -241,6 +242,20 @@ def test_offload_looks_like_recompute_but_is_told_apart():
     assert len({style.hatch for style in styles.values()}) == 3
     assert len({str(style.line["linestyle"]) for style in styles.values()}) == 3
     assert styles["metp+offload"].points["markerfacecolor"] == "none"
+
+
+@pytest.mark.parametrize("lengths", [(64,), (64, 128)])
+def test_a_run_of_one_length_is_a_point_beside_its_strategies(lengths):
+    """As of sequences of fixed length: a line of one point is not to be seen."""
+    from matplotlib.figure import Figure
+
+    curve = Curve(lengths, tuple(float(s) for s in lengths))
+    content = Content((), None)
+    content.__dict__["cumulative"] = dict.fromkeys(("measured", "predicted", "metp"), curve)
+    figure = Figure()
+    draw_cumulative(figure, content, Look())
+    ours = [line for line in figure.axes[0].get_lines() if "this run" in line.get_label()]
+    assert [line.get_marker() == "o" for line in ours] == [len(lengths) == 1] * 2
 
 
 def test_a_budget_of_nothing_is_drawn(tmp_path):

@@ -37,6 +37,10 @@ MODEL = {
     "--hidden-dropout": 0,
     "--clip-grad": 1.0,
 }
+IN_PLACE_OF = {
+    "--train-samples": "--train-iters",
+    "--step-batch-size-schedule": "--global-batch-size",
+}
 LLAMA = [
     *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"),
     *("--group-query-attention", "--num-query-groups", "4", "--disable-bias-linear"),
@@ -106,7 +110,7 @@ def with_defaults(flags: tuple[object, ...] | list[object]) -> list[str]:
     chosen = {"--paradyse-policy", "--paradyse-config", "--paradyse-cost-model"} & {*given}
     if "--paradyse" in given and not chosen:
         given += ["--paradyse-policy", "fixed:megatron_ts"]
-    left_out = {*given, *(["--train-iters"] if "--train-samples" in given else [])}
+    left_out = {*given, *(default for flag, default in IN_PLACE_OF.items() if flag in given)}
     defaults = [text for k, v in MODEL.items() if k not in left_out for text in (k, str(v))]
     return defaults + given
 

@@ -186,7 +186,6 @@ def of_documents(order, *, global_batch_size=2, mmap_bin_files=True):
         mmap_bin_files=mmap_bin_files,
         seed=1,
         global_batch_size=global_batch_size,
-        rampup_batch_size=None,
         step_batch_size_schedule=None,
         paradyse_settings=Settings(order=order),
     )

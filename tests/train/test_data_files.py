@@ -10,7 +10,7 @@ import pytest
 from megatron_paradyse.data.metadata import DatasetMetadata
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import agreement, plugin
-from megatron_paradyse.train.data_files import check_split
+from megatron_paradyse.train.data_files import check_fixed_splits, check_split
 from tests.train.harness import MODEL, write_documents
 from tests.train.test_refused_flags import validated
 
@@ -125,3 +125,28 @@ def test_a_split_is_taken_in_every_spelling_that_megatron_takes(split):
 def test_a_split_that_megatron_misreads_is_refused(split):
     with pytest.raises(UserError, match="give the shares of training, validation and test"):
         check_split(split)
+
+
+@pytest.mark.parametrize(
+    ("flags", "empty"),
+    [
+        (["--data-path", "A"], "validation split none of the 10 documents of A: .* --eval-iters 0"),
+        (["--data-path", "1", "A", "1", "B", "--split", "1,99,0"], "training split .* of A: "),
+        (["--data-args-path", "args.txt", "--split", "50,49,1"], "test split .* of A: "),
+        (["--data-path", "A", "--split", "100,0,0"], None),
+        (["--data-path", "A", "B", "--split", "80,10,10"], None),
+        (["--train-data-path", "A", "--valid-data-path", "B"], None),
+        (["--mock-data"], None),
+    ],
+)
+def test_a_split_of_megatrons_own_data_without_a_token_is_refused(
+    flags, empty, folder, monkeypatch
+):
+    """Its index builder would count epochs of it without end, on every rank, in silence."""
+    fixed = ["--paradyse-sequences", "fixed", "--tokenizer-type", "NullTokenizer"]
+    args = arguments_of(monkeypatch, *fixed, "--vocab-size", "257", *flags)
+    if empty is None:
+        check_fixed_splits(args)
+        return
+    with pytest.raises(UserError, match=f"^--split .* leaves the {empty}"):
+        check_fixed_splits(args)

@@ -40,8 +40,15 @@ REFUSED = {
     "--phase-transition-iterations 2,4 without --train-samples": [
         "--phase-transition-iterations", "2,4",
     ],
-    "--phase-transition-iterations 2 with --rampup-batch-size": [
-        "--phase-transition-iterations", "2", "--train-samples", 64, "--rampup-batch-size", 2, 2, 8,
+    "--phase-transition-iterations 2 with --step-batch-size-schedule": [
+        "--phase-transition-iterations", "2", "--train-samples", 64,
+        "--step-batch-size-schedule", "0:2",
+    ],
+    "--rampup-batch-size 2 2 8: Megatron 0.19 does not read it: .* --step-batch-size-schedule": [
+        "--rampup-batch-size", 2, 2, 8,
+    ],
+    "--step-batch-size-schedule '0:4 256:2': .*: let them grow": [
+        "--step-batch-size-schedule", "0:4 256:2",
     ],
     "--logits-save-dir keeps all logits": ["--logits-save-dir", "here"],
     "--logits-load-dir compares all logits": ["--logits-load-dir", "here"],
@@ -238,7 +245,6 @@ def test_the_words_of_a_failed_profile_are_found(line):
 
 @pytest.mark.parametrize("schedule", ["0:4 1B:32 2B:16", "0:4,1B:0.032K, 2B:16", None])
 def test_microbatches_in_flight_are_those_of_the_largest_batch(schedule):
-    """Without a schedule, of the batch that --rampup-batch-size ends with."""
     plugin.install()
     from megatron_paradyse.train import choosing
 
