@@ -264,7 +264,7 @@ class Summary:
             )
             lines.append("  estimated by the cost model, had one strategy run everything:")
             for fixed in self.fixed_estimates():
-                more = fixed.seconds / self.predicted_seconds - 1
+                more = round(fixed.seconds / self.predicted_seconds - 1, 3) + 0.0  # no -0.0
                 text = (
                     f"{fixed.num_unfit} would not fit" if fixed.num_unfit else f"{more:+.1%} time"
                 )
