@@ -11,6 +11,7 @@ TRAINING = """
 import sys, types
 import torch
 import megatron.training
+from megatron.training.models.gpt import GPTModelConfig
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train import plugin, session
 
@@ -27,10 +28,11 @@ args = types.SimpleNamespace(
 )
 megatron.training.get_args = lambda: args
 session.Session = lambda settings: types.SimpleNamespace(settings=settings, enter=lambda _: None)
+config = types.SimpleNamespace(model=GPTModelConfig.__new__(GPTModelConfig))
 for policy in sys.argv[1:]:
-    args.paradyse_settings = Settings(policy=policy, profile=False)
+    args.paradyse_settings = Settings(policy=policy, profile=False, sequences="fixed")
     try:
-        plugin._wrap_pretrain(None)(None, None, None, None)
+        plugin._wrap_pretrain(None)(config, None, None, None)
     except Exception:  # there is no GPU to give what is asked for
         print(*said[:2])
     said.clear()

@@ -180,6 +180,7 @@ OF_A_CHECKPOINT = {
     "--activation-func-clamp-value 7.0 does not run with metp": {
         "activation_func_clamp_value": 7.0
     },
+    "--num-experts 4 with biases: Megatron cannot fuse them": {"num_experts": 4},
     "--glu-linear-offset 1.0 does not run with metp": {"glu_linear_offset": 1.0},
     "--num-attention-heads 7 is not divisible by --tensor-model-parallel-size 2": {
         "tensor_model_parallel_size": 2, "sequence_parallel": True, "num_attention_heads": 7,
