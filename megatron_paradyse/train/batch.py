@@ -31,6 +31,7 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
     batch = next(data_iterator) if mpu.get_tensor_model_parallel_rank() == 0 else None
     shape = torch.zeros(2, dtype=torch.int64, device=device)
     if batch is not None:
+        check_vocabulary(batch["tokens"])
         shape.copy_(torch.tensor(batch["tokens"].shape))
     torch.distributed.broadcast(shape, source, group=group)
     num_sequences, width = shape.tolist()
@@ -54,6 +55,16 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
         return derive_masked_batch(payload[:, 1:], attention_mask, max_position=last)
     batch = derive_batch(payload[:, 1:], lengths, max_position=last)
     return batch | {"loss_mask": less_eod(batch["loss_mask"], batch["tokens"])}
+
+
+def check_vocabulary(tokens: torch.Tensor) -> None:
+    """UserError for an id that the embedding lacks: on several ranks it would be a row of zeros."""
+    largest, size = int(tokens.max()), get_args().padded_vocab_size
+    if largest >= size:
+        raise UserError(
+            f"the data have the token {largest}, and the vocabulary {size} ids: give the tokenizer "
+            "or the --vocab-size that they were prepared with"
+        )
 
 
 def less_eod(loss_mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,13 @@ from megatron_paradyse.data.packed import NO_LABEL, PackedMicrobatch, Share
 from megatron_paradyse.microbatch_params import RowParams
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.strategies.host import to_device
-from megatron_paradyse.train.batch import BATCH_NAMES, count_lengths, device_of_rank, less_eod
+from megatron_paradyse.train.batch import (
+    BATCH_NAMES,
+    check_vocabulary,
+    count_lengths,
+    device_of_rank,
+    less_eod,
+)
 
 
 class PackedStep:
@@ -24,6 +30,8 @@ class PackedStep:
         """shares: on the group's first rank; every rank learns the rows of the next one."""
         share = next(shares) if mpu.get_tensor_model_parallel_rank() == 0 else None  # type: ignore[arg-type]
         self._tokens = None if share is None else share.tokens
+        if self._tokens is not None:
+            check_vocabulary(self._tokens)
         self._microbatches = _broadcast_microbatches(share)
         self._next = self._first_token = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 import pytest
 import torch
@@ -126,6 +127,7 @@ def test_nothing_is_predicted_from_an_end_of_document_where_it_is_masked(asked, 
     from megatron_paradyse.train import batch, packed_batch
 
     args = argparse.Namespace(eod_mask_loss=asked, max_position_embeddings=8, paradyse_model="gpt")
+    args.padded_vocab_size = 10
     on_one_rank(monkeypatch, args, argparse.Namespace(eod=9), batch, packed_batch)
     tokens = torch.tensor([[1, 9, 2, 3, 9], [4, 5, 9, 0, 0]])
     masks = [[1.0, 1 - asked, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
@@ -135,6 +137,24 @@ def test_nothing_is_predicted_from_an_end_of_document_where_it_is_masked(asked, 
     both = torch.stack([tokens[0, :-1], tokens[0, 1:]]).int()
     step = packed_batch.PackedStep(iter([Share((alone,), both)]))
     assert step.read()["loss_mask"].tolist() == masks[:1]
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(monkeypatch):
+    """The vocabulary-parallel embedding would take zeros for them."""
+    from megatron_paradyse.data.packed import PackedMicrobatch, Share
+    from megatron_paradyse.train import batch, packed_batch
+
+    args = argparse.Namespace(eod_mask_loss=False, max_position_embeddings=8, paradyse_model="gpt")
+    on_one_rank(monkeypatch, args, None, batch, packed_batch)
+    tokens = torch.tensor([[1, 2, 3, 16, 4]])
+    rows = torch.stack([tokens[0, :-1], tokens[0, 1:]]).int()
+    share = Share((PackedMicrobatch((4,), None, 4),), rows)
+    for args.padded_vocab_size, refused in ((17, False), (16, True)):
+        said = "^the data have the token 16, and the vocabulary 16 ids: give the tokenizer or"
+        with pytest.raises(UserError, match=said) if refused else contextlib.nullcontext():
+            batch.document_batch(iter([{"tokens": tokens, "lengths": torch.tensor([4])}]))
+        with pytest.raises(UserError, match=said) if refused else contextlib.nullcontext():
+            packed_batch.PackedStep(iter([share]))
 
 
 def test_a_tokenizer_without_an_end_of_document_masks_none(monkeypatch):
