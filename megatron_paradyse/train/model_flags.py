@@ -68,8 +68,8 @@ def check_model(args: argparse.Namespace) -> None:
     fused = args.add_bias_linear and args.bias_gelu_fusion and not args.use_te_activation_func
     if args.num_experts and fused and not (args.swiglu or args.quick_geglu):
         raise UserError(
-            f"--num-experts {args.num_experts} with biases: Megatron cannot fuse them with experts' "
-            "GELU: add --no-bias-gelu-fusion or --disable-bias-linear"
+            f"--num-experts {args.num_experts} with biases: Megatron cannot fuse them with the "
+            "GELU of experts: add --no-bias-gelu-fusion or --disable-bias-linear"
         )
     refused: dict[str, tuple[object, str]] = {
         "context_parallel_size": (1, "--paradyse shares sequences over the tensor-parallel group"),
