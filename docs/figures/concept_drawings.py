@@ -165,7 +165,8 @@ def draw_peak() -> Figure:
     figure = Figure(figsize=(9.3, 4.3), facecolor="white", layout="constrained")
     length = LENGTHS[-1]
     plan = _plans()[0][length]
-    plans = {"ulysses_z in every layer": parse_runs("1-4 ulysses_z"), plan.runs(): plan}
+    runs = plan.runs().replace(", ", "\n")  # a line each: strategies' names are long
+    plans = {"ulysses_z in every layer": parse_runs("1-4 ulysses_z"), runs: plan}
     panels = figure.subplots(1, 2, sharey=True)
     for ax, (title, plan) in zip(panels, plans.items(), strict=True):
         _peak_panel(ax, title, _choices(plan, length))
