@@ -96,6 +96,10 @@ CASES = {
         "--micro-batch-size 2 with --paradyse-sequences packed: a packed microbatch is one row: "
         "give --micro-batch-size 1",
     ),
+    "vocabulary of other data": (
+        [*TP2, "--vocab-size", 10, "--make-vocab-size-divisible-by", 1],
+        ", and the vocabulary 10 ids: give the tokenizer or the --vocab-size that they were",
+    ),
     "warm-up": (
         [*TP2, "--lr-warmup-iters", 4],
         "--lr-warmup-iters 4 with a learning rate of 4 iters: give fewer, or more --train-iters or "
