@@ -19,6 +19,7 @@ Works = list[Any]  # of objects with wait()
 
 _exchanges: Counter[str] = Counter()  # by the name of the group
 _counted_messages: Counter[str] = Counter()  # by the group itself: gloo counts each, NCCL may
+_without_count = {"fake"}  # backends: of simulated groups, and what else says that it has none
 
 
 def num_begun(group: ProcessGroup) -> int:
@@ -32,9 +33,14 @@ def num_begun(group: ProcessGroup) -> int:
 
 def _num_counted(group: ProcessGroup) -> int:
     """The group's own count: of its collectives, and of messages as the backend likes."""
-    if dist.get_backend(group) == "fake":  # a simulated group has none
+    backend = dist.get_backend(group)
+    if backend in _without_count:
         return 0
-    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    try:
+        return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except RuntimeError:
+        _without_count.add(backend)
+        return 0
 
 
 def all_gather(into: Tensor, x: Tensor, group: ProcessGroup) -> Works:

@@ -182,3 +182,17 @@ def test_messages_count_once_however_the_group_counts_them(counted, monkeypatch)
     for _ in range(3):
         transport.exchange(torch.empty(2), torch.zeros(2), group, to=1, source=1)
     assert transport.num_begun(group) == 3
+
+
+def test_a_backend_that_counts_nothing_is_asked_once(monkeypatch):
+    """Asked of every message it would answer with an error each time."""
+    asked = []
+
+    def none():
+        asked.append(1)
+        raise RuntimeError("Backend new does not support getSequenceNumberForGroup")
+
+    group = SimpleNamespace(group_name="without a count", _get_sequence_number_for_group=none)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "new")
+    monkeypatch.setattr(transport, "_without_count", {"fake"})
+    assert [transport.num_begun(group) for _ in range(3)] == [0, 0, 0] and len(asked) == 1
