@@ -12,6 +12,7 @@ import functools
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -180,6 +181,8 @@ class _WithoutValues(Function):
 class SwitchableSelfAttention(SelfAttention):
     """Self-attention that runs the strategy that the microbatch's plan names for its layer."""
 
+    attn_mask_type: AttnMaskType
+
     def forward(
         self,
         hidden_states,
@@ -199,14 +202,15 @@ class SwitchableSelfAttention(SelfAttention):
                 rotary_pos_emb = _per_row(planned, rotary_pos_emb)
             elif planned is not None:
                 packed_seq_params = planned.for_kernels(hidden_states.device)
-            return super().forward(
-                hidden_states,
-                attention_mask,
-                *args,
-                rotary_pos_emb=rotary_pos_emb,
-                packed_seq_params=packed_seq_params,
-                **kwargs,
-            )
+            with self._without_padding(attention_mask):
+                return super().forward(
+                    hidden_states,
+                    attention_mask,
+                    *args,
+                    rotary_pos_emb=rotary_pos_emb,
+                    packed_seq_params=packed_seq_params,
+                    **kwargs,
+                )
         skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         weights = self._weights()  # first: what is read after it has been gathered
         out = get_strategy(strategy).attention(
@@ -217,6 +221,17 @@ class SwitchableSelfAttention(SelfAttention):
             self.pg_collection.tp,
         )
         return out, bias_of(self.linear_proj)
+
+    @contextlib.contextmanager
+    def _without_padding(self, attention_mask):
+        """Of "padding" TransformerEngine demands a mask, and a BERT has none where nothing is."""
+        declared = self.attn_mask_type
+        if attention_mask is None and declared == AttnMaskType.padding:
+            self.attn_mask_type = AttnMaskType.no_mask
+        try:
+            yield
+        finally:
+            self.attn_mask_type = declared
 
     def _megatron_can(self, planned: PlannedMicrobatch | None) -> bool:
         """Whether Megatron's own forward can run it; else megatron_ts of this package does.

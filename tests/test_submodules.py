@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
@@ -182,6 +184,27 @@ def test_megatrons_own_kernels_run_rows_in_order_only(row, core, megatrons):
     attention = SimpleNamespace(core_attention=core)
     planned = planned_microbatch(None, row, None, plan=Plan({}), seed=0)
     assert SwitchableSelfAttention._megatron_can(attention, planned) is megatrons
+
+
+@pytest.mark.parametrize(
+    ("declared", "mask", "given"),
+    [
+        (AttnMaskType.padding, None, AttnMaskType.no_mask),
+        (AttnMaskType.padding, torch.zeros(1, 1, 1, 8, dtype=torch.bool), AttnMaskType.padding),
+        (AttnMaskType.causal, None, AttnMaskType.causal),
+    ],
+)
+def test_a_bert_without_padding_asks_for_no_mask(declared, mask, given, monkeypatch):
+    """TransformerEngine's attention refuses "padding" without a mask."""
+    attention = object.__new__(SwitchableSelfAttention)
+    torch.nn.Module.__init__(attention)
+    attention.attn_mask_type, attention.core_attention = declared, None
+    seen = []
+    monkeypatch.setattr(
+        SelfAttention, "forward", lambda self, *_, **__: seen.append(self.attn_mask_type)
+    )
+    attention.forward(torch.zeros(8, 1, 4), mask)
+    assert seen == [given] and attention.attn_mask_type == declared
 
 
 def test_a_call_without_a_plan_runs_megatrons_own_mlp(monkeypatch):
