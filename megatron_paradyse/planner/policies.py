@@ -92,6 +92,15 @@ class CostPolicy:
             self._exceeds(outcome, batch_size, seq_length)
         return outcome
 
+    def predict(
+        self, plan: Plan, batch_size: int, seq_length: int, *, row: Row | None = None
+    ) -> Outcome | None:
+        """Seconds and peak of a microbatch's given plan; None if its costs are not known."""
+        load = None if row is None else self._rows.load(row)
+        s = -(-seq_length // self.alignment) * self.alignment if load is None else load.seq_length
+        problem = self.problem(tuple(plan.layers), batch_size, s, False, load)
+        return evaluate(problem, plan)
+
     def uniforms(
         self,
         batch_size: int,

@@ -75,7 +75,8 @@ def _budgets_of(path: Path) -> list[int]:
     trace the start before it.
 
     Such a plan had predicted_peak_bytes by the cost model, with the margin on top: below that less
-    TAUGHT_MARGIN it is not chosen again.
+    TAUGHT_MARGIN it is not chosen again. Where corrections had raised that, a start, which has none
+    yet, predicts uncorrected_peak_bytes.
     """
     found, here = [], grid()
     started = here
@@ -88,7 +89,9 @@ def _budgets_of(path: Path) -> list[int]:
                 if record["kind"] == "run":
                     started = _grid_of(record)
                     continue
-                limit = int(record["predicted_peak_bytes"] * (1 + record["memory_margin"]))
+                predicted = record["predicted_peak_bytes"]
+                predicted = min(predicted, record.get("uncorrected_peak_bytes") or predicted)
+                limit = int(predicted * (1 + record["memory_margin"]))
             except (ValueError, TypeError, KeyError, OverflowError):
                 continue
             if record.get("grid", started) == here:

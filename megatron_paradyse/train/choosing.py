@@ -17,6 +17,7 @@ from megatron.training import get_args, print_rank_0
 from megatron_paradyse.costs.correction import corrected
 from megatron_paradyse.costs.description import check_compatible
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.planner.from_costs import Correct, Stage, model_seconds
@@ -131,6 +132,17 @@ class CostPolicies:
                 edge_seconds=self._edge_seconds,
             )
         return self._prices.seconds(row)
+
+    def peak_by_file(self, planned: Planned) -> int | None:
+        """What the costs predict without corrections for a microbatch that made policies planned.
+
+        A start begins without them. None where the file tells nothing of its plan.
+        """
+        stage = next(stage for stage, policy in self.made if policy is planned.policy)
+        policy = self._of_file.policy(stage, smooth=False)
+        shape = (planned.batch_size, planned.seq_length)
+        outcome = policy.predict(planned.plan, *shape, row=planned.row)
+        return None if outcome is None else outcome.peak_bytes
 
     def _whole_policy(self) -> CostPolicy:
         """Of all pipeline stages together; never corrected: data are dealt ahead, on all ranks."""

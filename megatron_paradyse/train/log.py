@@ -16,6 +16,7 @@ from megatron.core import mpu
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.hook import Planned
 from megatron_paradyse.settings import FIXED
 from megatron_paradyse.train.batch import meter
 from megatron_paradyse.train.ending import is_out_of_memory
@@ -39,14 +40,17 @@ class IterationLog:
         trace: Trace | None,
         summary: Summary,
         margin: float,
+        peak_by_file: Callable[[Planned], int | None],
         after: Callable[[int, list[Microbatch]], None],
     ):
         """style: "megatron" appends to Megatron's line; "compact" prints a short one instead.
 
-        margin: the safety margin of the plans, for the trace. after: called with every iteration's
-        number and microbatches, on all ranks.
+        margin: the safety margin of the plans, for the trace. peak_by_file: what the costs predict
+        without corrections, of a microbatch whose plan has a predicted peak. after: called with
+        every iteration's number and microbatches, on all ranks.
         """
         self._style, self._margin, self._after = style, margin, after
+        self._peak_by_file = peak_by_file
         self._telemetry, self._trace, self._summary = telemetry, trace, summary
         self._step_seconds = 0.0
         self._interval = _Interval()
@@ -148,7 +152,10 @@ class IterationLog:
         if planned.peak_bytes is not None:
             predicted = f", predicted peak {bytes_text(planned.peak_bytes)}"
         alive = self._telemetry.live_peak_bytes()
-        record = out_of_memory_record(microbatch, margin=self._margin, alive=alive)
+        by_file = self._peak_by_file(planned) if predicted else None
+        record = out_of_memory_record(
+            microbatch, margin=self._margin, alive=alive, peak_by_file=by_file
+        )
         kept = []
         if self._trace is not None:
             self._trace.out_of_memory(record)

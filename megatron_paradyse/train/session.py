@@ -12,7 +12,7 @@ from megatron.core import mpu
 from megatron.training import get_args, print_rank_0, training
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.hook import attach_hooks
+from megatron_paradyse.hook import Planned, attach_hooks
 from megatron_paradyse.live_bytes import Meter, make_meter
 from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.packing.pack import Costs
@@ -65,6 +65,7 @@ class Session:
             trace=self._trace,
             summary=self._summary,
             margin=self.settings.memory_margin,
+            peak_by_file=self._peak_by_file,
             after=self._after_iteration,
         ).install()
         self._begin_after_setup()
@@ -121,6 +122,9 @@ class Session:
     def _predicted_seconds(self, batch_size: int, seq_length: int) -> float:
         assert self._policies is not None, "the model is built before the data are read"
         return self._policies.microbatch_seconds(batch_size, seq_length)
+
+    def _peak_by_file(self, planned: Planned) -> int | None:
+        return None if self._policies is None else self._policies.peak_by_file(planned)
 
     def _after_iteration(self, iteration: int, microbatches: list[Microbatch]) -> None:
         online = self._policies.online if self._policies is not None else None

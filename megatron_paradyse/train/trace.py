@@ -129,10 +129,15 @@ class Trace:
 
 
 def out_of_memory_record(
-    microbatch: Microbatch, *, margin: float, alive: int | None
+    microbatch: Microbatch, *, margin: float, alive: int | None, peak_by_file: int | None
 ) -> dict[str, Any]:
     """The line of a microbatch that did not fit."""
-    more = {"kind": "out_of_memory", "memory_margin": margin, "peak_bytes": alive}
+    more = {
+        "kind": "out_of_memory",
+        "memory_margin": margin,
+        "uncorrected_peak_bytes": peak_by_file,
+        "peak_bytes": alive,
+    }
     return as_record(microbatch) | more
 
 

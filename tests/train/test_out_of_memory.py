@@ -37,6 +37,32 @@ def test_a_restart_without_a_trace_plans_otherwise_for_what_ran_out_of_memory(tm
     assert all(r["predicted_peak_bytes"] < least for r in after)
 
 
+def test_what_corrections_had_raised_is_not_chosen_again_by_a_start_without_them(tmp_path):
+    """Eight short documents teach that bytes are eight times those of the file; the ninth is long.
+
+    The checkpoint lies between, so that the restart meets the long one before it has learnt.
+    """
+    write_documents(tmp_path / "corpus", [100] * 8 + [1500] * 8)
+    costs = write_costs(tmp_path / "costs.json", scale_bytes=1e-4, static_bytes=1e6)
+    saved = tmp_path / "saved"
+    flags = ["--data-path", tmp_path / "corpus", "--split", "100,0,0", "--paradyse"]
+    flags += ["--micro-batch-size", 1, "--global-batch-size", 1, "--train-iters", 12]
+    flags += ["--seq-length", 2048, "--paradyse-order", "short-to-long"]
+    flags += ["--save", saved, "--load", saved, "--save-interval", 8]
+    flags += ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+    flags += ["--paradyse-policy", "optimal", "--paradyse-cost-model", costs]
+    flags += ["--paradyse-accept-costs", "--paradyse-memory-budget", "9MB"]
+    first = attempt(tmp_path / "first", *flags, ranks=2)
+    before = failed(saved)
+    assert first.code == 2 and "of the memory that the cost file says" in first.stdout
+    assert {r["iteration"] for r in before} == {9}
+    assert all(r["predicted_peak_bytes"] > r["uncorrected_peak_bytes"] for r in before)
+    attempt(tmp_path / "again", *flags, ranks=2)
+    after = [record for record in failed(saved) if record not in before]
+    assert {r["iteration"] for r in after} == {9}
+    assert {r["plan"] for r in after}.isdisjoint(r["plan"] for r in before)
+
+
 def failed(folder):
     lines = (folder / "paradyse-out-of-memory.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -50,6 +76,8 @@ def failed(folder):
         ({"grid": ["H100", 2, 1]}, []),
         ({"grid": ["A100", 4, 1]}, []),
         ({"predicted_peak_bytes": None}, []),
+        ({"uncorrected_peak_bytes": 400}, [490]),
+        ({"uncorrected_peak_bytes": None}, [980]),
     ],
 )
 def test_only_what_holds_for_this_grid_and_device_lowers_the_budget(
