@@ -132,17 +132,37 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _comparing(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's check of a checkpoint whose count of samples it takes over."""
+    """Megatron's check of a checkpoint, and what it does not see."""
 
     @functools.wraps(check)
-    def compare_counts(of_checkpoint: argparse.Namespace, *args: Any, **kwargs: Any) -> Any:
+    def compare(of_checkpoint: argparse.Namespace, *args: Any, **kwargs: Any) -> Any:
         result = check(of_checkpoint, *args, **kwargs)
+        check_order(get_args(), of_checkpoint)
         said = counting.warning(get_args(), of_checkpoint)
         if said is not None:
             print_rank_0(f"> paradyse: {said}")
         return result
 
-    return compare_counts
+    return compare
+
+
+def check_order(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> None:
+    """UserError where Megatron would give parameters the optimizer states of others.
+
+    By default its distributed optimizer writes states in the order of the parameters, of which
+    TransformerEngine's layers, with norms inside their linears, have another one.
+    """
+    theirs, ours = (getattr(args, "transformer_impl", None) for args in (of_checkpoint, run))
+    distributed = all(getattr(a, "use_distributed_optimizer", False) for a in (of_checkpoint, run))
+    by_name = getattr(of_checkpoint, "dist_ckpt_optim_fully_reshardable", False)
+    if theirs in (None, ours) or not distributed or by_name or run.no_load_optim:
+        return
+    raise UserError(
+        f"the checkpoint in {run.load} is of --transformer-impl {theirs}, this run of {ours}, and "
+        "its distributed optimizer's states are in the order of the parameters, which differs: "
+        f"give --transformer-impl {theirs}, or save it there with "
+        "--dist-ckpt-optim-fully-reshardable, or --no-load-optim"
+    )
 
 
 def _mend_tracker(folder: str, iteration: int | None) -> None:

@@ -12,6 +12,7 @@ from megatron_paradyse.train import checkpoint_files, counting, data_files, plug
 from tests.train.harness import train, write_documents
 
 SMALL = ["--num-layers", 1, "--train-iters", 2]
+TE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
 FIXED_64 = "fixed sequences of 64 tokens"
 SHUFFLED = "shuffled documents of up to 64 tokens (longer ones: split)"
 
@@ -142,3 +143,29 @@ def test_a_quick_profile_of_a_checkpoints_model_is_refused(monkeypatch, tmp_path
     monkeypatch.setattr(search, "_fail", said.append)
     search._way()
     assert said[0].startswith("no costs: a quick profile reads no checkpoint: give the model's ")
+
+
+@pytest.mark.parametrize(
+    ("of_checkpoint", "of_run", "refused"),
+    [
+        (TE, LOCAL, True),
+        (LOCAL, TE, True),
+        (LOCAL, LOCAL, False),
+        ({}, LOCAL, False),
+        (TE | {"dist_ckpt_optim_fully_reshardable": True}, LOCAL, False),
+        (TE | {"use_distributed_optimizer": False}, LOCAL, False),
+        (TE, LOCAL | {"no_load_optim": True}, False),
+    ],
+)
+def test_states_in_the_order_of_other_layers_are_refused(of_checkpoint, of_run, refused):
+    """Megatron loads them for other parameters, and says nothing: losses go astray."""
+    plugin.install()
+    from megatron_paradyse.train.checkpoints import check_order
+
+    same = {"use_distributed_optimizer": True, "no_load_optim": None, "load": "saved"}
+    checkpoint, run = (argparse.Namespace(**same | own) for own in (of_checkpoint, of_run))
+    if refused:
+        with pytest.raises(UserError, match="--transformer-impl"):
+            check_order(run, checkpoint)
+    else:
+        check_order(run, checkpoint)
