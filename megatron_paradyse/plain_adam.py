@@ -1,9 +1,8 @@
-"""Checkpoints of Megatron's distributed optimizer with PyTorch's Adam.
+"""Checkpoints of Megatron's distributed optimizer with PyTorch's Adam, and in float32 with any.
 
-Where neither TransformerEngine nor apex is installed, Megatron 0.19 saves such a checkpoint and
+It writes parameters in float32 in place, which autograd refuses. Where neither TransformerEngine nor apex is installed, Megatron 0.19 saves such a checkpoint and
 cannot load it: it asks an optimizer that has not stepped for its step, takes the step for a tensor
-of the gradient buffer, writes parameters in float32 in place, and gives all parameters one step,
-which each of them then counts on.
+of the gradient buffer, and gives all parameters one step, which each of them then counts on.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ STEP = "step"
 
 
 def install() -> None:
-    """Patch the distributed optimizer, unless TransformerEngine or apex has another Adam; once."""
-    from megatron.core.optimizer import distrib_optimizer
+    """Patch the distributed optimizer, once."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if distrib_optimizer.HAVE_APEX_OR_TE:
-        return
-    optimizer: Any = distrib_optimizer.DistributedOptimizer
+    optimizer: Any = DistributedOptimizer
     optimizer.state_dict = _after_a_step(optimizer.state_dict)
     optimizer.load_state_dict = _with_steps_apart(optimizer.load_state_dict)
     name = "_set_main_param_and_optimizer_states"
@@ -60,7 +57,7 @@ def _with_steps_apart(load_state_dict):
 
 
 def _but_the_step(set_states):
-    """That came with the groups of parameters already."""
+    """A plain Adam's came with the groups of parameters already."""
 
     @functools.wraps(set_states)
     def set_but_step(self, model_param, tensors):
