@@ -1,8 +1,9 @@
 """Checkpoints of Megatron's distributed optimizer with PyTorch's Adam, and in float32 with any.
 
-It writes parameters in float32 in place, which autograd refuses. Where neither TransformerEngine nor apex is installed, Megatron 0.19 saves such a checkpoint and
-cannot load it: it asks an optimizer that has not stepped for its step, takes the step for a tensor
-of the gradient buffer, and gives all parameters one step, which each of them then counts on.
+It writes parameters in float32 in place, which autograd refuses. Where neither TransformerEngine
+nor apex is installed, Megatron 0.19 saves a checkpoint and cannot load it: it asks an optimizer
+that has not stepped for its step, takes the step for a tensor of the gradient buffer, and gives all
+parameters one step, which each of them then counts on.
 """
 
 from __future__ import annotations
