@@ -81,9 +81,10 @@ def check_there(prefixes: list[str]) -> None:
 
 
 def check_fixed_splits(args: argparse.Namespace) -> None:
-    """UserError for a split of Megatron's own data that has a share and no token.
+    """UserError for a split of Megatron's own data with a share and no token, or none to train on.
 
-    Its index builder counts epochs of such a split without end, whether it is evaluated or not.
+    Its index builder counts epochs of such a split without end, whether it is evaluated or not;
+    without a share for training it would end at once, as if all were well.
     """
     from megatron.core.datasets import blended_megatron_dataset_config as config
     from megatron.training.utils import get_blend_and_blend_per_split
@@ -97,9 +98,9 @@ def check_fixed_splits(args: argparse.Namespace) -> None:
     for prefix in blend[0] if blend else ():
         lengths = read_index(prefix).sequence_lengths
         for name, share in zip(("training", "validation", "test"), shares, strict=True):
-            if share is None:
+            if share is None and (name != "training" or args.skip_train):
                 continue
-            first, last = (round(edge * float(len(lengths))) for edge in share)
+            first, last = (round(edge * float(len(lengths))) for edge in share or (0, 0))
             if not lengths[first:last].any():
                 raise UserError(
                     f"--split {split} leaves the {name} split none of the {len(lengths)} "

@@ -20,17 +20,20 @@ if TYPE_CHECKING:
     from megatron_paradyse.train.telemetry import Microbatch
 
 MOST_SHAPES = 10_000  # kept for the estimate of fixed strategies
-LARGEST_ERROR = 10.0  # errors beyond count as this
+FINE_ERROR = 10.0  # errors beyond count to three digits
+LARGEST_ERROR = 1e6  # errors beyond count as this
 
 
 class RunningMedian:
-    """The median of relative errors, to a tenth of a percent, in bounded memory."""
+    """The median of relative errors, to a tenth of a percent or three digits, in bounded memory."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
     def add(self, error: float) -> None:
-        self._counts[round(1000 * min(error, LARGEST_ERROR))] += 1
+        error = min(error, LARGEST_ERROR)
+        exact = error if error <= FINE_ERROR else float(f"{error:.2e}")
+        self._counts[round(1000 * exact)] += 1
 
     @property
     def value(self) -> float | None:

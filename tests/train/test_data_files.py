@@ -133,6 +133,8 @@ def test_a_split_that_megatron_misreads_is_refused(split):
         (["--data-path", "A"], "validation split none of the 10 documents of A: .* --eval-iters 0"),
         (["--data-path", "1", "A", "1", "B", "--split", "1,99,0"], "training split .* of A: "),
         (["--data-args-path", "args.txt", "--split", "50,49,1"], "test split .* of A: "),
+        (["--data-path", "A", "--split", "0,100,0"], "training split .* of A: "),
+        (["--data-path", "A", "--split", "0,0,100", "--skip-train"], None),
         (["--data-path", "A", "--split", "100,0,0"], None),
         (["--data-path", "A", "B", "--split", "80,10,10"], None),
         (["--train-data-path", "A", "--valid-data-path", "B"], None),

@@ -11,7 +11,7 @@ from megatron_paradyse.hook import Planned
 from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train.summary import Summary
+from megatron_paradyse.train.summary import RunningMedian, Summary
 from megatron_paradyse.train.telemetry import Microbatch
 from tests.train.synthetic_costs import write_costs
 
@@ -81,3 +81,20 @@ def test_each_chunk_of_a_pipeline_stage_is_estimated_by_its_own_policy(tmp_path)
     summary.add([microbatch(p, 256, c) for p, c in zip(policies, chunks, strict=True)])
     (alone,) = summary.fixed_estimates()
     assert alone.num_unfit == 1
+
+
+@pytest.mark.parametrize(
+    ("errors", "median"),
+    [
+        ([], None),
+        ([0.05, 0.01234, 0.2], 0.05),
+        ([0.01234], 0.012),
+        ([34.567], 34.6),  # not the 10 up to which tenths of a percent are counted
+        ([1e9, 1e9, 0.0], 1e6),
+    ],
+)
+def test_the_median_of_errors_is_told_however_large_they_are(errors, median):
+    running = RunningMedian()
+    for error in errors:
+        running.add(error)
+    assert running.value == median
