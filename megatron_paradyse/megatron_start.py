@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -62,6 +63,27 @@ def use_one_connection() -> None:
     Only what is set before CUDA is asked for anything counts: call it first.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def check_engine() -> None:
+    """UserError where TransformerEngine is installed without a part of it, or broken.
+
+    Megatron does without it where its import fails as that of a package that is not there.
+    """
+    try:
+        engine = importlib.import_module("transformer_engine")
+        whole = hasattr(engine, "pytorch")
+        reason = "it has no module for PyTorch"
+    except ImportError:
+        return
+    except Exception as error:
+        whole, reason = False, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    if not whole:
+        raise UserError(
+            f"TransformerEngine is installed and Megatron cannot import it ({reason}): "
+            "pip install --no-build-isolation 'transformer-engine[pytorch]', or pip uninstall "
+            "transformer-engine"
+        )
 
 
 def use_own_device(args: argparse.Namespace) -> None:

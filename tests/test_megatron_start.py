@@ -41,6 +41,32 @@ def test_what_is_missing_is_done_without_and_said():
     assert megatron_start.complete(args) == []
 
 
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [
+        ("raise RuntimeError('curand not found')", "(RuntimeError: curand not found)"),
+        ("", "(it has no module for PyTorch)"),  # installed without [pytorch]
+        ("raise ImportError('undefined symbol')", None),  # Megatron does without it then
+        ("pytorch = 1", None),
+    ],
+)
+def test_an_engine_that_would_end_megatrons_import_is_told(code, refused, monkeypatch, tmp_path):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    try:
+        if refused is None:
+            megatron_start.check_engine()
+        else:
+            with pytest.raises(UserError) as error:
+                megatron_start.check_engine()
+            assert refused in str(error.value) and "pip uninstall" in str(error.value)
+    finally:
+        sys.modules.pop("transformer_engine", None)
+
+
 def test_news_of_the_arguments_are_said_once_however_often_they_are_parsed(capsys):
     for _ in range(2):
         megatron_start.say_once("packages are missing")

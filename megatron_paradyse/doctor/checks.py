@@ -160,7 +160,9 @@ def _megatron(answers: dict[str, Any], failure: str) -> Check:
     answer = answers.get("megatron", {"error": f"importing it {failure or 'gave no answer'}"})
     if "error" in answer:
         told += f", whose training cannot be imported: {answer['error']}"
-        return Check(name, FAULT, told, "nothing can train", INSTALL)
+        broken = "TransformerEngine is installed" in answer["error"]
+        remedy = ON_GPUS["transformer-engine"][1] if broken else INSTALL
+        return Check(name, FAULT, told, "nothing can train", remedy)
     return Check(name, OK, told)
 
 

@@ -55,6 +55,7 @@ def install(*, model: str | None = None) -> None:
         megatron_start.before_cuda()
     import torch
 
+    megatron_start.check_engine()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         from megatron_paradyse import cpu_platform
