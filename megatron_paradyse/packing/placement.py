@@ -2,7 +2,8 @@
 
 Every rank holds s/p rows, and about the same unmasked scores of attention. A document over k ranks
 is cut into 2k pieces, of which the j-th rank holds the j-th from the start and the j-th from the
-end (zigzag): with a causal mask the ranks then have the same scores of it.
+end (zigzag): with a causal mask the ranks then have the same scores of it. With a sliding window
+the queries beyond it all have the same: then its first tokens lie so, the others in k pieces.
 """
 
 from __future__ import annotations
@@ -170,11 +171,20 @@ class _Ranks:
         self.hold(number, quotas)
 
     def hold(self, number: int, quotas: list[tuple[int, int]]) -> None:
-        """Give every rank its tokens of a document: half from its start on, half from its end."""
-        firsts = [(rank, tokens - tokens // 2) for rank, tokens in quotas]
-        seconds = [(rank, tokens // 2) for rank, tokens in reversed(quotas)]
+        """Give every rank its tokens of a document: half from its start on, half from its end.
+
+        With a window so of those whose queries see ever more keys, and of the others in one piece.
+        """
         start, length = 0, self._lengths[number]
-        for rank, tokens in firsts + seconds:
+        rising = quotas
+        if self._causal and self._window is not None and self._window < length:
+            rising = _shares(quotas, self._window)
+        firsts = [(rank, tokens - tokens // 2) for rank, tokens in rising]
+        seconds = [(rank, tokens // 2) for rank, tokens in reversed(rising)]
+        level = [
+            (rank, whole - part) for (rank, whole), (_, part) in zip(quotas, rising, strict=True)
+        ]
+        for rank, tokens in firsts + seconds + level:
             if tokens:
                 stop = start + tokens
                 self._ranges[rank].append((number, start, stop))
@@ -196,6 +206,18 @@ class _Ranks:
                 padding += room
             shards.append(_joined(held))
         return Row(tuple(self._lengths), tuple(shards))
+
+
+def _shares(quotas: list[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
+    """Of some tokens, as much for each rank as it has of all."""
+    total, held, given = sum(whole for _, whole in quotas), 0, 0
+    shares = []
+    for rank, whole in quotas:
+        held += whole
+        upto = held * tokens // total
+        shares.append((rank, upto - given))
+        given = upto
+    return shares
 
 
 def _joined(ranges: list[Range]) -> tuple[Range, ...]:

@@ -42,11 +42,19 @@ def test_every_token_has_a_rank_and_padding_stays_small(lengths, p, causal, halv
     assert row == place(lengths, p, **given)
 
 
-@given(length=st.integers(1, 5000), p=st.sampled_from([2, 4, 8]), causal=st.booleans())
-@settings(max_examples=50, deadline=None)
-def test_one_document_alone_is_spread_over_all_ranks(length, p, causal):
-    scores = scores_per_rank(place([length], p, causal=causal), causal=causal)
-    assert max(scores) - min(scores) <= 4 * length  # pieces differ by a token
+@given(
+    length=st.integers(1, 5000),
+    p=st.sampled_from([2, 4, 8]),
+    mask=st.one_of(st.booleans().map(lambda causal: (causal, None)), st.integers(1, 5000)),
+)
+@settings(max_examples=100, deadline=None)
+def test_one_document_alone_is_spread_over_all_ranks(length, p, mask):
+    """However much of it the queries are that see fewer keys than a window has."""
+    causal, window = (True, mask) if isinstance(mask, int) else mask
+    masked = {"causal": causal, "window": window}
+    scores = scores_per_rank(place([length], p, **masked), **masked)
+    pieces = 4 if window is None else 6  # they differ by a token
+    assert max(scores) - min(scores) <= pieces * min(length, window or length)
 
 
 @pytest.mark.parametrize("distribution", ["githubcode", "grch38"])
@@ -60,9 +68,10 @@ def test_scores_of_published_lengths_are_even(distribution, p):
 
 @pytest.mark.parametrize("distribution", ["githubcode", "grch38"])
 @pytest.mark.parametrize("p", [2, 8, 64])
-def test_scores_that_a_window_leaves_are_even(distribution, p):
-    """Of documents far longer than the window; not less so than where all scores are counted."""
-    lengths, window = rows_of(distribution, BUDGET), 128
+@pytest.mark.parametrize("window", [128, 4096, 16384])
+def test_scores_that_a_window_leaves_are_even(distribution, p, window):
+    """Not less so than where all scores are counted."""
+    lengths = rows_of(distribution, BUDGET)
     by_window, by_all = (
         max(
             imbalance(place(row, p, causal=True, window=placed_by), causal=True, window=window)
