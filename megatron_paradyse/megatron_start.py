@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,14 @@ FLAGS = {
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
     "masked_softmax_fusion": "--no-masked-softmax-fusion",
     "async_strategy": "--async-strategy mcore",
+}
+# Packages at which Megatron's import may end, by what a traceback calls them, and what helps.
+BROKEN = {
+    "transformer_engine": "pip install --no-build-isolation 'transformer-engine[pytorch]', or "
+    "pip uninstall transformer-engine",
+    "nvidia_resiliency_ext": "pip install 'nvidia-resiliency-ext>=0.6', or pip uninstall "
+    "nvidia-resiliency-ext",
+    "apex": "build apex for this PyTorch, or pip uninstall apex",
 }
 WARM_UP_POSITIONS = 4096
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first: of every torch
@@ -65,25 +73,17 @@ def use_one_connection() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def check_engine() -> None:
-    """UserError where TransformerEngine is installed without a part of it, or broken.
+def cannot_import(error: Exception) -> UserError:
+    """For what Megatron's import ended in: a package is broken, or too old for it.
 
-    Megatron does without it where its import fails as that of a package that is not there.
+    It does without packages whose import fails as that of one that is not there, and no others.
     """
-    try:
-        engine = importlib.import_module("transformer_engine")
-        whole = hasattr(engine, "pytorch")
-        reason = "it has no module for PyTorch"
-    except ImportError:
-        return
-    except Exception as error:
-        whole, reason = False, " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    if not whole:
-        raise UserError(
-            f"TransformerEngine is installed and Megatron cannot import it ({reason}): "
-            "pip install --no-build-isolation 'transformer-engine[pytorch]', or pip uninstall "
-            "transformer-engine"
-        )
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:150]
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [reason.replace("-", "_"), *(frame.filename for frame in reversed(frames))]
+    remedies = (BROKEN[name] for place in places for name in BROKEN if name in place)
+    remedy = next(remedies, "mend or uninstall the package that it names")
+    return UserError(f"Megatron cannot be imported ({reason}): {remedy}")
 
 
 def use_own_device(args: argparse.Namespace) -> None:

@@ -73,11 +73,10 @@ def test_a_package_that_is_installed_and_does_not_load_says_why(found):
     assert check.state == LACK and "cannot be imported: ImportError: undefined" in check.found
 
 
-def test_an_engine_that_keeps_megatron_from_being_imported_is_mended_as_such(found):
-    error = "UserError: TransformerEngine is installed and Megatron cannot import it"
-    broken = {**GPU, "megatron": {"error": error}, "transformer-engine": {"error": error}}
-    check = found(broken, extra=["transformer-engine"])["megatron-core"]
-    assert check.state == FAULT and check.remedy == "pip install -e '.[gpu]'"
+def test_a_package_at_which_megatrons_import_ends_is_mended_as_its_error_says(found):
+    error = "UserError: Megatron cannot be imported (RuntimeError: old): pip uninstall old"
+    check = found({**GPU, "megatron": {"error": error}})["megatron-core"]
+    assert check.state == FAULT and check.remedy == "pip uninstall old"
 
 
 @pytest.mark.parametrize(

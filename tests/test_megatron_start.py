@@ -42,29 +42,38 @@ def test_what_is_missing_is_done_without_and_said():
 
 
 @pytest.mark.parametrize(
-    ("code", "refused"),
+    ("code", "file", "helps"),
     [
-        ("raise RuntimeError('curand not found')", "(RuntimeError: curand not found)"),
-        ("", "(it has no module for PyTorch)"),  # installed without [pytorch]
-        ("raise ImportError('undefined symbol')", None),  # Megatron does without it then
-        ("pytorch = 1", None),
+        ("raise RuntimeError('curand not found')", "transformer_engine/__init__.py", "[pytorch]'"),
+        ("raise AttributeError('nvidia_resiliency_ext has none')", "nvrx.py", "_ext>=0.6'"),
+        ("raise AssertionError('nvidia-resiliency-ext is old')", "nvrx.py", "_ext>=0.6'"),
+        ("raise OSError('libx.so')", "x.py", "uninstall the package that it names"),
     ],
 )
-def test_an_engine_that_would_end_megatrons_import_is_told(code, refused, monkeypatch, tmp_path):
+def test_a_package_at_which_megatrons_import_ends_is_told_with_what_helps(code, file, helps):
+    with pytest.raises(Exception) as raised:
+        exec(compile(code, f"site-packages/{file}", "exec"))
+    told = str(megatron_start.cannot_import(raised.value))
+    assert told.startswith(f"Megatron cannot be imported ({raised.type.__name__}: ")
+    assert helps.replace("_ext", "nvidia-resiliency-ext") in told and "uninstall" in told
+
+
+def test_a_broken_package_ends_a_start_in_one_line(tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()
-    (package / "__init__.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
-    try:
-        if refused is None:
-            megatron_start.check_engine()
-        else:
-            with pytest.raises(UserError) as error:
-                megatron_start.check_engine()
-            assert refused in str(error.value) and "pip uninstall" in str(error.value)
-    finally:
-        sys.modules.pop("transformer_engine", None)
+    (package / "__init__.py").write_text("raise RuntimeError('no libcudnn')")
+    command = [sys.executable, "-m", "megatron_paradyse.pretrain_gpt", "--paradyse"]
+    found = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"},
+    )
+    errors = [line for line in found.stderr.splitlines() if "rror" in line]
+    assert found.returncode == 2 and len(errors) == 1, found.stderr[-2000:]
+    assert errors[0].startswith("error: Megatron cannot be imported (RuntimeError: no libcudnn)")
 
 
 def test_news_of_the_arguments_are_said_once_however_often_they_are_parsed(capsys):

@@ -160,8 +160,8 @@ def _megatron(answers: dict[str, Any], failure: str) -> Check:
     answer = answers.get("megatron", {"error": f"importing it {failure or 'gave no answer'}"})
     if "error" in answer:
         told += f", whose training cannot be imported: {answer['error']}"
-        broken = "TransformerEngine is installed" in answer["error"]
-        remedy = ON_GPUS["transformer-engine"][1] if broken else INSTALL
+        _, named, remedy = answer["error"].rpartition("): ")  # of a UserError that names one
+        remedy = remedy if named else INSTALL
         return Check(name, FAULT, told, "nothing can train", remedy)
     return Check(name, OK, told)
 

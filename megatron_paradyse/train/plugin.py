@@ -55,16 +55,18 @@ def install(*, model: str | None = None) -> None:
         megatron_start.before_cuda()
     import torch
 
-    megatron_start.check_engine()
     on_cpu = not torch.cuda.is_available()
-    if on_cpu:
-        from megatron_paradyse import cpu_platform
+    try:
+        if on_cpu:
+            from megatron_paradyse import cpu_platform
 
-        cpu_platform.install()
-    else:
-        megatron_start.install()
-    import megatron.training
-    from megatron.training import arguments, training
+            cpu_platform.install()
+        else:
+            megatron_start.install()
+        import megatron.training
+        from megatron.training import arguments, training
+    except Exception as error:
+        raise megatron_start.cannot_import(error) from error
 
     _wrap_parsing(arguments, on_cpu)
     wrapped = _wrap_pretrain(training.pretrain)
