@@ -19,13 +19,11 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
-from megatron_paradyse.core_attention import TorchNorm
-from megatron_paradyse.layer_specs import bert_layer_spec
+from megatron_paradyse.layer_specs import bert_layer_spec, norm_for
 from megatron_paradyse.model_edges import losses_in_tiles
 
 
@@ -58,7 +56,7 @@ class BertModelBuilder(GPTModelBuilder):
                 config.make_vocab_size_divisible_by,
                 config.transformer.tensor_model_parallel_size,
             )
-        with _head_norm():
+        with _head_norm(config.transformer):
             return MaskedLanguageModel(
                 config=config.transformer,
                 num_tokentypes=0,
@@ -130,12 +128,11 @@ class MaskedLanguageModel(BertModel):
 
 
 @contextlib.contextmanager
-def _head_norm() -> Iterator[None]:
-    """PyTorch's norm for the head: Megatron's wrapper of it refuses sequence parallelism."""
+def _head_norm(model) -> Iterator[None]:
+    """The norm of the head as those of the layers."""
     before = bert_lm_head.LNImpl
     try:
-        if before is WrappedTorchNorm:
-            bert_lm_head.LNImpl = TorchNorm
+        bert_lm_head.LNImpl = norm_for(before, model)
         yield
     finally:
         bert_lm_head.LNImpl = before

@@ -16,7 +16,7 @@ from megatron_paradyse.strategies.order import to_positions, to_rows
 
 
 class TorchNorm:
-    """PyTorch's LayerNorm or our RMSNorm where Megatron has neither apex nor TransformerEngine.
+    """PyTorch's LayerNorm or our RMSNorm where Megatron can build none (layer_specs.norm_for).
 
     Megatron's own wrapper refuses sequence parallelism; here the parameters are tagged, so that
     Megatron sums their gradients over the tensor-parallel group.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.bert.bert_layer_specs import (
     bert_layer_local_spec,
     get_bert_layer_with_transformer_engine_spec,
@@ -48,41 +49,41 @@ def bert_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubm
 
 
 def _switchable_block(config, spec, vp_stage: int | None) -> TransformerBlockSubmodules:
-    block = _get_block_submodules(config.transformer, spec, vp_stage)
-    fused_kernel = config.transformer.attention_backend not in (
-        AttnBackend.local,
-        AttnBackend.unfused,
+    model = config.transformer
+    block = _get_block_submodules(model, spec, vp_stage)
+    layers = [_switchable_layer(spec, model) for spec in block.layer_specs]
+    return TransformerBlockSubmodules(
+        layer_specs=layers, layer_norm=norm_for(block.layer_norm, model)
     )
-    layers = [_switchable_layer(spec, fused_kernel) for spec in block.layer_specs]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(block.layer_norm))
 
 
-def _switchable_layer(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
+def _switchable_layer(spec: ModuleSpec, model) -> ModuleSpec:
     if spec.module is not TransformerLayer:
         raise UserError(f"--paradyse cannot switch layers of type {spec.module.__name__}: drop it")
     old = spec.submodules
     submodules = dataclasses.replace(
         old,
-        input_layernorm=_norm(old.input_layernorm),
-        pre_mlp_layernorm=_norm(old.pre_mlp_layernorm),
-        self_attention=_switchable_attention(old.self_attention, fused_kernel),
+        input_layernorm=norm_for(old.input_layernorm, model),
+        pre_mlp_layernorm=norm_for(old.pre_mlp_layernorm, model),
+        self_attention=_switchable_attention(old.self_attention, model),
         mlp=_switchable_mlp(old.mlp),
     )
     return ModuleSpec(module=SwitchableLayer, params=spec.params, submodules=submodules)
 
 
-def _switchable_attention(spec: ModuleSpec, fused_kernel: bool) -> ModuleSpec:
+def _switchable_attention(spec: ModuleSpec, model) -> ModuleSpec:
     if spec.module is not SelfAttention:
         raise UserError(f"--paradyse cannot switch {spec.module.__name__}: use self-attention")
     old = spec.submodules
     core = old.core_attention
+    fused_kernel = model.attention_backend not in (AttnBackend.local, AttnBackend.unfused)
     if core is DotProductAttention and fused_kernel:
         core = CoreAttention
     submodules = dataclasses.replace(
         old,
         core_attention=core,
-        q_layernorm=_norm(old.q_layernorm),
-        k_layernorm=_norm(old.k_layernorm),
+        q_layernorm=norm_for(old.q_layernorm, model),
+        k_layernorm=norm_for(old.k_layernorm, model),
     )
     return ModuleSpec(module=SwitchableSelfAttention, params=spec.params, submodules=submodules)
 
@@ -94,5 +95,11 @@ def _switchable_mlp(builder):
     return builder
 
 
-def _norm(builder):
-    return TorchNorm if builder is WrappedTorchNorm else builder
+def norm_for(builder, model):
+    """Ours where Megatron's cannot be built for this TransformerConfig.
+
+    Its wrapper of PyTorch's refuses sequence parallelism, and apex's kernel, which Megatron takes
+    where apex is installed without TransformerEngine, has no RMSNorm.
+    """
+    of_apex = builder is FusedLayerNorm and model.normalization != "LayerNorm"
+    return TorchNorm if builder is WrappedTorchNorm or of_apex else builder

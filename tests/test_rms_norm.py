@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_paradyse import rms_norm
 from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.rms_norm import RmsNorm
+from megatron_paradyse.train import plugin
 
 H = 96
 
@@ -57,3 +60,28 @@ def test_keeps_one_number_a_row_beside_its_input_and_result():
         before = meter.live_bytes
         y = norm(x)
         assert meter.live_bytes - before == y.nbytes + 1000 * 4
+
+
+@pytest.mark.parametrize(
+    ("builder", "normalization", "ours"),
+    [
+        ("WrappedTorchNorm", "RMSNorm", True),
+        ("WrappedTorchNorm", "LayerNorm", True),
+        ("FusedLayerNorm", "RMSNorm", True),
+        ("FusedLayerNorm", "LayerNorm", False),
+        ("another", "RMSNorm", False),
+    ],
+)
+def test_a_norm_that_megatron_cannot_build_is_ours(builder, normalization, ours):
+    """With apex and without TransformerEngine Megatron takes apex's, which has no RMSNorm."""
+    plugin.install()
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_paradyse.core_attention import TorchNorm
+    from megatron_paradyse.layer_specs import norm_for
+
+    builders = {"WrappedTorchNorm": WrappedTorchNorm, "FusedLayerNorm": FusedLayerNorm}
+    given = builders.get(builder, object)
+    found = norm_for(given, SimpleNamespace(normalization=normalization))
+    assert found is (TorchNorm if ours else given)
