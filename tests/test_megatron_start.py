@@ -76,6 +76,14 @@ def test_a_broken_package_ends_a_start_in_one_line(tmp_path):
     assert errors[0].startswith("error: Megatron cannot be imported (RuntimeError: no libcudnn)")
 
 
+def test_a_rank_that_crashes_says_where():
+    code = "from megatron_paradyse.train import plugin; plugin.install(); import ctypes\n"
+    code += "def inside_the_model(): ctypes.string_at(0)\ninside_the_model()"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode < 0 and "in inside_the_model" in found.stderr
+
+
 def test_news_of_the_arguments_are_said_once_however_often_they_are_parsed(capsys):
     for _ in range(2):
         megatron_start.say_once("packages are missing")

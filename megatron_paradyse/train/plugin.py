@@ -7,6 +7,7 @@ pass through without --paradyse, and a script that is not ours never meets them 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import os
 import sys
@@ -20,6 +21,7 @@ from megatron_paradyse.train.data_files import check_named
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, leave
 from megatron_paradyse.train.megatron_version import check_megatron
 
+STDERR = 2
 SECONDS_TO_BE_ENDED = 20
 SECONDS_FOR_RANK_0 = 5
 
@@ -50,6 +52,8 @@ def install(*, model: str | None = None) -> None:
         return
     _installed = True
     show_user_errors_in_one_line()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(STDERR)  # a rank that crashes says where
     check_megatron()
     if "--paradyse" in sys.argv:
         megatron_start.before_cuda()

@@ -70,7 +70,10 @@ def train(
 ) -> Run:
     """As attempt(); asserts a good end."""
     run = attempt(folder, *flags, ranks=ranks, entry=entry, timeout_seconds=timeout_seconds)
-    assert run.code == 0, f"exit code {run.code}\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
+    crash = run.stderr.partition("Fatal Python error")[2][:3000]
+    assert run.code == 0, (
+        f"exit code {run.code}\n{crash}\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
+    )
     return run
 
 
