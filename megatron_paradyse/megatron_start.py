@@ -80,9 +80,11 @@ def cannot_import(error: Exception) -> UserError:
     """
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:150]
     frames = traceback.extract_tb(error.__traceback__)
-    places = [reason.replace("-", "_"), *(frame.filename for frame in reversed(frames))]
+    # Of a frame its package: Megatron has modules named after those that they wrap.
+    folders = [Path(frame.filename).parent.parts for frame in reversed(frames)]
+    places = [reason.replace("-", "_"), *folders]
     remedies = (BROKEN[name] for place in places for name in BROKEN if name in place)
-    remedy = next(remedies, "mend or uninstall the package that it names")
+    remedy = next(remedies, "install, mend or uninstall the package that it names")
     return UserError(f"Megatron cannot be imported ({reason}): {remedy}")
 
 

@@ -77,6 +77,8 @@ def test_a_package_at_which_megatrons_import_ends_is_mended_as_its_error_says(fo
     error = "UserError: Megatron cannot be imported (RuntimeError: old): pip uninstall old"
     check = found({**GPU, "megatron": {"error": error}})["megatron-core"]
     assert check.state == FAULT and check.remedy == "pip uninstall old"
+    other = found({**GPU, "megatron": {"error": "OSError: x (y): z"}})["megatron-core"]
+    assert other.remedy == "pip install -e ."
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def test_what_is_missing_is_done_without_and_said():
         ("raise AttributeError('nvidia_resiliency_ext has none')", "nvrx.py", "_ext>=0.6'"),
         ("raise AssertionError('nvidia-resiliency-ext is old')", "nvrx.py", "_ext>=0.6'"),
         ("raise OSError('libx.so')", "x.py", "uninstall the package that it names"),
+        ("raise OSError('libx.so')", "megatron/transformer_engine.py", "install, mend or"),
     ],
 )
 def test_a_package_at_which_megatrons_import_ends_is_told_with_what_helps(code, file, helps):

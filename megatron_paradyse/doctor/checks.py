@@ -160,8 +160,8 @@ def _megatron(answers: dict[str, Any], failure: str) -> Check:
     answer = answers.get("megatron", {"error": f"importing it {failure or 'gave no answer'}"})
     if "error" in answer:
         told += f", whose training cannot be imported: {answer['error']}"
-        _, named, remedy = answer["error"].rpartition("): ")  # of a UserError that names one
-        remedy = remedy if named else INSTALL
+        reason, _, remedy = answer["error"].rpartition("): ")
+        remedy = remedy if "Megatron cannot be imported (" in reason else INSTALL
         return Check(name, FAULT, told, "nothing can train", remedy)
     return Check(name, OK, told)
 

@@ -134,7 +134,7 @@ class CostPolicies:
         return self._prices.seconds(row)
 
     def peak_by_file(self, planned: Planned) -> int | None:
-        """What the costs predict without corrections for a microbatch that made policies planned.
+        """Of a microbatch that a policy of this run planned, predicted without corrections.
 
         A start begins without them. None where the file tells nothing of its plan.
         """
