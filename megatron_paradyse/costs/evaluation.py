@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_paradyse.costs.forest import StepTable, nearest
 from megatron_paradyse.costs.hybrid import HybridFit, fade
-from megatron_paradyse.costs.laws import NUM_TERMS, Array
+from megatron_paradyse.costs.laws import NUM_TERMS, Array, Law
 from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
 from megatron_paradyse.costs.table import QUANTITIES
 
@@ -30,14 +30,13 @@ class HybridEvaluation:
     def __init__(
         self, fits: Sequence[HybridFit], max_lengths: Sequence[int], batch_size: int
     ) -> None:
-        b = self._batch_size = batch_size
-        self._laws = _coefficients([fit.law.pieces for fit in fits])
-        self._in_tiles = _coefficients([fit.law.in_tiles or fit.law.pieces for fit in fits])
-        windows = np.array([fit.law.window for fit in fits])
-        self._windows = windows if np.isfinite(windows).any() else None
-        tiles = {fit.law.tile_tokens for fit in fits if fit.law.in_tiles}
-        assert len(tiles) <= 1, "all fits of a model are of the same tiles"
-        self._tile_length = min(tiles, default=math.inf) / b
+        b = batch_size
+        laws = [fit.law for fit in fits]
+        bends = {law.bend for law in laws if law.beyond is not None}
+        assert len(bends) <= 1, "all fits of a model bend at one length"
+        self._bend = min(bends, default=math.inf)
+        self._below = _Side(laws, b)
+        self._beyond = _Side([law.beyond or law for law in laws], b) if bends else self._below
         self._max_lengths = np.array(max_lengths, dtype=float)
         self._corrected = np.array(
             [row for row, fit in enumerate(fits) if fit.factors is not None], dtype=int
@@ -58,9 +57,8 @@ class HybridEvaluation:
         self._floors = floors
 
     def __call__(self, seq_length: float) -> Array:
-        s, b = float(seq_length), self._batch_size
-        c0, c1, c2, c3 = self._in_tiles if s > self._tile_length else self._laws
-        values = (c0 + b * (c1 + s * (c2 + self._keys(s) * c3))).max(axis=0)
+        s = float(seq_length)
+        values = (self._beyond if s >= self._bend else self._below)(s)
         rows = self._corrected
         if len(rows):
             k = self._steps.index(s)
@@ -74,6 +72,24 @@ class HybridEvaluation:
         table = values.reshape(-1, NUM_QUANTITIES)
         table[:, FORWARD:] -= table[:, KEPT, None]
         return np.maximum(table, 0.0)
+
+
+class _Side:
+    """Laws at one batch size, without what lies beyond a bend."""
+
+    def __init__(self, laws: Sequence[Law], batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._laws = _coefficients([law.pieces for law in laws])
+        self._in_tiles = _coefficients([law.in_tiles or law.pieces for law in laws])
+        windows = np.array([law.window for law in laws])
+        self._windows = windows if np.isfinite(windows).any() else None
+        tiles = {law.tile_tokens for law in laws if law.in_tiles}
+        assert len(tiles) <= 1, "all fits of a model are of the same tiles"
+        self._tile_length = min(tiles, default=math.inf) / batch_size
+
+    def __call__(self, s: float) -> Array:
+        c0, c1, c2, c3 = self._in_tiles if s > self._tile_length else self._laws
+        return (c0 + self._batch_size * (c1 + s * (c2 + self._keys(s) * c3))).max(axis=0)
 
     def _keys(self, s: float) -> Array | float:
         """Of each law, see there."""

@@ -7,6 +7,7 @@ and fits, by quantity:
              factors  null, or a step table of 0.5 to 1.5
              in_tiles where there is one: pieces for s b > tokens
              window   where there is one: keys that a query sees
+             beyond   where there is one: "from", and of s >= from pieces, in_tiles, window
              The fits of workspace are of its peak: forward_peak_bytes, backward_peak_bytes.
     paper    values   a step table
              polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
@@ -61,9 +62,11 @@ MAX_EDGES = 500
 MAX_BATCH_SIZES = 32
 MAX_COEFFICIENT = 1e30
 MAX_TILE_TOKENS = 1 << 40
+MAX_BEND = 4 * MAX_SEQ_LENGTH  # of two ranks, which bend last, and the longest window
 PACKED_KEYS = ("strategy", "like", "num_rows", "forward", "backward")
 FLOOR_KEYS = ("forward_floor", "backward_floor")
 OPERATION_KEYS = ("strategy", "operation", "min_length", "max_length", "fits")
+LAW_KEYS = ("in_tiles", "window")  # a law may have
 HYBRID_KEYS = (*QUANTITIES[:3], "forward_peak_bytes", "backward_peak_bytes")
 
 
@@ -94,12 +97,21 @@ def _row_values(fit: PackedFit) -> dict[str, Any]:
 def _fit_values(fit: HybridFit | PaperFit) -> dict[str, Any]:
     if isinstance(fit, HybridFit):
         factors = None if fit.factors is None else _table_values(fit.factors)
-        values = {"pieces": fit.law.pieces, "factors": factors}
-        law = fit.law
-        in_tiles = {"tokens": law.tile_tokens, "pieces": law.in_tiles}
-        values |= {"in_tiles": in_tiles} if law.in_tiles else {}
-        return values | ({"window": int(law.window)} if math.isfinite(law.window) else {})
+        values = {**_law_values(fit.law), "factors": factors}
+        if fit.law.beyond is not None:
+            values["beyond"] = {"from": int(fit.law.bend), **_law_values(fit.law.beyond)}
+        return values
     return {"values": _table_values(fit.values), "polynomials": fit.polynomials}
+
+
+def _law_values(law: Law) -> dict[str, Any]:
+    """But for what lies beyond its bend."""
+    values: dict[str, Any] = {"pieces": law.pieces}
+    if law.in_tiles:
+        values["in_tiles"] = {"tokens": law.tile_tokens, "pieces": law.in_tiles}
+    if math.isfinite(law.window):
+        values["window"] = int(law.window)
+    return values
 
 
 def _table_values(table: StepTable) -> dict[str, Any]:
@@ -123,9 +135,13 @@ def read_model(value: Any, table: CostTable) -> CostModel:
             raise ContentError(f"{where} is a second fit of the {fit.operation} of {fit.strategy}")
         fits[name] = fit
     hybrid = [one for fit in fits.values() for one in fit.fits if isinstance(one, HybridFit)]
-    tiles = {one.law.tile_tokens for one in hybrid if one.law.in_tiles}
+    laws = [one.law for one in hybrid] + [one.law.beyond for one in hybrid if one.law.beyond]
+    tiles = {law.tile_tokens for law in laws if law.in_tiles}
     if len(tiles) > 1:
         raise ContentError(f"model has tiles of {sorted(tiles)} tokens: all are of one size")
+    bends = {law.bend for law in laws if law.beyond}
+    if len(bends) > 1:
+        raise ContentError(f"model has laws beyond {sorted(bends)}: all begin at one length")
     packed = _read_packed(values.get("packed", []), table, fits)
     return CostModel(kind, tuple(fits.values()), table.constants, host_link(table), packed)
 
@@ -187,7 +203,20 @@ def _read_operation(value: Any, where: str, kind: str, measured: Measured) -> Op
 
 
 def _read_hybrid(value: Any, where: str) -> HybridFit:
-    values = check_keys(value, where, ("pieces", "factors"), optional=("in_tiles", "window"))
+    values = check_keys(value, where, ("pieces", "factors"), optional=("beyond", *LAW_KEYS))
+    law = _read_law(values, where)
+    if "beyond" in values:
+        where_beyond = f"{where}.beyond"
+        beyond = check_keys(values["beyond"], where_beyond, ("from", "pieces"), optional=LAW_KEYS)
+        bend = check_integer(beyond["from"], f"{where_beyond}.from", low=1, high=MAX_BEND)
+        law = dataclasses.replace(law, beyond=_read_law(beyond, where_beyond), bend=bend)
+    if values["factors"] is None:
+        return HybridFit(law)
+    low, high = 1 - MAX_RESIDUAL, 1 + MAX_RESIDUAL
+    return HybridFit(law, _read_table(values["factors"], f"{where}.factors", low=low, high=high))
+
+
+def _read_law(values: Mapping[str, Any], where: str) -> Law:
     law = Law(_read_pieces(values["pieces"], f"{where}.pieces"))
     if "window" in values:
         keys = check_integer(values["window"], f"{where}.window", low=1, high=MAX_SEQ_LENGTH)
@@ -202,10 +231,7 @@ def _read_hybrid(value: Any, where: str) -> HybridFit:
         if not pieces:
             raise ContentError(f"{where_tiles}.pieces must not be empty")
         law = dataclasses.replace(law, in_tiles=pieces, tile_tokens=tokens)
-    if values["factors"] is None:
-        return HybridFit(law)
-    low, high = 1 - MAX_RESIDUAL, 1 + MAX_RESIDUAL
-    return HybridFit(law, _read_table(values["factors"], f"{where}.factors", low=low, high=high))
+    return law
 
 
 def _read_pieces(value: Any, where: str) -> tuple[tuple[float, ...], ...]:

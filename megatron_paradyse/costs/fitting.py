@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,7 +34,9 @@ from megatron_paradyse.costs.table import (
     Measurement,
 )
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies.sizes import TILE_ROWS
+from megatron_paradyse.strategies import base_name
+from megatron_paradyse.strategies.accounting import RINGS
+from megatron_paradyse.strategies.sizes import TILE_ROWS, shortest_narrow
 
 MIN_LENGTHS = 3
 
@@ -128,6 +131,7 @@ def fit_operation(
                 kept=values("kept_bytes", name) if name in BYTE_QUANTITIES[1:] else None,
                 tile_tokens=TILE_ROWS * p,
                 window=window,
+                bend=shortest_narrow(window, p) if base_name(strategy) in RINGS else math.inf,
             )
             for name in QUANTITIES
         )

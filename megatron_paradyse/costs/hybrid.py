@@ -15,19 +15,19 @@ peak, workspace + kept, cannot. The law is therefore fitted to the peak, and kep
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_paradyse.costs.forest import StepTable, forest_steps
-from megatron_paradyse.costs.laws import NEAR, Array, Law, fit_law, scale_of
+from megatron_paradyse.costs.laws import NEAR, Array, Law, aicc, fit_law, num_terms, scale_of
 from megatron_paradyse.costs.layers import ATTENTION, LAYER, half_of
 
 # Times repeat to a percent at best; bytes are counted, and vary with rounding and alignment only.
 TIME_FLOOR, BYTES_FLOOR = 5e-3, 1e-3
 TIME_PIECES, BYTES_PIECES = 2, 3
 MAX_RESIDUAL = 0.5
-LEAST_OF_SIDE = 2  # points, for a law of what goes in tiles and one of what does not
+LEAST_OF_SIDE = 2  # points, for a law of what goes in tiles and one of what does not; of bends
 GAIN = 0.5  # of the squared error, that a forest must save
 
 
@@ -49,12 +49,14 @@ def fit_hybrid(
     kept: Array | None = None,
     tile_tokens: float = math.inf,
     window: float = math.inf,
+    bend: float = math.inf,
 ) -> HybridFit:
     """Fit y at the points (s, b); kept: y is workspace above it, and the fit is of their sum.
 
     tile_tokens: of a microbatch of which a rank holds one tile: bytes beyond have their own law.
     window: keys that a query of the attention sees; what computes all scores and hides some is
-    told from what leaves them out by which law is nearer.
+    told from what leaves them out by which law is nearer. bend: the shortest sequence of those that
+    may have a law of their own (laws.py).
 
     Attention is quadratic in s and linear in b, everything else linear in s b: only there are
     pairs of tokens among the terms.
@@ -74,15 +76,33 @@ def fit_hybrid(
         )
 
     total = y if kept is None else y + kept
-    law = law_of(np.ones_like(s, dtype=bool))
-    beyond = s * b > tile_tokens
-    if not is_time and beyond.any() and not beyond.all() and not _is_near(law, s, b, total):
+
+    def law_of_side(chosen) -> Law:
+        """With tiles apart where there is need."""
+        law, beyond = law_of(chosen), chosen & (s * b > tile_tokens)
+        if is_time or not beyond.any() or np.array_equal(beyond, chosen):
+            return law
+        if _is_near(law, s[chosen], b[chosen], total[chosen]):
+            return law
         # The law of one side is above the other's points: of tiles there is less for more tokens.
-        few, many = sorted((beyond, ~beyond), key=np.count_nonzero)
+        few, many = sorted((beyond, chosen & ~beyond), key=np.count_nonzero)
         if np.count_nonzero(few) < LEAST_OF_SIDE:
-            law = law_of(many)
-        elif in_tiles := law_of(beyond).pieces:
-            law = Law(law_of(~beyond).pieces, in_tiles, tile_tokens)
+            return law_of(many)
+        if in_tiles := law_of(beyond).pieces:
+            return replace(law_of(chosen & ~beyond), in_tiles=in_tiles, tile_tokens=tile_tokens)
+        return law
+
+    law = law_of_side(np.ones_like(s, dtype=bool))
+    long = s >= bend
+    if min(len(np.unique(s[side])) for side in (long, ~long)) >= LEAST_OF_SIDE + is_time:
+        apart = replace(law_of_side(~long), beyond=law_of_side(long), bend=bend)
+        if is_time:
+            scores = [_score(one, s, b, total) for one in (law, apart)]
+            law = apart if scores[1] < scores[0] else law
+        elif not _is_near(law, s, b, total):
+            law = apart
+    if law.beyond is not None:
+        return HybridFit(law)
     fitted = np.array([law(x, z) for x, z in zip(s, b, strict=True)])
     if not np.all(fitted > 0):
         return HybridFit(law)
@@ -94,6 +114,11 @@ def fit_hybrid(
         tuple(1 + min(max(r, -MAX_RESIDUAL), MAX_RESIDUAL) for r in row) for row in steps.rows
     )
     return HybridFit(law, StepTable(steps.edges, steps.batch_sizes, rows))
+
+
+def _score(law: Law, s: Array, b: Array, y: Array) -> float:
+    told = np.array([law(x, z) for x, z in zip(s, b, strict=True)])
+    return aicc((told - y) / scale_of(y), num_terms(law), TIME_FLOOR)
 
 
 def _is_near(law: Law, s: Array, b: Array, y: Array) -> bool:

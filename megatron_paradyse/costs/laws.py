@@ -10,7 +10,8 @@ hides another: hence the maximum. With non-negative coefficients a law never fal
 extrapolates without surprises.
 
 Some of it goes in tiles of the sequence when tokens are more than a tile's, which is known
-(strategies/sizes.py): where no law comes near all exact numbers, those beyond have their own.
+(strategies/sizes.py): where no law comes near all exact numbers, those beyond have their own. So
+have sequences that are long beside a window, where rings of attention exchange other keys.
 
 Fitted to relative error (weights 1/y). How many pieces and which terms: by Akaike's criterion, with
 a floor under the error, so that no term is spent on what no plan would notice.
@@ -44,16 +45,20 @@ class Law:
     """pieces: coefficients of 1, b, s b, s^2 b; the law is the largest piece, or 0.
 
     in_tiles: those for s b > tile_tokens; empty: there is none but pieces. window: the keys that a
-    query sees, itself included.
+    query sees, itself included. beyond: the law for s >= bend, which has no beyond; None: this one.
     """
 
     pieces: tuple[tuple[float, ...], ...]
     in_tiles: tuple[tuple[float, ...], ...] = ()
     tile_tokens: float = math.inf
     window: float = math.inf
+    beyond: Law | None = None
+    bend: float = math.inf
 
     def __call__(self, seq_length: float, batch_size: float) -> float:
         s, b = seq_length, batch_size
+        if self.beyond is not None and s >= self.bend:
+            return self.beyond(s, b)
         pieces, keys = self._pieces(s * b), self.keys(s)
         return max((c0 + b * (c1 + s * (c2 + keys * c3)) for c0, c1, c2, c3 in pieces), default=0)
 
@@ -61,12 +66,6 @@ class Law:
         """That are counted for a query: s, or less where the window is shorter."""
         s = seq_length
         return s if s <= self.window else self.window * (2.0 - self.window / s)
-
-    def at(self, seq_length: float, *, pairs: float) -> float:
-        """For b = 1 and so many pairs of tokens in place of s^2."""
-        s = seq_length
-        pieces = self._pieces(s)
-        return max((c0 + c1 + s * c2 + pairs * c3 for c0, c1, c2, c3 in pieces), default=0)
 
     def _pieces(self, tokens: float) -> tuple[tuple[float, ...], ...]:
         return self.in_tiles if tokens > self.tile_tokens else self.pieces
@@ -76,6 +75,12 @@ class Law:
 class _Piece:
     coefficients: Array
     num_terms: int
+
+
+def num_terms(law: Law) -> int:
+    """How many numbers the law is made of: coefficients, and where its parts meet."""
+    count = sum(sum(c > 0 for c in piece) for piece in law.pieces) + max(len(law.pieces) - 1, 0)
+    return count if law.beyond is None else count + 1 + num_terms(law.beyond)
 
 
 def terms(s: Array, b: Array, window: float = math.inf) -> Array:
@@ -145,10 +150,9 @@ def _fit_pieces(
         for pieces in _piecewise(design, target, candidates, max_pieces, error_floor):
             residual = np.max([design @ piece.coefficients for piece in pieces], axis=0) - target
             size = sum(piece.num_terms for piece in pieces) + len(pieces) - 1
-            score = _aic(residual, size, error_floor)
-            if not exact:
-                # AICc; with no point to spare, as if there were half of one.
-                score += 2 * size * (size + 1) / max(len(residual) - size - 1, 0.5)
+            score = (
+                _aic(residual, size, error_floor) if exact else aicc(residual, size, error_floor)
+            )
             # A tie goes to the first, which has the fewest pieces.
             if score < best_score - 1e-9:
                 best = tuple(tuple(piece.coefficients.tolist()) for piece in pieces)
@@ -214,6 +218,12 @@ def fit_nonnegative(
                 best, best_score = np.zeros(design.shape[1]), found
                 best[list(chosen)] = solution / norms
     return best, best_score
+
+
+def aicc(residual: Array, size: int, error_floor: float) -> float:
+    """Akaike's criterion for few points; with no point to spare, as if there were half of one."""
+    spare = max(len(residual) - size - 1, 0.5)
+    return _aic(residual, size, error_floor) + 2 * size * (size + 1) / spare
 
 
 def _aic(residual: Array, size: int, error_floor: float) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_paradyse.costs.hybrid import HybridFit
-from megatron_paradyse.costs.laws import PAIRS
+from megatron_paradyse.costs.laws import PAIRS, Law
 from megatron_paradyse.costs.row_law import RowLaw
 from megatron_paradyse.packing.load import Load, load_of, load_of_one
 from megatron_paradyse.packing.row import Row
@@ -87,7 +87,7 @@ class Packed:
         """
         if operation not in self.windows:
             return False
-        takes_all = isinstance(fit, HybridFit) and math.isinf(fit.law.window)
+        takes_all = isinstance(fit, HybridFit) and math.isinf((fit.law.beyond or fit.law).window)
         return base_name(strategy) in WHOLE_COLUMNS or not takes_all
 
 
@@ -104,9 +104,26 @@ def work_of(strategy: str, load: Load) -> Work:
 
 
 def share_of_scores(fit: HybridFit, seq_length: int) -> float:
-    """The part of a fitted time of one document, b = 1, that its law gives to pairs of tokens."""
-    s = float(seq_length)
-    powers = (1.0, 1.0, s, s * fit.law.keys(s))
-    parts = [[c * x for c, x in zip(p, powers, strict=True)] for p in fit.law.pieces]
+    """The part of a fitted time of one document, b = 1, that its law gives to pairs of tokens.
+
+    Beyond the law's bend, pairs within a window grow as tokens do, and its law cannot tell the two
+    apart: there a pair takes what it takes below.
+    """
+    law, s = fit.law, float(seq_length)
+    if law.beyond is None or s < law.bend:
+        pairs, total = _of_pairs(law, s)
+    else:
+        pairs, total = _of_pairs(law.beyond, s)
+        counts = law if math.isfinite(law.window) else law.beyond
+        if math.isfinite(counts.window):
+            more = s * counts.keys(s) / (law.bend * counts.keys(law.bend))
+            pairs = more * _of_pairs(law, law.bend)[0]
+    return min(pairs / total, 1.0) if total > 0 else 0.0
+
+
+def _of_pairs(law: Law, s: float) -> tuple[float, float]:
+    """Of what the largest piece gives, b = 1, the part of pairs of tokens, and all of it."""
+    powers = (1.0, 1.0, s, s * law.keys(s))
+    parts = [[c * x for c, x in zip(piece, powers, strict=True)] for piece in law.pieces]
     piece = max(parts, key=sum, default=None)
-    return piece[PAIRS] / sum(piece) if piece and sum(piece) > 0 else 0.0
+    return (piece[PAIRS], sum(piece)) if piece else (0.0, 0.0)

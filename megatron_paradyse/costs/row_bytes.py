@@ -4,8 +4,9 @@ What is kept is that of one document, but for ColossalZ's score rows, which have
 key that comes, and for what MegatronTS keeps of rows that are not in the order of positions.
 Workspace is that of one document and what the walks of strategies/walks/ do not hold, because they
 walk documents=None: copies that bring rows into order, gradients of several documents summed in
-the accumulation dtype, keys that are sent while others come; and where a window or dropout takes
-the tiled kernel, its tiles of documents that are longer than the halves of chunks in a ring.
+the accumulation dtype, keys that are sent while others come, and more of these than come to one
+document within a narrow window; and where a window or dropout takes the tiled kernel, its tiles of
+documents that are longer than the halves of chunks in a ring.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_paradyse.costs.description import CAUSAL, ELEMENT_BYTES, Description
-from megatron_paradyse.costs.hybrid import HybridFit
 from megatron_paradyse.costs.packed import LOCAL, SPLIT_HEADS, WHOLE_COLUMNS, Packed
 from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.packing.load import Load
@@ -55,22 +55,25 @@ def packed_of(d: Description) -> Packed:
 def with_row_bytes(
     strategy: str,
     one: OperationCosts,
-    fits: tuple[object, ...],
     sizes: LayerSizes,
     load: Load,
+    of_one: Load,
     *,
     least: OperationCosts | None,
     tiled_window: float | None,
 ) -> OperationCosts:
-    """The bytes on a row, from those of one document and the fits that gave them.
+    """The bytes on a row, from those of one document.
 
-    least: of a strategy that gathers the same weights and has no score rows; None: not known.
-    tiled_window: keys that a query sees, where the tiled kernel runs.
+    of_one: the load of that document. least: of a strategy that gathers the same weights and has no
+    score rows; None: not known. tiled_window: keys that a query sees, where the tiled kernel runs.
     """
     kept, forward, backward = one.kept_bytes, one.forward_bytes, one.backward_bytes
     if base_name(strategy) in WHOLE_COLUMNS:
-        kept, forward, backward = _fewer_columns(one, fits, load, least)
-    more_kept, more_forward, more_backward = extra_bytes(strategy, sizes, load, tiled_window)
+        more_columns = load.keys_received - of_one.keys_received
+        kept, forward, backward = _with_columns(strategy, one, sizes, load, more_columns, least)
+    more_kept, more_forward, more_backward = extra_bytes(
+        strategy, sizes, load, of_one, tiled_window
+    )
     return replace(
         one,
         kept_bytes=kept + more_kept,
@@ -80,7 +83,11 @@ def with_row_bytes(
 
 
 def extra_bytes(
-    strategy: str, sizes: LayerSizes, load: Load, tiled_window: float | None = None
+    strategy: str,
+    sizes: LayerSizes,
+    load: Load,
+    of_one: Load,
+    tiled_window: float | None = None,
 ) -> tuple[int, int, int]:
     """What a row keeps, and its forward and backward hold above that, beyond one document."""
     base = base_name(strategy)
@@ -100,9 +107,17 @@ def extra_bytes(
         forward, backward = sent, z.wide(sent)
         if base in WHOLE_COLUMNS:  # products of blocks, which the walk takes with whole columns
             forward += z.kv_sent
+        used, used_and_coming = (
+            -(-z.kv_sent * _more(load, of_one, chunks * z.rows) // (z.rows * rings))
+            for chunks in (1, 2)
+        )
+        forward += used_and_coming
+        backward += used_and_coming + 3 * z.wide(used)  # gradients: made, sent, and coming
     if tiled_window is not None and base not in (*SPLIT_HEADS, *WHOLE_COLUMNS):
         heads = z.n // z.p if base == "metp" else z.n
-        scores = _of_tile(z.rows, tiled_window) - _of_tile(z.rows // 2, tiled_window)
+        halves = of_one.keys_received == z.s - z.s // z.p  # not within a narrow window
+        rows = z.rows // 2 if halves else z.rows
+        scores = _of_tile(z.rows, tiled_window) - _of_tile(rows, tiled_window)
         tiles = int(heads * scores * z.wide_bytes)
         forward, backward = forward + FORWARD_TILES * tiles, backward + BACKWARD_TILES * tiles
     if not recomputes(strategy):
@@ -110,35 +125,41 @@ def extra_bytes(
     return 0, kept + forward, kept + max(forward, backward)
 
 
+def _more(load: Load, of_one: Load, most: int) -> int:
+    """Keys that come at once, if so many at most, beyond those of one document."""
+    return max(0, min(load.keys_received, most) - min(of_one.keys_received, most))
+
+
 def _of_tile(num_rows: int, window: float) -> float:
     """Scores of the largest tile of a document of so many rows, of one head."""
     return min(num_rows, TILE) * min(num_rows, window + TILE - 1)
 
 
-def _fewer_columns(
-    one: OperationCosts, fits, load: Load, least: OperationCosts | None
+def _with_columns(
+    strategy: str,
+    one: OperationCosts,
+    sizes: LayerSizes,
+    load: Load,
+    more_columns: int,
+    least: OperationCosts | None,
 ) -> tuple[float, float, float]:
-    """Pairs of tokens count where keys come; the laws of workspace are of its peak.
+    """With so many more columns of score rows than one document's, or fewer.
 
-    Products of one rank's columns beside the scores do not shrink with them, and what is there
-    without any scores stays.
+    Scores are of the accumulation dtype, probabilities of the elements'; both are there when the
+    first become the second, and in the backward with the gradients of scores. Products of one
+    rank's columns beside them do not shrink, and what is there without any scores stays.
     """
-    s, own = load.seq_length, load.seq_length / load.p
-    columns = own + load.keys_received
-    pairs = (s * columns, *2 * (s * min(columns + own, s),))
-    if not all(isinstance(fit, HybridFit) for fit in fits):
-        return one.kept_bytes, one.forward_bytes, one.backward_bytes
-    whole = (
-        one.kept_bytes,
-        one.kept_bytes + one.forward_bytes,
-        one.kept_bytes + one.backward_bytes,
-    )
-    kept, forward, backward = (
-        value * fit.law.at(s, pairs=held) / max(fit.law.at(s, pairs=s * s), 1.0)
-        for value, fit, held in zip(whole, fits[2:], pairs, strict=True)
-    )
+    scores = load.seq_length / load.p * sizes.n * more_columns
+    probabilities = sizes.element_bytes * scores
+    of_kept = 0.0 if recomputes(strategy) else probabilities
+    of_forward = sizes.wide_bytes * scores + (probabilities if sizes.half_type else 0.0)
+    kept = one.kept_bytes + of_kept
+    forward = one.forward_bytes + of_forward - of_kept
+    backward = one.backward_bytes + sizes.wide_bytes * scores + probabilities - of_kept
+    if more_columns > 0:
+        return kept, forward, backward
     if least is None:
         return kept, one.forward_bytes, one.backward_bytes
-    forward = max(forward, least.kept_bytes + least.forward_bytes) - kept
-    backward = max(backward, least.kept_bytes + least.backward_bytes) - kept
-    return kept, max(forward, 0.0), max(backward, 0.0)
+    forward = max(forward, least.kept_bytes + least.forward_bytes - kept, 0.0)
+    backward = max(backward, least.kept_bytes + least.backward_bytes - kept, 0.0)
+    return kept, forward, backward

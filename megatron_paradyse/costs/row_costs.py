@@ -162,18 +162,19 @@ class RowCosts:
         terms = row_terms(self._model, strategy, self._load, operation)
         forward, backward = terms.seconds(self._load)
         one = replace(terms.one, forward_seconds=forward, backward_seconds=backward)
-        packed, fits = self._model.packed, self._model.fits_of(terms.like, operation)
+        packed = self._model.packed
         assert packed is not None
         known = self._model.strategies(operation)
         suffix = strategy.removeprefix(base_name(strategy))
         names = [name + suffix for name in AS_LOCAL if name + suffix in known]
         least = self._model.operation(names[0], operation, s) if names else None
+        windowed = operation in packed.windows
         return with_row_bytes(
             strategy,
             one,
-            fits,
             packed.sizes,
-            self._load.seen(operation in packed.windows),
+            self._load.seen(windowed),
+            packed.load_of_one(s, self._load.p).seen(windowed),
             least=least,
             tiled_window=packed.tiled_window(operation),
         )

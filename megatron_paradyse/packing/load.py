@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.packing.work import scores_up_to
+from megatron_paradyse.strategies.sizes import is_narrow
 
 STEPS_PER_DOUBLING = 16
 
@@ -123,29 +124,35 @@ def _exchanging(pieces: Pieces, window: int) -> Iterator[tuple[int, int]]:
 
 
 def load_of_one(seq_length: int, p: int, *, causal: bool, window: int | None = None) -> Load:
-    """Of one document of s tokens, its causal scores spread evenly as the strategies do.
+    """Of one document of s tokens that runs alone, spread as the strategies' rings do.
 
-    All its keys go to every rank, whatever the window.
+    All its keys go to every rank, unless the window is narrow.
     """
     s = seq_length
     scores = s * (s + 1) // 2 if causal else s * s
     load = Load(s, p, scores, -(-scores // p), s - s // p, 1, 1, p - 1)
     if window is None:
         return load
-    size = -(-s // p)
+    size, total = -(-s // p), scores_up_to(s, window)
+    if is_narrow(window, s, p):
+        peers = min(2 * -(-(window - 1) // size), p - 1)
+        within = replace(load, scores=total, fullest_scores=size * window, peers=peers)
+        return replace(load, within=replace(within, keys_received=window - 1))
     half = (size + 1) // 2
     ends = [min(r * size + rows, s) for r in range(p) for rows in (0, half)] + [s]
     parts = [scores_up_to(b, window) - scores_up_to(a, window) for a, b in pairwise(ends)]
     fullest = max(a + b for a, b in zip(parts[:p], reversed(parts[p:]), strict=True))
-    within = replace(load, scores=scores_up_to(s, window), fullest_scores=fullest)
+    within = replace(load, scores=total, fullest_scores=fullest)
     return replace(load, within=within)
 
 
-def unpacked(load: Load) -> Load:
-    """Of a row of one document, which runs alone: its keys then go to every rank."""
-    if load.within is None:
+def unpacked(load: Load, window: int | None) -> Load:
+    """Of a row of one document, which runs alone, where load_of_one says."""
+    alone = load_of_one(load.seq_length, load.p, causal=True, window=window).within
+    if load.within is None or alone is None:
         return load
-    within = replace(load.within, keys_received=load.keys_received, peers=load.peers)
+    names = ("fullest_scores", "keys_received", "peers")
+    within = replace(load.within, **{name: getattr(alone, name) for name in names})
     return replace(load, within=within)
 
 

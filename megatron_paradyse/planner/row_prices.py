@@ -65,7 +65,8 @@ class RowPrices:
         A row of one document tells of that document alone, unpacked.
         """
         load = self._packed.load_of(row)
-        return self.seconds_of(unpacked(load) if len(row.lengths) == 1 else load)
+        alone = len(row.lengths) == 1
+        return self.seconds_of(unpacked(load, self._packed.window) if alone else load)
 
     def seconds_of(self, load: Load) -> float | None:
         """As seconds, of a row that is known by its load."""

@@ -266,23 +266,26 @@ class _Rank:
     def _iteration(self, plan: Plan, tokens: int) -> tuple[int, ...]:
         """Of the ranks that this process stands for, the largest: peak, reserved, microseconds."""
         found = []
-        for place in self._places(plan):
+        for place in self._places(plan, tokens):
             with place:
                 found.append(self._measured(plan, tokens))
         return tuple(map(max, zip(*found, strict=True)))
 
-    def _places(self, plan: Plan) -> list[contextlib.AbstractContextManager]:
+    def _places(self, plan: Plan, tokens: int) -> list[contextlib.AbstractContextManager]:
         if not self._options.stand_in:
             return [contextlib.nullcontext()]
         from megatron_paradyse.costs.description import CAUSAL
         from megatron_paradyse.simulator.run import ranks_that_differ
         from megatron_paradyse.simulator.simulated_rank import attention_as_rank
+        from megatron_paradyse.strategies.sizes import is_narrow
 
         d = self._setup.description
+        causal = d.attention_mask == CAUSAL
         ranks: set[int] = set()
         for name in {choice.attention for choice in plan.layers.values()}:
-            causal = d.attention_mask == CAUSAL
-            ranks |= {*ranks_that_differ(name, "attention", p=d.p, causal=causal)}
+            for narrow in {False, *(is_narrow(w, tokens, d.p) for w in d.windows.values())}:
+                more = ranks_that_differ(name, "attention", p=d.p, causal=causal, narrow=narrow)
+                ranks |= {*more}
         return [attention_as_rank(self._model, rank) for rank in sorted(ranks)]
 
     def _measured(self, plan: Plan, tokens: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from megatron_paradyse.costs.description import Description, Hardware
 from megatron_paradyse.costs.layers import half_of
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
+    ATTENTION,
     EMBEDDING,
     HEAD,
     MODEL,
@@ -28,7 +29,8 @@ from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.network import Network
 from megatron_paradyse.simulator.operation import simulated_costs
 from megatron_paradyse.strategies import PACKED_ONLY, base_name
-from megatron_paradyse.strategies.accounting import RANKS_DIFFER
+from megatron_paradyse.strategies.accounting import RANKS_DIFFER, RINGS
+from megatron_paradyse.strategies.sizes import is_narrow
 
 # What an Adam step of mixed precision reads and writes per parameter: the float32 gradient, master
 # weight and both moments once, the last three and the weight again; and the gradient for its norm
@@ -162,22 +164,30 @@ def _measurement(options: Options, model, device, operations, strategy: str, ope
     except UserError as error:
         return Measurement(strategy, operation, s, b, status_of(error))
     found = []
-    for rank in ranks_that_differ(strategy, operation, p=options.p, causal=shape.causal):
+    narrow = is_narrow(shape.window, s, options.p)
+    for rank in ranks_that_differ(
+        strategy, operation, p=options.p, causal=shape.causal, narrow=narrow
+    ):
         with attention_as_rank(model, rank):
             found.append(simulated_costs(operations.get(operation, strategy), device))
     most = {name: max(getattr(costs, name) for costs in found) for name in QUANTITIES}
     return Measurement(strategy, operation, s, b, OK, **most)
 
 
-def ranks_that_differ(strategy: str, operation: str, *, p: int, causal: bool) -> tuple[int, ...]:
+def ranks_that_differ(
+    strategy: str, operation: str, *, p: int, causal: bool, narrow: bool = False
+) -> tuple[int, ...]:
     """Ranks of which one needs as much of each quantity as any of the p.
 
     In a balanced causal ring the outer ranks meet other blocks of scores than the inner ones, and
     with odd p the rank in the middle swaps nothing. Of METP the first rank has the gradients of its
     own weights for longest. The last rank stands for all elsewhere: no other has more scores to
-    compute or to hold.
+    compute or to hold. narrow: within a window that is (sizes.is_narrow) those in the middle get
+    and send the most keys.
     """
     base = base_name(strategy)
+    if narrow and base in RINGS and half_of(operation) == ATTENTION:
+        return tuple(sorted({0, max(0, p // 2 - 1), p // 2, p - 1}))
     if (base, half_of(operation)) not in RANKS_DIFFER:
         return (p - 1,)
     if causal:

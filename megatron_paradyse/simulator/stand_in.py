@@ -142,14 +142,17 @@ class StandIn:
         from megatron_paradyse.simulator.run import ranks_that_differ
         from megatron_paradyse.simulator.simulated_rank import attention_as_rank
         from megatron_paradyse.strategies import get_strategy
+        from megatron_paradyse.strategies.sizes import is_narrow
 
-        p = self._options.network.p
+        seq_length, _ = operations.size
+        p, narrow = self._options.network.p, False
         if name != MODEL:
             attention = self._model.layer_of(operation).self_attention
             shape = attention_shape(attention, training=True)
             get_strategy(name).check(shape, p)
+            narrow = is_narrow(shape.window, seq_length, p)
         most: dict[str, float] = {}
-        for rank in ranks_that_differ(name, operation, p=p, causal=True):
+        for rank in ranks_that_differ(name, operation, p=p, causal=True, narrow=narrow):
             with attention_as_rank(self._model, rank):
                 part = operations.get(operation, name)
                 warm_up(part)

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+from megatron_paradyse.strategies.sizes import is_narrow
 
 Documents = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -125,6 +126,26 @@ def balanced_spans(microbatch: Microbatch, p: int, rank: int) -> tuple[Span, ...
     first, second = rank * size, (p - 1 - rank) * size
     spans = (Span(0, first, first + half), Span(half, second + half, second + size))
     return tuple(span for span in spans if len(span))
+
+
+def sends_what_is_seen(shape: AttentionShape, microbatch: Microbatch, p: int) -> bool:
+    """Whether keys go straight to the ranks whose queries see them (routes.py): of packed
+    documents, and of sequences of which a narrow window leaves little. Else all go round a ring.
+    """
+    return microbatch.shards is not None or is_narrow(shape.window, microbatch.seq_length, p)
+
+
+def swaps_halves(shape: AttentionShape, microbatch: Microbatch, p: int) -> bool:
+    """Whether a ring's chunks are those of balanced_spans, because causal work is uneven."""
+    return shape.causal and not sends_what_is_seen(shape, microbatch, p)
+
+
+def ring_spans(
+    shape: AttentionShape, microbatch: Microbatch, p: int
+) -> tuple[tuple[Span, ...], ...]:
+    """The spans of each rank's chunk in a ring attention."""
+    spans_of = balanced_spans if swaps_halves(shape, microbatch, p) else contiguous_spans
+    return tuple(spans_of(microbatch, p, rank) for rank in range(p))
 
 
 @lru_cache(maxsize=4096)

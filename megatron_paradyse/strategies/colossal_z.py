@@ -5,9 +5,9 @@
     mlp         zero_mlp
 
 Each rank holds the complete score rows of its queries, so that the softmax is an ordinary one:
-memory is quadratic in s by design; of packed documents, a row has the keys that some query of the
-rank sees. From "Sequence Parallelism: Long Sequence Training from System Perspective" (Li et al.,
-2021), the ring self-attention of Colossal-AI.
+memory is quadratic in s by design; of packed documents, and within a narrow window, a row has the
+keys that some query of the rank sees. From "Sequence Parallelism: Long Sequence Training from
+System Perspective" (Li et al., 2021), the ring self-attention of Colossal-AI.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attention(
     """[s/p, b, h] -> [s/p, b, h]. Besides weights, k and then v go round the ring.
 
     Keeps, besides q, k, v and the output, the probabilities [b, n, s/p, s], or so many of the s
-    columns as the rank's documents have keys.
+    columns as the rank's queries see keys, of packed documents and within a narrow window.
     """
     spans = contiguous_spans(microbatch, group.size(), group.rank())
     q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
@@ -152,7 +152,7 @@ def _positions(spans: tuple[Span, ...], device: torch.device) -> Tensor:
 
 
 def _score_rows(q: Tensor, k: Tensor, rows: _Rows) -> Tensor:
-    """Softmax over all keys that come, [b, n, s/p, s] without packing; 0 where none is seen."""
+    """Softmax over all keys that come, [b, n, s/p, s] of a whole ring; 0 where none is seen."""
     task, dtype = rows.task, accumulation_dtype(q.dtype)
     scores = q.new_full((*q.shape[:3], rows.num_columns), float("-inf"), dtype=dtype)
     for source, k_chunk in rows.exchange.chunks(k):

@@ -6,8 +6,8 @@
 Causal attention over contiguous chunks would give the last rank most of the work. So rank r swaps
 the second half of its chunk with rank p-1-r before the attention and back after it: the rank then
 holds an early and a late half chunk, and at every step of the ring every rank has the same work.
-Of packed documents (Microbatch.shards) nothing is swapped, and keys and values go straight to the
-ranks whose queries see them.
+Of packed documents (Microbatch.shards), and where a sliding window is narrow (sizes.is_narrow),
+nothing is swapped, and keys and values go straight to the ranks whose queries see them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans
+from megatron_paradyse.strategies.blocks import ring_spans, swaps_halves
 from megatron_paradyse.strategies.collectives import swap_halves
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
@@ -44,9 +44,8 @@ def attention(
     of the layer's attention costs no more than swapping q, k, v and the output around the ring.
     """
     p, rank = group.size(), group.rank()
-    spans_of = balanced_spans if shape.causal else contiguous_spans
-    spans_of_ranks = tuple(spans_of(microbatch, p, r) for r in range(p))
-    swaps = shape.causal and microbatch.shards is None
+    spans_of_ranks = ring_spans(shape, microbatch, p)
+    swaps = swaps_halves(shape, microbatch, p)
     if swaps:
         x = swap_halves(x, group)
     q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans_of_ranks[rank])

@@ -24,7 +24,7 @@ from megatron_paradyse.strategies.aligned_heads import (
     heads_per_slot,
     num_kv_heads_per_block,
 )
-from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans
+from megatron_paradyse.strategies.blocks import ring_spans, swaps_halves
 from megatron_paradyse.strategies.collectives import swap_halves
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
@@ -48,9 +48,8 @@ class _Layer:
 
     def __init__(self, shape: AttentionShape, microbatch: Microbatch, group: ProcessGroup):
         self.shape, self.microbatch, self.group = shape, microbatch, group
-        spans_of = balanced_spans if shape.causal else contiguous_spans
         p = group.size()
-        self.spans_of_ranks = tuple(spans_of(microbatch, p, r) for r in range(p))
+        self.spans_of_ranks = ring_spans(shape, microbatch, p)
         self.num_parts = 1
         if is_second_run() and is_long(microbatch.seq_length // p, microbatch.batch_size):
             self.num_parts = num_kv_heads_per_block(shape, p)
@@ -60,9 +59,9 @@ class _Layer:
 
         Half of x and half of the output change ranks. Swapping each block's q, k, v and output
         would move (n + g) d / h times as much, and again as much in the backward. Shards of packed
-        documents are balanced already.
+        documents are balanced already, and a narrow window leaves nothing to balance.
         """
-        swaps = self.shape.causal and self.microbatch.shards is None
+        swaps = swaps_halves(self.shape, self.microbatch, self.group.size())
         return swap_halves(x, self.group) if swaps else x
 
     def own_block(self, weights: AttentionWeights) -> Block:

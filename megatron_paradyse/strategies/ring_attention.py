@@ -3,7 +3,7 @@
 Partial results are merged by log-sum-exp. In the backward, the gradients of a chunk of keys and
 values travel with it, in float32; its owner uses it last, so that p-1 hops bring them home. From
 "Ring Attention with Blockwise Transformers for Near-Infinite Context" (Liu et al., 2023). Of packed
-documents, ranks send each other only what is seen (routes.py).
+documents, and within a narrow window, ranks send each other only what is seen (routes.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def ring_attention(
     """q [s/p, b, n, d], keys and values kv [2, s/p, b, g, d] -> [s/p, b, n, d].
 
     spans_of_ranks[r] are the positions that rank r's chunk holds. Keeps q, kv, the output and
-    its lse. Sends kv p-1 times forward; as often backward, and as often its float32 gradients. With
-    shards in the microbatch, to each rank the part that its queries see.
+    its lse. Sends kv p-1 times forward; as often backward, and as often its float32 gradients.
+    Where blocks.sends_what_is_seen, to each rank the part that its queries see.
     """
     return _RingAttention.apply(q, kv, spans_of_ranks, task, group)
 

@@ -1,7 +1,8 @@
-"""Keys and values of packed documents: each goes straight to the ranks whose queries see it.
+"""Keys and values that few queries see: each goes straight to the ranks whose queries see it.
 
-Where a ring passes every chunk through every rank, step i of p-1 sends from rank r to rank r+i what
-that rank's queries see of r's chunk, and nothing where they see nothing. Gradients go back the same
+So of packed documents, and within a narrow window (sizes.is_narrow). Where a ring passes
+every chunk through every rank, step i of p-1 sends from rank r to rank r+i what that rank's queries
+see of r's chunk, and nothing where they see nothing. Gradients go back the same
 way one step later. Every rank finds the same routes from the microbatch, and takes the steps in
 the same order, whether or not it has a part in them: no order of sends can deadlock.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_paradyse.strategies.blocks import Span, plan_blocks
+from megatron_paradyse.strategies.blocks import Span, plan_blocks, sends_what_is_seen
 from megatron_paradyse.strategies.collectives import Pending, uneven_exchange_async
 from megatron_paradyse.strategies.local_attention import AttentionTask
 from megatron_paradyse.strategies.ring import TravellingGradient, ring_chunks
@@ -59,9 +60,9 @@ def exchange_among(
     spans_of_ranks: SpansOfRanks, task: AttentionTask, group: ProcessGroup, *, dim: int
 ) -> Exchange:
     """The exchange of chunks whose rows, along dim, hold the positions spans_of_ranks[rank]."""
-    if task.microbatch.shards is None:
-        return _FullRing(spans_of_ranks, group)
-    return _Routed(spans_of_ranks, task, group, dim)
+    if sends_what_is_seen(task.shape, task.microbatch, group.size()):
+        return _Routed(spans_of_ranks, task, group, dim)
+    return _FullRing(spans_of_ranks, group)
 
 
 class _FullRing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import lcm
+from math import inf, isinf, lcm
 
 # Rows of a rank in a tile of what goes in tiles of a long sequence: matrix products of so many take
 # far longer than their weights take to arrive.
@@ -18,6 +18,22 @@ def positions_of_tile(batch_size: int) -> int:
 def is_long(num_positions: int, batch_size: int) -> bool:
     """Whether so many positions of a rank have more rows than a tile."""
     return num_positions > positions_of_tile(batch_size)
+
+
+def shortest_narrow(window: float | None, p: int) -> float:
+    """The shortest sequence in which a window is narrow: in chunks as they are the fullest of p
+    ranks has no more scores than with swapped halves. None: no window; infinite if there is none.
+
+    Keys are then sent to the ranks whose queries see them. With halves swapped the fullest rank
+    holds the two in the middle, the first of which begins after (p-1)/2p of the sequence.
+    """
+    if window is None or p == 1 or isinf(window):
+        return inf
+    return -(-2 * p * window // (p - 1))
+
+
+def is_narrow(window: int | None, seq_length: int, p: int) -> bool:
+    return seq_length >= shortest_narrow(window, p)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.hybrid import fit_hybrid
 from megatron_paradyse.costs.laws import Law, fit_law
+from megatron_paradyse.costs.packed import share_of_scores
 from megatron_paradyse.costs.table import QUANTITIES, CostTable
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies.sizes import TILE_ROWS
@@ -179,6 +180,93 @@ def test_a_law_with_a_window_is_read_and_evaluated_as_it_was_fitted(tmp_path):
     for length in (100, WINDOW, 5000, 32768, 50000, 1 << 20):
         expected = hybrid_value(backward, length, 3, fit.max_length)
         assert model.operation("metp", "attention@2", length, 3).backward_seconds == expected
+
+
+BEND = -(-8 * WINDOW // 3)  # of the 4 ranks of the description
+BENT = tuple(sorted({*LENGTHS, BEND - 4, BEND, 1 << 16, 1 << 17}))
+
+
+def exchanged(s):
+    """What a ring of all keys takes below the bend, and the window's keys from there on."""
+    return np.where(s >= BEND, 1e-3 + 1e-7 * s, 2e-4 + 4e-7 * s) + 1e-10 * seen(s)
+
+
+def bent(name, s):
+    """Attention of which rings exchange less from the bend on, in seconds and in bytes."""
+    less = 1.0 if name == "ulysses_z" or s < BEND else 0.6
+    m = measure(name, "attention", s)
+    seconds = float(exchanged(s)) if name != "ulysses_z" else 2e-4 + 4e-7 * s + 1e-10 * seen(s)
+    backward = less * (1e6 + 400.0 * s)
+    return replace(m, forward_seconds=seconds, backward_bytes=backward, kept_bytes=100.0 * s)
+
+
+@pytest.fixture(scope="module")
+def bent_table():
+    described = replace(DESCRIPTION, halves={"attention": {"window": WINDOW}, "mlp": {}})
+    points = tuple(bent(name, s) for name in ("megatron_cz", "ulysses_z") for s in BENT)
+    return CostTable(described, points, CONSTANTS)
+
+
+def test_what_a_narrow_window_changes_has_a_law_on_either_side(bent_table):
+    """At every length measured and beyond, though seconds and bytes fall at the bend."""
+    model = fit_table(bent_table)
+    for name in ("megatron_cz", "ulysses_z"):
+        for s in (128, 3000, BEND - 1, BEND, 20_000, 1 << 18):
+            found, truth = model.operation(name, "attention", s), bent(name, s)
+            assert found.backward_bytes == pytest.approx(truth.backward_bytes, rel=5e-3)
+            assert found.forward_seconds == pytest.approx(truth.forward_seconds, rel=0.02)
+    laws = [fit.law for fit in model.fits_of("megatron_cz", "attention")]
+    assert [law.beyond is not None for law in laws] == [True, False, False, False, True]
+    assert laws[0].bend == BEND
+    # one law for all that no window changes, and for what is no ring's
+    assert not any(fit.law.beyond for fit in model.fits_of("ulysses_z", "attention"))
+
+
+def test_noise_makes_no_second_law():
+    described = replace(DESCRIPTION, halves={"attention": {"window": WINDOW}, "mlp": {}})
+    split = 0
+    for seed in range(20):
+        noise = np.exp(0.05 * np.random.default_rng(seed).standard_normal(len(BENT)))
+        points = [
+            replace(bent("ulysses_z", s), strategy="metp", forward_seconds=times * seconds)
+            for s, times in zip(BENT, noise, strict=True)
+            for seconds in [bent("ulysses_z", s).forward_seconds]
+        ]
+        model = fit_table(CostTable(described, tuple(points), CONSTANTS))
+        split += model.fits_of("metp", "attention")[0].law.beyond is not None
+    assert split <= 2
+
+
+def test_pairs_beyond_a_bend_take_what_they_take_below(bent_table):
+    fit = fit_table(bent_table).fits_of("megatron_cz", "attention")[0]
+    for s in (4096, 1 << 16, 1 << 17):
+        share = 1e-10 * seen(s) / float(exchanged(s))
+        assert share_of_scores(fit, s) == pytest.approx(share, rel=0.1)
+
+
+def test_laws_on_either_side_of_a_bend_are_read_as_they_were_written(bent_table, tmp_path):
+    model, path = fit_table(bent_table), tmp_path / "costs.json"
+    write_cost_file(path, bent_table, model)
+    again = read_cost_file(path).require_model()
+    assert again.fits == model.fits
+    (fit,) = [one for one in model.fits if one.strategy == "megatron_cz"]
+    for s, b in ((BEND - 1, 1), (BEND, 1), (BEND, 3), (128, 2), (1 << 20, 1)):
+        kept, *_, backward = (hybrid_value(one, s, b, fit.max_length) for one in fit.fits[2:])
+        assert again.operation("megatron_cz", "attention", s, b).backward_bytes == backward - kept
+    values = json.loads(path.read_text())
+    for change, message in (
+        ({"from": 0}, "beyond.from must lie in"),
+        ({"from": BEND + 1}, "all begin at one length"),
+        ({"pieces": [[1.0, 2.0]]}, "beyond.pieces"),
+        ({"more": 1}, "beyond has unknown 'more'"),
+        ({"beyond": {}}, "beyond has unknown 'beyond'"),
+    ):
+        changed = json.loads(json.dumps(values))
+        bends = (one for op in changed["model"]["operations"] for one in op["fits"].values())
+        next(one["beyond"] for one in bends if "beyond" in one).update(change)
+        (tmp_path / "changed.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=message):
+            read_cost_file(tmp_path / "changed.json")
 
 
 def test_noise_and_a_second_piece_do_not_spoil_a_law():

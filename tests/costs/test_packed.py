@@ -187,15 +187,17 @@ def test_nothing_tells_of_local_z_where_no_strategy_gathers_weights():
 
 
 def test_score_rows_have_columns_for_the_keys_that_come(derived):
-    """The table's ColossalZ keeps 16 bytes a pair of tokens, and as many twice in its peaks."""
+    """Probabilities are kept; scores, in the accumulation dtype, are beside them in the peaks."""
     s = 8192
     one = load_of_one(s, P, causal=True)
     half = dataclasses.replace(one, keys_received=one.keys_received - s // 2)
     found = [RowCosts(derived, load)("colossal_z", ATTENTION, s) for load in (one, half)]
     saved = found[0].kept_bytes - found[1].kept_bytes
-    assert saved == pytest.approx(16 * s * s / 2, rel=1e-3)
-    for quantity in ("forward_bytes", "backward_bytes"):
-        assert getattr(found[1], quantity) < 0.9 * getattr(found[0], quantity)
+    z = derived.packed.sizes
+    scores = s // P * z.n * (s // 2)
+    assert saved == scores * z.element_bytes  # float32: scores become probabilities in place
+    assert found[0].backward_bytes - found[1].backward_bytes > scores * z.wide_bytes
+    assert found[0].forward_bytes > found[1].forward_bytes
 
 
 def test_a_file_with_rows_is_read_as_it_was_written(tmp_path, table):

@@ -19,12 +19,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_paradyse.costs import row_bytes
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.row_costs import RowCosts
-from megatron_paradyse.costs.table import ATTENTION, Constants, CostTable, Measurement
+from megatron_paradyse.costs.table import (
+    ATTENTION,
+    Constants,
+    CostTable,
+    Measurement,
+    OperationCosts,
+)
 from megatron_paradyse.live_bytes import LiveBytes
-from megatron_paradyse.packing.load import load_of
+from megatron_paradyse.packing.load import load_of, load_of_one
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
-from megatron_paradyse.strategies import recomputes, strategy_names, takes, tiled_kernel
+from megatron_paradyse.strategies import base_name, recomputes, strategy_names, takes, tiled_kernel
 from megatron_paradyse.strategies.accounting import operation_costs
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.synthetic import DESCRIPTION
@@ -61,16 +67,15 @@ def case_of(strategy, p, mask, variant, row):
 
 
 @functools.cache
-def model_of(p, mask, variant, window=None):
+def model_of(p, mask, variant):
     """Fitted to the formulas of every strategy that has some."""
     v = VARIANTS[variant]
     shape = dataclasses.replace(
         DESCRIPTION.model, hidden_size=v["h"], num_heads=N, num_kv_heads=v["g"], head_dim=D
     )
     dtype = str(v["dtype"]).removeprefix("torch.")
-    halves = {"attention": {"window": window}} if window else {}
     description = dataclasses.replace(
-        DESCRIPTION, model=shape, p=p, dtype=dtype, attention_mask=mask, halves=halves
+        DESCRIPTION, model=shape, p=p, dtype=dtype, attention_mask=mask
     )
     points = []
     for name in NAMES:
@@ -86,6 +91,7 @@ def model_of(p, mask, variant, window=None):
     return fit_table(CostTable(description, tuple(points), Constants(0.0, 0.0)))
 
 
+@functools.cache
 def measured(case):
     """Of each quantity the largest that any rank has."""
     found = []
@@ -98,23 +104,41 @@ def measured(case):
     return {name: max(getattr(m, name) for m in found) for name in BYTES}
 
 
-@pytest.mark.parametrize("strategy", ["colossal_z", "megatron_cz", "megatron_ts"])
-def test_kept_bytes_are_those_of_the_keys_that_come_within_a_window(strategy):
-    """Of score rows fewer than without a window; whatever else is kept is the same."""
-    p, window = 4, 12
+@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize(("window", "variant"), [(12, "activations"), (40, "shared keys")])
+def test_within_a_narrow_window_rows_hold_what_is_predicted(strategy, window, variant):
+    """Counted from what one document of as many tokens holds, of which less is exchanged."""
+    p, suffix = 4, strategy.removeprefix(base_name(strategy))
+    one = load_of_one(S, p, causal=True, window=window).within
+    assert one.keys_received == window - 1
+
+    def alone(name):
+        case = dataclasses.replace(case_of(name, p, "causal", variant, None), window=window)
+        return OperationCosts(0.0, 0.0, *(measured(case)[quantity] for quantity in BYTES))
+
+    least = alone("megatron_cz" + suffix)
+    like = least if base_name(strategy) == "local_z" else alone(strategy)
+    sizes = dataclasses.replace(
+        LayerSizes(
+            s=p, b=1, n=N, d=D, f=1, p=p, h=VARIANTS[variant]["h"], g=VARIANTS[variant]["g"]
+        ),
+        element_bytes=VARIANTS[variant]["dtype"].itemsize,
+    )
     for label, row in rows(p).items():
-        case = dataclasses.replace(
-            case_of(strategy, p, "causal", "activations", row), window=window
+        if not takes(strategy, microbatch_of(row), p):
+            continue
+        truth = measured(
+            dataclasses.replace(case_of(strategy, p, "causal", variant, row), window=window)
         )
-        load = load_of(row, causal=True, window=window)
-        costs, without = (
-            RowCosts(model_of(p, "causal", "activations", *given), load)(strategy, ATTENTION, S)
-            for given in ((window,), ())
+        load = load_of(row, causal=True, window=window).within
+        costs = row_bytes.with_row_bytes(
+            strategy, like, sizes, load, one, least=least, tiled_window=window
         )
-        truth = measured(case)["kept_bytes"]
-        assert costs.kept_bytes == pytest.approx(truth, rel=TOLERANCE), label
-        fewer = strategy == "colossal_z" and load.keys_received > load.within.keys_received
-        assert (costs.kept_bytes < without.kept_bytes) == fewer, label
+        assert costs.kept_bytes == pytest.approx(truth["kept_bytes"], rel=TOLERANCE), label
+        for name in BYTES[1:]:
+            found = costs.kept_bytes + getattr(costs, name)
+            peak = truth["kept_bytes"] + truth[name]
+            assert found > (1 - TOLERANCE) * peak, (label, name, found, peak)
 
 
 def test_a_tile_of_the_tiled_kernel_holds_what_is_counted():
@@ -163,10 +187,10 @@ def test_tiles_are_counted_where_the_tiled_kernel_runs(kind, dtype, head_dim, dr
     packed = row_bytes.packed_of(description)
     assert tuple(map(packed.tiled_window, (ATTENTION, "attention@2"))) == windows
     sizes = dataclasses.replace(packed.sizes, p=4)
-    load = load_of(contiguous([32] * 4, 4), causal=True)
+    loads = load_of(contiguous([32] * 4, 4), causal=True), load_of_one(128, 4, causal=True)
     for window in windows:
-        more = row_bytes.extra_bytes("local_z", sizes, load, window)
-        assert (more > row_bytes.extra_bytes("local_z", sizes, load)) == (window is not None)
+        more = row_bytes.extra_bytes("local_z", sizes, *loads, window)
+        assert (more > row_bytes.extra_bytes("local_z", sizes, *loads)) == (window is not None)
 
 
 @pytest.mark.parametrize("strategy", NAMES)

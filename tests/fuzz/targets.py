@@ -178,8 +178,12 @@ def _cost_seeds(folder: Path) -> list[bytes]:
     tiled = json.loads(path.read_text())
     for fit in tiled["model"]["operations"]:
         fit["fits"]["backward_peak_bytes"]["in_tiles"] = {"tokens": 65536, "pieces": [[1, 0, 2, 0]]}
+    bent = json.loads(path.read_text())
+    for fit in bent["model"]["operations"]:
+        fit["fits"]["forward_seconds"]["beyond"] = {"from": 9363, "pieces": [[1, 0, 2, 0]]}
     table = (folder / "table.json").read_bytes()
-    return [path.read_bytes(), json.dumps(tiled).encode(), table, b'{"schema_version": 1}']
+    files = [json.dumps(values).encode() for values in (tiled, bent)]
+    return [path.read_bytes(), *files, table, b'{"schema_version": 1}']
 
 
 def _trace_seeds(folder: Path) -> list[bytes]:

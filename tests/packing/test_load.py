@@ -13,9 +13,10 @@ from megatron_paradyse.packing.load import load_of, load_of_one, rounded_up, unp
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.packing.work import keys_received, scores_per_rank
-from megatron_paradyse.strategies.blocks import balanced_spans, contiguous_spans, plan_blocks
-from megatron_paradyse.strategies.contract import Microbatch
+from megatron_paradyse.strategies.blocks import contiguous_spans, plan_blocks, ring_spans
+from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 from megatron_paradyse.strategies.routes import _steps
+from megatron_paradyse.strategies.sizes import is_narrow
 from tests.packing.rows import random_row, zigzag
 
 
@@ -88,30 +89,36 @@ def test_within_a_window_a_load_is_what_blocks_and_routes_of_strategies_are(seed
 
 @given(s=st.integers(1, 300), p=st.sampled_from([1, 2, 3, 4, 8]), window=st.integers(1, 400))
 @settings(max_examples=100, deadline=None)
-def test_one_document_within_a_window_is_computed_as_rings_do_and_goes_to_every_rank(s, p, window):
+def test_one_document_within_a_window_is_computed_and_goes_where_rings_say(s, p, window):
+    """Within a narrow one in chunks as they are, to who sees it; else in halves, to every rank."""
     s *= p
     load = load_of_one(s, p, causal=True, window=window)
     assert dataclasses.replace(load, within=None) == load_of_one(s, p, causal=True)
-    microbatch = Microbatch(s, 1)
-    spans = [balanced_spans(microbatch, p, rank) for rank in range(p)]
+    shape = AttentionShape(1, 1, 1, causal=True, softmax_scale=1.0, window=window)
+    spans = ring_spans(shape, Microbatch(s, 1), p)
     scores = [
         sum(b.num_scores for keys in spans for b in plan_blocks(own, keys, None, 1, True, window))
         for own in spans
     ]
-    assert load.within == dataclasses.replace(
-        load, scores=sum(scores), fullest_scores=max(scores), within=None
-    )
+    within = dataclasses.replace(load, scores=sum(scores), fullest_scores=max(scores), within=None)
+    if is_narrow(window, s, p):
+        alone = load_of(contiguous((s,), p), causal=True, window=window).within
+        exchanged = {name: getattr(alone, name) for name in ("keys_received", "peers")}
+        within = dataclasses.replace(within, **exchanged)
+    assert load.within == within
 
 
-def test_a_document_alone_sends_all_its_keys_whatever_the_window():
+@pytest.mark.parametrize("window", [16, 300])
+def test_a_row_of_one_document_is_that_document_alone_however_it_lies(window):
     row = zigzag((512,), 4)
-    load = load_of(row, causal=True, window=16)
-    assert load.within.keys_received < load.keys_received
-    one = load_of_one(512, 4, causal=True, window=16)
-    assert unpacked(load) == dataclasses.replace(
+    load = load_of(row, causal=True, window=window)
+    one = load_of_one(512, 4, causal=True, window=window)
+    assert load.within.keys_received != one.within.keys_received
+    assert unpacked(load, window) == dataclasses.replace(
         one, in_order=False, within=dataclasses.replace(one.within, in_order=False)
     )
-    assert unpacked(load_of(row, causal=True)) == load_of(row, causal=True)
+    without = load_of(row, causal=True)
+    assert unpacked(without, None) == without
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -47,7 +47,10 @@ def _special_attention(strategy: str, p: int):
     yield make("causal", g=2, qk_norm="layernorm", rope="half", bias=True)
     yield make("packed_causal", g=1, qk_norm="rmsnorm", rope="half")
     yield make("bidirectional", qk_norm="l2", rope="interleaved")
-    yield make("causal", g=2, window=5)
+    for window in (1, 5, 9, 10, 23):  # narrow up to (p-1)/2p of the 24
+        yield make("causal", g=2, window=window)
+    yield make("causal", g=1, window=4, dropout=0.3, rope="half", bias=True, qk_norm="rmsnorm")
+    yield make("padded_causal", g=2, window=7, rope="interleaved")
     yield make("packed_causal", window=3, rope="half")
     yield make("causal", g=2, dropout=0.3)
     yield make("padded", dropout=0.5, rope="half")
@@ -71,6 +74,7 @@ def _few_attention(strategy: str, p: int):
     for mask in ("causal", "bidirectional", "packed_causal", "padded"):
         yield AttentionCase(strategy, p, mask, n=n, g=n, rope="half")
     yield AttentionCase(strategy, p, "causal", n=n, g=1, d=6, bias=True)
+    yield AttentionCase(strategy, p, "causal", n=n, g=p, window=8)
     yield AttentionCase(strategy, p, "packed", n=n, g=p, dropout=0.2)
 
 
