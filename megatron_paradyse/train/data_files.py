@@ -6,8 +6,14 @@ import argparse
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from megatron_paradyse.data.index import read_index
+from megatron_paradyse.data.megatron_tokenizers import (
+    MEGATRON_TYPES,
+    VOCABULARY,
+    vocabulary_digest,
+)
 from megatron_paradyse.data.metadata import DatasetMetadata, read_metadata
 from megatron_paradyse.errors import UserError
 
@@ -136,15 +142,45 @@ def _common_metadata(prefixes: list[str]) -> tuple[str, DatasetMetadata | None]:
     if not found:
         return "", None
     first, *others = found.items()
-    for prefix, metadata in others:
-        mine, its = (_vocabulary(m) for m in (first[1], metadata))
-        if mine != its:
+    digested = [(p, m) for p, m in found.items() if VOCABULARY in m.tokenizer_parameters]
+    pairs = [(first, other) for other in others] + [(digested[0], other) for other in digested[1:]]
+    for (one, its), (other, theirs) in pairs:
+        alike = VOCABULARY in its.tokenizer_parameters and VOCABULARY in theirs.tokenizer_parameters
+        mine, that = (_vocabulary(m, digest=alike) for m in (its, theirs))
+        if mine != that:
             raise UserError(
-                f"{first[0]} has the vocabulary of {mine} and {prefix} of {its}: prepare them with "
+                f"{one} has the vocabulary of {mine} and {other} of {that}: prepare them with "
                 "one tokenizer"
             )
     return first
 
 
-def _vocabulary(metadata: DatasetMetadata) -> str:
-    return f"{metadata.tokenizer} with {metadata.vocab_size} ids, end of document {metadata.eod}"
+def _vocabulary(metadata: DatasetMetadata, *, digest: bool) -> str:
+    """digest: whether to tell what the ids stand for, which older data do not know."""
+    told = f"{metadata.tokenizer} with {metadata.vocab_size} ids, end of document {metadata.eod}"
+    return told + (f", digest {metadata.tokenizer_parameters[VOCABULARY]!s:.40}" if digest else "")
+
+
+def other_vocabulary(args: argparse.Namespace, tokenizer: Any) -> str | None:
+    """News of data that another tokenizer than the one of --tokenizer-type has made, or None.
+
+    Their ids are learnt all the same; what ends or masks a document may be another one.
+    """
+    if args.tokenizer_type == "NullTokenizer":
+        return None
+    for prefix in data_prefixes(args):
+        try:
+            metadata = read_metadata(prefix)
+        except (UserError, OSError):  # not of `data prepare`
+            continue
+        theirs = metadata.tokenizer_parameters.get(VOCABULARY)
+        mine = vocabulary_digest(tokenizer, metadata.vocab_size)
+        older = theirs is None and metadata.tokenizer in MEGATRON_TYPES
+        if mine not in (None, theirs) and not older:
+            named = f"{metadata.tokenizer} {metadata.tokenizer_parameters.get('model', '')!s:.200}"
+            return (
+                f"{prefix} was prepared with {named.rstrip()}, whose ids stand for other tokens "
+                f"than those of --tokenizer-type {args.tokenizer_type} here: give that tokenizer, "
+                "or leave --tokenizer-type out"
+            )
+    return None

@@ -121,7 +121,7 @@ def test_what_this_package_sets_is_back_after_a_save_that_fails(monkeypatch):
 def test_the_vocabulary_of_the_data_is_not_what_a_checkpoint_keeps(of_checkpoint, monkeypatch):
     """It is taken anew at each start; a checkpoint of NullTokenizer does not tell its size."""
     monkeypatch.setattr(data_files.Path, "is_file", lambda path: True)
-    metadata = argparse.Namespace(vocab_size=257, eod=256)
+    metadata = argparse.Namespace(vocab_size=257, eod=256, tokenizer_parameters={})
     monkeypatch.setattr(data_files, "read_metadata", lambda prefix: metadata)
     given = {"tokenizer_type": of_checkpoint, "vocab_size": None, "null_tokenizer_eod_id": None}
     args = argparse.Namespace(eod_mask_loss=False, paradyse_instead_of={}, **given)

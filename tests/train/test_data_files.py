@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
 
 import pytest
 
+from megatron_paradyse.data.megatron_tokenizers import vocabulary_digest
 from megatron_paradyse.data.metadata import DatasetMetadata
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import agreement, plugin
-from megatron_paradyse.train.data_files import check_fixed_splits, check_split
+from megatron_paradyse.train.data_files import check_fixed_splits, check_split, other_vocabulary
 from tests.train.harness import MODEL, write_documents
 from tests.train.test_refused_flags import validated
 
@@ -34,13 +37,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write_metadata(prefix, vocab_size=257):
+def write_metadata(prefix, vocab_size=257, tokenizer="bytes", **parameters):
     counts = dict.fromkeys(
         ("num_documents", "num_tokens", "max_document_tokens", "num_empty_documents"), 20
     )
     metadata = DatasetMetadata(
-        tokenizer="bytes",
-        tokenizer_parameters={},
+        tokenizer=tokenizer,
+        tokenizer_parameters=parameters,
         vocab_size=vocab_size,
         eod=vocab_size - 1,
         append_eod=True,
@@ -107,6 +110,49 @@ def test_data_sets_of_other_vocabularies_are_refused(folder, monkeypatch):
         arguments_of(monkeypatch, "--data-path", "A", "B")
     given = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "300"]
     assert arguments_of(monkeypatch, "--data-path", "A", "B", *given).vocab_size == 300
+
+
+HUGGING = "HuggingFaceTokenizer"
+
+
+@pytest.mark.parametrize("first", ["0f", None])
+def test_data_sets_whose_ids_stand_for_other_tokens_are_refused(first, folder, monkeypatch):
+    """Of one tokenizer's name, size and end; older data sets tell of no more."""
+    names = ("A", "A", "B") if first is None else ("A", "B")
+    given = ["--data-path", *names]
+    for name, digest in (("A", first), ("B", "1e")):
+        write_metadata(folder / name, 257, HUGGING, **({"vocabulary": digest} if digest else {}))
+    if first is None:
+        assert arguments_of(monkeypatch, *given).vocab_size == 257
+        write_documents(folder / "C", [20] * 10)
+        write_metadata(folder / "C", 257, HUGGING, vocabulary="0f")
+        given.append("C")
+    with pytest.raises(UserError, match=r"has .* of HuggingFaceTokenizer .* digest .* and . of "):
+        arguments_of(monkeypatch, *given)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "its", "told"),
+    [
+        (HUGGING, {"vocabulary": "same", "model": "here/"}, None),
+        (HUGGING, {"vocabulary": "other", "model": "there/"}, f"A was .* {HUGGING} there/, whose"),
+        (HUGGING, {"model": "there/"}, None),  # older data do not know
+        ("bytes", {}, "A was prepared with bytes, whose ids stand for other tokens than .* leave"),
+    ],
+)
+def test_data_of_another_tokenizer_than_the_runs_are_told(made_by, its, told, folder, monkeypatch):
+    tokenizer = argparse.Namespace(inv_vocab={0: "a", 1: "b", 2: "added in training"})
+    if its.get("vocabulary") == "same":
+        its = its | {"vocabulary": vocabulary_digest(tokenizer, 2)}
+    write_metadata(folder / "A", 2, made_by, **its)
+    (folder / "B.json").write_text("of another program")
+    args = arguments_of(monkeypatch, "--data-path", "A", "B", "--vocab-size", "2")
+    args.tokenizer_type = HUGGING
+    news = other_vocabulary(args, tokenizer)
+    assert news is None if told is None else re.match(told, news)
+    assert other_vocabulary(args, argparse.Namespace()) is None  # a tokenizer that cannot tell
+    args.tokenizer_type = "NullTokenizer"
+    assert other_vocabulary(args, tokenizer) is None
 
 
 @pytest.mark.parametrize("weights", ["-1 2", "nan 1", "inf 1", "0 0"])
