@@ -31,6 +31,7 @@ def folder(tmp_path, monkeypatch):
     for name in "AB":
         write_documents(tmp_path / name, [20] * 10)
         write_metadata(tmp_path / name)
+    write_documents(tmp_path / "none", [0])
     (tmp_path / "args.txt").write_text("1 A\n2 B\n")
     (tmp_path / "splits.json").write_text(json.dumps({"train": "A", "valid": ["B"], "test": "B"}))
     monkeypatch.chdir(tmp_path)
@@ -178,11 +179,15 @@ def test_a_split_that_megatron_misreads_is_refused(split):
     [
         (["--data-path", "A"], "validation split none of the 10 documents of A: .* --eval-iters 0"),
         (["--data-path", "1", "A", "1", "B", "--split", "1,99,0"], "training split .* of A: "),
-        (["--data-args-path", "args.txt", "--split", "50,49,1"], "test split .* of A: "),
+        (["--data-args-path", "args.txt", "--split", "50,49,1", "--eval-iters", "1"], "test split"),
         (["--data-path", "A", "--split", "0,100,0"], "training split .* of A: "),
+        (
+            ["--train-data-path", "A", "--valid-data-path", "none"],
+            "validation split none of the 1 ",
+        ),
         (["--data-path", "A", "--split", "0,0,100", "--skip-train"], None),
         (["--data-path", "A", "--split", "100,0,0"], None),
-        (["--data-path", "A", "B", "--split", "80,10,10"], None),
+        (["--data-path", "A", "B", "--split", "80,10,10", "--eval-iters", "1"], None),
         (["--train-data-path", "A", "--valid-data-path", "B"], None),
         (["--mock-data"], None),
     ],
@@ -196,5 +201,28 @@ def test_a_split_of_megatrons_own_data_without_a_token_is_refused(
     if empty is None:
         check_fixed_splits(args)
         return
-    with pytest.raises(UserError, match=f"^--split .* leaves the {empty}"):
+    with pytest.raises(UserError, match=f"^--(split|train-data-path).* leaves the {empty}"):
         check_fixed_splits(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "split"),
+    [
+        (["--data-path", "A", "--split", "80,10,10"], "--split 80,10,10: .* of the validation"),
+        (["--data-path", "A", "--split", "60,40,0"], None),  # 80 tokens are a sample of 65
+        (["--data-path", "A", "B", "--split", "60,40,0"], "--split 60,40,0: .* of the validation"),
+        (["--data-path", "1", "A", "1", "B", "--split", "60,0,40"], "--split .* of the test split"),
+        (["--train-data-path", "A", "--valid-data-path", "A", "B"], "--train-data-path: .* valid"),
+    ],
+)
+def test_without_evaluations_data_that_megatron_makes_no_sample_of_are_refused(
+    flags, split, folder, monkeypatch
+):
+    """It asks for none, and ends where an epoch has none, or for a blend of data sets."""
+    fixed = ["--paradyse-sequences", "fixed", "--tokenizer-type", "NullTokenizer"]
+    args = arguments_of(monkeypatch, *fixed, "--vocab-size", "257", *flags)
+    if split is not None:
+        with pytest.raises(UserError, match=f"^--eval-iters 0 with {split}"):
+            check_fixed_splits(args)
+        args.eval_iters = 1
+    check_fixed_splits(args)
