@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.tokenizer_hub import cache_alone_if_unreachable
 
 # Arguments that need a package, and their values without it.
 WITHOUT_ENGINE: dict[str, Any] = {"transformer_impl": "local", "apply_rope_fusion": False}
@@ -151,7 +152,10 @@ def _in_one_line(build_tokenizer):
     @functools.wraps(build_tokenizer)
     def run(args, **options):
         try:
-            return build_tokenizer(args, **options)
+            with cache_alone_if_unreachable(args) as news:
+                if news is not None:
+                    say_once(news)
+                return build_tokenizer(args, **options)
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             raise UserError(

@@ -17,7 +17,7 @@ from megatron_paradyse.strategies import BUILT_IN, OFFLOAD, RECOMPUTE, parse_str
 from megatron_paradyse.units import BYTES_PATTERN, COUNT_PATTERN, parse_bytes, parse_count
 
 Schema = dict[str, Any]
-SPAN = r"(\d{1,6})(?:-(\d{1,6}))?"  # of layers: 5, or 1-4
+SPAN = r"(\d{1,6})(?:-(\d{1,6}))?"  # of layers: 5, or 1-4; numbers beyond are refused by name
 MAX_SECONDS = 86_400
 _NODES = r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?"
 
@@ -162,7 +162,7 @@ def _names(value: Any, where: str) -> tuple[str, ...]:
 
 def layer_numbers(span: Any, where: str) -> range:
     """5, or 1-4, as the numbers of layers; UserError for any else."""
-    match = re.fullmatch(SPAN, str(span))
+    match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", str(span))
     first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if not 1 <= first <= last:
         raise UserError(f"{where}: {span!r:.60} is not a layer or a range such as 1-4")

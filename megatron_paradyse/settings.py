@@ -232,6 +232,11 @@ def settings_of(path: str, node: yaml.Node) -> dict[str, Any]:
         value = value_of(value_node, f"{where}: {key}")
         if value is None:
             raise UserError(f"{where}: {key} is empty: give a value, or leave the line out")
+        if isinstance(value, dict):  # each of its lines, to name the one that is wrong
+            lines = {node.value: node.start_mark.line + 1 for node, _ in value_node.value}
+            for inner, of_line in value.items():
+                line = lines.get(str(inner), key_node.start_mark.line + 1)
+                _checked(key, {inner: of_line}, f"{path}:{line}: {key}")
         settings[key] = _checked(key, value, f"{where}: {key}")
     return settings
 

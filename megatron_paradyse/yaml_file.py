@@ -14,7 +14,7 @@ from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.units import parse_bytes
 
 MAX_CHARACTERS = 1 << 20
-MAX_NODES = 100_000  # with every alias written out
+MAX_NODES = 20_000  # with every alias written out; PyYAML reads so many in about a second
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,20 @@ class Entry:
         return value
 
 
+class _TooManyError(Exception):
+    """Values, while they are read."""
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.num_nodes += 1
+        if self.num_nodes > MAX_NODES:
+            raise _TooManyError
+        return super().compose_node(parent, index)
+
+
 def compose_yaml(path: str, what: str = "") -> yaml.Node | None:
     """The nodes of a YAML file, None for an empty one; UserError where there are none.
 
@@ -71,10 +85,14 @@ def compose_yaml(path: str, what: str = "") -> yaml.Node | None:
             text = stream.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
             raise UserError(f"{place}: larger than {MAX_CHARACTERS >> 20} MiB: give a smaller file")
-        root = yaml.compose(text, yaml.SafeLoader)
+        root = yaml.compose(text, _BoundedLoader)
         if root is not None and _expanded_nodes(root) > MAX_NODES:
-            raise UserError(f"{place}: its aliases make more than {MAX_NODES} values: write less")
+            raise UserError(f"{place}: its aliases make more than {MAX_NODES:,} values: write less")
         return root
+    except _TooManyError as error:
+        raise UserError(
+            f"{place}: more than {MAX_NODES:,} values: write less, layers as ranges such as 1-4"
+        ) from error
     except OSError as error:
         raise UserError(f"{place}: {error.strerror}: give an existing YAML file") from error
     except UnicodeDecodeError as error:

@@ -7,6 +7,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+fail() { echo "error: $*" >&2; exit 2; }
+case ${1:-} in
+    "") ;;
+    -h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    *) fail "demo.sh takes no argument, got $1: give variables, such as RANKS=8 bash scripts/demo.sh" ;;
+esac
 [ -x .venv/bin/python ] || { echo "error: .venv is missing: run make setup first" >&2; exit 2; }
 
 RANKS=${RANKS:-4}
@@ -14,6 +20,7 @@ ITERATIONS=${ITERATIONS:-10}
 LENGTHS=${LENGTHS:-128,512,2K,4K,8K} # at which costs are measured
 BUDGET=${BUDGET:-128MiB}
 OUT=${OUT:-demo-output}
+MARK=.paradyse-demo # in a folder that a demo has made
 FIRST=${FIRST:-megatron_ts} # fast, and short of memory
 SECOND=${SECOND:-metp}      # frugal, and slow
 MODEL=${MODEL:---num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 8192
@@ -21,7 +28,14 @@ MODEL=${MODEL:---num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-le
 PARADYSE=".venv/bin/python -m megatron_paradyse"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore PYTHONUNBUFFERED=
 
-rm -rf "$OUT" && mkdir -p "$OUT"
+for name in RANKS ITERATIONS; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name} is no number: give 1 or more"
+done
+# What an earlier demo has written is written anew; nothing else is removed.
+if [ "$OUT" != demo-output ] && [ -e "$OUT" ] && [ ! -e "$OUT/$MARK" ] && [ "$(ls -A "$OUT")" ]; then
+    fail "OUT=$OUT is there and not of an earlier demo: give another name, or remove it"
+fi
+rm -rf "$OUT" && mkdir -p "$OUT" && touch "$OUT/$MARK"
 read -r -a model <<<"$(tr '\n' ' ' <<<"$MODEL")"
 grid=(--tensor-model-parallel-size "$RANKS" --sequence-parallel --micro-batch-size 1)
 

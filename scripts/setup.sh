@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
 # Make .venv with Python 3.12 and install the package with its development tools into it.
 set -euo pipefail
+case ${1:-} in
+    "") ;;
+    -h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    *) echo "error: setup.sh takes no argument, got $1: leave it out" >&2; exit 2 ;;
+esac
 cd "$(dirname "$0")/.."
 
 is_python_312() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; }

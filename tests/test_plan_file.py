@@ -46,6 +46,11 @@ def test_a_stage_gets_the_plan_of_its_own_layers(tmp_path):
         ("layers: {3-1: metp}\n", r"plan.yaml:1: '3-1' is not a layer or a range such as 1-4"),
         ("layers: {0: metp}\n", r"'0' is not a layer"),
         ("layers: {1-999999: metp}\n", r"plan.yaml:1: '1-999999' names layers beyond 100,000, the"),
+        ("layers: {1-1000000: metp}\n", r"yaml:1: '1-1000000' names layers beyond 100,000, the"),
+        (
+            "layers:\n" + "".join(f"  {n}: metp\n" for n in range(1, 12_000)),
+            r"plan.yaml: more than 20,000 values: write less, layers as ranges such as 1-4",
+        ),
         ("layers: {1: {attention: metp}}\n", r"plan.yaml:1: give both attention and mlp"),
         ("layers: {1: {atention: metp}}\n", r"unknown key 'atention': use attention and mlp"),
         ("layer: {1: metp}\n", r"plan.yaml:1: unknown key 'layer': use default and layers"),

@@ -74,6 +74,10 @@ def test_strategies_flag_is_a_comma_separated_list():
             r"yaml:2: layers: no strategy named 'metb'",
         ),
         ("strategies: metp,metb\n", r"yaml:1: strategies: no strategy named 'metb': use one of"),
+        (
+            "order: shuffled\nlayers:\n  1: [metp]\n  2-4: [metp, metb]\n",
+            r"yaml:4: layers: no strategy named 'metb'",
+        ),
         ("layers: {1-2: [metp], 2: [metp]}\n", r"yaml:1: layers: layer 2 is given twice"),
         ("layers:\n  1: [metp]\n  1: [metp]\n", r"yaml:3: key '1' is given twice: keep one"),
         ("layers: {[1, 2]: [metp]}\n", r"yaml:1: a key is a sequence: write it as a text or a num"),

@@ -93,6 +93,7 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     (("fit", "costs.json", "-o", "/proc/x.json"), "/proc", "choose another"),
     ((*LONGEST, "--figure", "x.gif"), "x.gif", "ends in .png, .svg or .pdf"),
     ((*LONGEST, "--figure", "nowhere/x.png"), "no folder nowhere", "make it"),
+    (("report", "trace.jsonl", "-o", "trace.jsonl"), "--output trace.jsonl", "another name"),
     (("report", "trace.jsonl", "-o", "nowhere/x.html"), "no folder nowhere", "make it"),
     (("report", "trace.jsonl", "-o", "/proc/x.html"), "/proc", "choose another"),
     (("schema", "train", "-o", "nowhere/x.json"), "no folder nowhere", "make it"),

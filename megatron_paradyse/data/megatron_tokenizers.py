@@ -6,6 +6,7 @@ offline before they are imported.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -45,6 +46,7 @@ _MEGATRON_DEFAULTS: dict[str, Any] = {
     "tiktoken_num_special_tokens": 1000,
 }
 TIKTOKEN_MAX_VOCAB = 2**17
+VOCABULARY = "vocabulary"  # the parameter that holds vocabulary_digest()
 
 
 class MegatronTokenizer:
@@ -87,7 +89,21 @@ class MegatronTokenizer:
         return tokens
 
     def parameters(self) -> dict[str, Any]:
-        return dict(self._files)
+        digest = vocabulary_digest(self._tokenizer, self.vocab_size)
+        return {**self._files, **({VOCABULARY: digest} if digest else {})}
+
+
+def vocabulary_digest(tokenizer: Any, num_ids: int) -> str | None:
+    """Of what the first num_ids ids of a tokenizer of Megatron's stand for; None: it cannot tell.
+
+    Files of one name, number of ids and end of document may hold other tokens.
+    """
+    try:
+        tokens = tokenizer.inv_vocab
+        told = "\n".join(f"{i} {tokens.get(i)!r}" for i in range(num_ids))
+    except (AttributeError, KeyError, NotImplementedError):
+        return None
+    return hashlib.sha256(told.encode("utf-8", errors="surrogatepass")).hexdigest()[:16]
 
 
 def _required_files(

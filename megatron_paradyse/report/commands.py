@@ -43,6 +43,8 @@ def report(traces: tuple[str, ...], costs: str | None, output: str, as_json: boo
         raise UserError(f"{len(traces)} traces: give at most {MOST_TRACES}, such as one replica's")
     page = Path(output)
     check_output(output)
+    if page.suffix.lower() not in (".html", ".htm"):  # such as the trace: it would be replaced
+        raise UserError(f"the page ends in .html, got --output {output}: give another name")
     fitted = None if costs is None else read_cost_file(costs)
     if fitted is not None:
         fitted.require_model()

@@ -15,6 +15,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.whole_file import write_whole
 
 LIST = "paradyse-files.json"
+LAST_WRITTEN = "metadata.json"  # by Megatron, of the sharded format
 TRACKER = "latest_checkpointed_iteration.txt"
 MAX_LIST_BYTES = 64 << 20
 
@@ -63,15 +64,12 @@ def list_files(checkpoint: Path) -> None:
     write_whole(checkpoint / LIST, json.dumps(_sizes(checkpoint), indent=1) + "\n")
 
 
-def begin_writing(checkpoint: Path, *, listed_at_end: bool) -> None:
+def begin_writing(checkpoint: Path) -> None:
     """Of a checkpoint that is written over, as after a restart from an earlier one.
 
-    Its list is of what was there; until list_files() nothing is whole. Without that to come, as in
-    the background, there is no list.
+    Its list is of what was there, and a stock run's has none; until list_files() nothing is whole.
     """
-    if not listed_at_end:
-        (checkpoint / LIST).unlink(missing_ok=True)
-    elif (checkpoint / LIST).exists():
+    if checkpoint.is_dir():
         write_whole(checkpoint / LIST, "{}\n")
 
 
@@ -92,7 +90,7 @@ def problem_of(checkpoint: Path) -> str | None:
             return f"{LIST} is too large"
         listed = json.loads((checkpoint / LIST).read_text())
     except FileNotFoundError:
-        return None  # of stock Megatron, or of an asynchronous save
+        return None  # of stock Megatron
     except (OSError, ValueError, RecursionError) as error:
         return f"{LIST} cannot be read ({error!s:.100})"
     if not isinstance(listed, dict) or not listed:
@@ -115,13 +113,29 @@ def _since(checkpoint: Path, name: str) -> str:
 
 def whole_iterations(folder: str | None) -> list[int]:
     """Those with a list that their files agree with, ascending; of all, not the newest alone."""
-    if folder is None or not os.path.isdir(folder):
+    if folder is None:
         return []
-    numbers = (re.fullmatch(r"iter_(\d{7,12})", name) for name in os.listdir(folder))
-    return sorted(
-        int(match[1])
-        for match in numbers
-        if match
-        and Path(folder, match[0], LIST).is_file()
-        and problem_of(Path(folder, match[0])) is None
-    )
+    checkpoints = ((n, folder_of(folder, n)) for n in _iterations(folder))
+    return [n for n, path in checkpoints if (path / LIST).is_file() and problem_of(path) is None]
+
+
+def _iterations(folder: str) -> list[int]:
+    """Of the checkpoints in a folder, whole or not, ascending."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    numbers = (re.fullmatch(r"iter_(\d{7,12})", name) for name in names)
+    return sorted(int(match[1]) for match in numbers if match)
+
+
+def unfinished_iterations(folder: str, loaded: int) -> list[int]:
+    """Beyond the one that is loaded, ascending: those that a save has begun and not ended.
+
+    The sharded format's metadata.json is written last; the legacy format has none.
+    """
+    found = []
+    for iteration in _iterations(folder):
+        checkpoint = folder_of(folder, iteration)
+        told = (checkpoint / LIST).exists() or (checkpoint / LAST_WRITTEN).exists()
+        legacy = any(checkpoint.glob("mp_rank_*"))
+        if iteration > loaded and (problem_of(checkpoint) or not (told or legacy)):
+            found.append(iteration)
+    return found

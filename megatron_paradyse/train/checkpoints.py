@@ -10,6 +10,8 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from megatron_paradyse.train.checkpoint_files import (
     iteration_to_load,
     list_files,
     others,
+    unfinished_iterations,
     whole_iterations,
 )
 from megatron_paradyse.train.ending import is_lost_peer
@@ -55,33 +58,33 @@ def install() -> None:
     """Wrap save_checkpoint and load_checkpoint where Megatron's training loop looks them up."""
     training.save_checkpoint = _saving(training.save_checkpoint)
     training.load_checkpoint = _loading(training.load_checkpoint)
+    training.maybe_finalize_async_save = _finalizing(training.maybe_finalize_async_save)
     checkpointing.check_checkpoint_args = _comparing(checkpointing.check_checkpoint_args)
 
 
 def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_whole(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        folder, listed = get_args().save, not get_args().async_save
+        folder, at_once = get_args().save, not get_args().async_save
         kept = torch.distributed.get_rank() == 0 and not kwargs.get("non_persistent_ckpt")
         collecting = gc.isenabled()
         gc.disable()  # until release_byte_buffers()
         try:
             checkpoint = folder_of(folder, iteration)
             if kept:
-                begin_writing(checkpoint, listed_at_end=listed)
-            with as_given(get_args()), managers_end_with_this_process():
+                begin_writing(checkpoint)
+            in_background = listed_when_written(checkpoint) if kept else contextlib.nullcontext()
+            with as_given(get_args()), managers_end_with_this_process(), in_background:
                 result = save(iteration, *args, **kwargs)
-            if kept and listed and checkpoint.is_dir():
+            if kept and at_once and checkpoint.is_dir():
                 list_files(checkpoint)
         except (Exception, CheckpointException) as error:
             release_byte_buffers()
             if is_lost_peer(error):
                 raise
-            whole = [n for n in whole_iterations(folder) if n < iteration]
-            remedy = f"iteration {whole[-1]} is whole: make room" if whole else "make room"
             raise UserError(
                 f"the checkpoint of iteration {iteration} cannot be written to {folder}: "
-                f"{reason_of(error)}: {remedy}, and start again with --load {folder}"
+                f"{reason_of(error)}: {_make_room(folder, before=iteration)}"
             ) from error
         finally:
             if collecting:
@@ -89,6 +92,51 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return save_whole
+
+
+def _make_room(folder: str, *, before: float = inf) -> str:
+    whole = [n for n in whole_iterations(folder) if n < before]
+    remedy = f"iteration {whole[-1]} is whole: make room" if whole else "make room"
+    return f"{remedy}, and start again with --load {folder}"
+
+
+@contextlib.contextmanager
+def listed_when_written(checkpoint: Path) -> Iterator[None]:
+    """A save in the background that is begun inside lists its files once all are written.
+
+    Megatron hands what follows that (its metadata, the tracker) over with the request.
+    """
+    schedule = checkpointing.schedule_async_save
+
+    def schedule_with_list(request: Any) -> Any:
+        if request.finalize_fns:  # else they came with another request, of logits
+            request.add_finalize_fn(functools.partial(list_files, checkpoint))
+        return schedule(request)
+
+    checkpointing.schedule_async_save = schedule_with_list
+    try:
+        yield
+    finally:
+        checkpointing.schedule_async_save = schedule
+
+
+def _finalizing(finalize: Callable[..., Any]) -> Callable[..., Any]:
+    """What Megatron does between iterations and at the end for saves in the background."""
+
+    @functools.wraps(finalize)
+    def finalize_whole(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return finalize(*args, **kwargs)
+        except (Exception, CheckpointException) as error:
+            if is_lost_peer(error) or isinstance(error, UserError):
+                raise
+            folder = get_args().save
+            raise UserError(
+                f"a checkpoint in the background cannot be written to {folder}: "
+                f"{reason_of(error)}: {_make_room(folder)}"
+            ) from error
+
+    return finalize_whole
 
 
 @contextlib.contextmanager
@@ -115,7 +163,7 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
         if folder is not None:
             _mend_tracker(folder, iteration_to_load(folder, megatron.ckpt_step))
         try:
-            return load(*args, **kwargs)
+            result = load(*args, **kwargs)
         except (Exception, SystemExit, CheckpointException) as error:
             stopped = isinstance(error, SystemExit) and megatron.exit_on_missing_checkpoint
             if stopped or is_lost_peer(error) or isinstance(error, UserError):
@@ -127,8 +175,21 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
                 f"the checkpoint in {folder} cannot be loaded: {reason}: "
                 f"{next(remedies, None) or others(folder, loaded)}"
             ) from error
+        _tell_unfinished(folder)
+        return result
 
     return load_whole
+
+
+def _tell_unfinished(folder: str | None) -> None:
+    if folder is None or torch.distributed.get_rank() != 0:
+        return
+    loaded = checkpointing.get_loaded_iteration() or 0
+    for iteration in unfinished_iterations(folder, loaded)[-1:]:
+        print_rank_0(
+            f"> paradyse: the save of iteration {iteration} in {folder} was cut off: it is not "
+            "loaded, and may be removed"
+        )
 
 
 def _comparing(check: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,8 +6,14 @@ import argparse
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from megatron_paradyse.data.index import read_index
+from megatron_paradyse.data.megatron_tokenizers import (
+    MEGATRON_TYPES,
+    VOCABULARY,
+    vocabulary_digest,
+)
 from megatron_paradyse.data.metadata import DatasetMetadata, read_metadata
 from megatron_paradyse.errors import UserError
 
@@ -28,7 +34,7 @@ def data_prefixes(args: argparse.Namespace) -> list[str]:
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    values = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in DATA_FLAGS}
+    values = {flag: _value(args, flag) for flag in DATA_FLAGS}
     given = [flag for flag, value in values.items() if value is not None]
     try:
         blend, per_split = get_blend_and_blend_per_split(args)
@@ -84,29 +90,63 @@ def check_fixed_splits(args: argparse.Namespace) -> None:
     """UserError for a split of Megatron's own data with a share and no token, or none to train on.
 
     Its index builder counts epochs of such a split without end, whether it is evaluated or not;
-    without a share for training it would end at once, as if all were well.
+    without a share for training it would end at once, as if all were well. Without evaluations it
+    makes one epoch's samples of one data set and none of several, and ends where there is none.
     """
-    from megatron.core.datasets import blended_megatron_dataset_config as config
-    from megatron.training.utils import get_blend_and_blend_per_split
-
     if args.mock_data or args.sft or args.object_storage_cache_path:  # no .idx here to read
         return
     check_split(args.split)
-    blend, _ = get_blend_and_blend_per_split(args)
-    split = args.split or "969,30,1"
-    shares = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
-    for prefix in blend[0] if blend else ():
-        lengths = read_index(prefix).sequence_lengths
-        for name, share in zip(("training", "validation", "test"), shares, strict=True):
-            if share is None and (name != "training" or args.skip_train):
-                continue
-            first, last = (round(edge * float(len(lengths))) for edge in share or (0, 0))
-            if not lengths[first:last].any():
+    told, splits = _fixed_splits(args)
+    for name, prefixes, share in splits:
+        if share is None and (name != "training" or args.skip_train):
+            continue
+        parts = [_part(prefix, share) for prefix in prefixes]
+        for prefix, lengths in zip(prefixes, parts, strict=True):
+            if not lengths.any():
                 raise UserError(
-                    f"--split {split} leaves the {name} split none of the {len(lengths)} "
-                    f"documents of {prefix}: add data, or give another --split, such as 100,0,0 "
-                    "with --eval-iters 0"
+                    f"{told} leaves the {name} split none of the "
+                    f"{len(read_index(prefix).sequence_lengths)} documents of {prefix}: add data, "
+                    "or give another --split, such as 100,0,0 with --eval-iters 0"
                 )
+        without_sample = len(parts) > 1 or parts[0].sum() <= args.seq_length
+        if name != "training" and args.eval_iters == 0 and without_sample:
+            raise UserError(
+                f"--eval-iters 0 with {told}: Megatron makes no sample of the {name} split and "
+                "ends: give --eval-iters 1 or more, or --split 100,0,0 of --data-path"
+            )
+
+
+Split = tuple[str, list[str], tuple[float, float] | None]
+
+
+def _fixed_splits(args: argparse.Namespace) -> tuple[str, list[Split]]:
+    """What says how data are split, and of each split its name, data sets and share of them."""
+    from megatron.core.datasets import blended_megatron_dataset_config as config
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, per_split = get_blend_and_blend_per_split(args)
+    names = ("training", "validation", "test")
+    if blend is not None:
+        split = args.split or "969,30,1"
+        vector = config.parse_and_normalize_split(split)
+        shares = config.convert_split_vector_to_split_matrix(vector)
+        told = f"--split {split}"
+        return told, [(n, blend[0], share) for n, share in zip(names, shares, strict=True)]
+    given = next((flag for flag in DATA_FLAGS[2:] if _value(args, flag) is not None), "no data")
+    blends = zip(names, per_split or [], strict=False)
+    whole: list[Split] = [(name, each[0], (0.0, 1.0)) for name, each in blends if each]
+    return given, whole
+
+
+def _part(prefix: str, share: tuple[float, float] | None) -> Any:
+    """The lengths of the documents that a share of a data set has."""
+    lengths = read_index(prefix).sequence_lengths
+    first, last = (round(edge * float(len(lengths))) for edge in share or (0, 0))
+    return lengths[first:last]
+
+
+def _value(args: argparse.Namespace, flag: str) -> Any:
+    return getattr(args, flag[2:].replace("-", "_"))
 
 
 def take_vocabulary(args: argparse.Namespace, prefixes: list[str]) -> None:
@@ -136,15 +176,45 @@ def _common_metadata(prefixes: list[str]) -> tuple[str, DatasetMetadata | None]:
     if not found:
         return "", None
     first, *others = found.items()
-    for prefix, metadata in others:
-        mine, its = (_vocabulary(m) for m in (first[1], metadata))
-        if mine != its:
+    digested = [(p, m) for p, m in found.items() if VOCABULARY in m.tokenizer_parameters]
+    pairs = [(first, other) for other in others] + [(digested[0], other) for other in digested[1:]]
+    for (one, its), (other, theirs) in pairs:
+        alike = VOCABULARY in its.tokenizer_parameters and VOCABULARY in theirs.tokenizer_parameters
+        mine, that = (_vocabulary(m, digest=alike) for m in (its, theirs))
+        if mine != that:
             raise UserError(
-                f"{first[0]} has the vocabulary of {mine} and {prefix} of {its}: prepare them with "
+                f"{one} has the vocabulary of {mine} and {other} of {that}: prepare them with "
                 "one tokenizer"
             )
     return first
 
 
-def _vocabulary(metadata: DatasetMetadata) -> str:
-    return f"{metadata.tokenizer} with {metadata.vocab_size} ids, end of document {metadata.eod}"
+def _vocabulary(metadata: DatasetMetadata, *, digest: bool) -> str:
+    """digest: whether to tell what the ids stand for, which older data do not know."""
+    told = f"{metadata.tokenizer} with {metadata.vocab_size} ids, end of document {metadata.eod}"
+    return told + (f", digest {metadata.tokenizer_parameters[VOCABULARY]!s:.40}" if digest else "")
+
+
+def other_vocabulary(args: argparse.Namespace, tokenizer: Any) -> str | None:
+    """News of data that another tokenizer than the one of --tokenizer-type has made, or None.
+
+    Their ids are learnt all the same; what ends or masks a document may be another one.
+    """
+    if args.tokenizer_type == "NullTokenizer":
+        return None
+    for prefix in data_prefixes(args):
+        try:
+            metadata = read_metadata(prefix)
+        except (UserError, OSError):  # not of `data prepare`
+            continue
+        theirs = metadata.tokenizer_parameters.get(VOCABULARY)
+        mine = vocabulary_digest(tokenizer, metadata.vocab_size)
+        older = theirs is None and metadata.tokenizer in MEGATRON_TYPES
+        if mine not in (None, theirs) and not older:
+            named = f"{metadata.tokenizer} {metadata.tokenizer_parameters.get('model', '')!s:.200}"
+            return (
+                f"{prefix} was prepared with {named.rstrip()}, whose ids stand for other tokens "
+                f"than those of --tokenizer-type {args.tokenizer_type} here: give that tokenizer, "
+                "or leave --tokenizer-type out"
+            )
+    return None

@@ -80,6 +80,7 @@ def check_model(args: argparse.Namespace) -> None:
         "te_precision_config_file": (None, DTYPES),
         "kitchen_config_file": (None, DTYPES),
         "kitchen_recipe_number": (None, DTYPES),
+        "fp32_residual_connection": (False, "the norms of layers take their weights' dtype alone"),
         "cuda_graph_impl": ("none", "a captured graph cannot change its strategy"),
         "enable_cuda_graph": (False, "a captured graph cannot change its strategy"),
         "external_cuda_graph": (False, "a captured graph cannot change its strategy"),

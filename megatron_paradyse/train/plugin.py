@@ -261,11 +261,12 @@ def _is_bert() -> bool:
 
 
 def _announce(settings) -> None:
-    """One line on rank 0: what runs, on which sequences, with which attention kernel."""
+    """On rank 0: what runs, on which sequences, with which attention kernel."""
     import torch
-    from megatron.training import get_args, print_rank_0
+    from megatron.training import get_args, get_tokenizer, print_rank_0
 
     from megatron_paradyse.strategies.kernels import choose_kernel
+    from megatron_paradyse.train.data_files import other_vocabulary
 
     args = get_args()
     queries = torch.empty(1, args.kv_channels, dtype=args.params_dtype, device="cuda")
@@ -278,6 +279,8 @@ def _announce(settings) -> None:
         f"> paradyse: policy {settings.policy}, sequences {settings.sequences}, "
         f"head tile {settings.head_tile}, attention kernel {kernel.name}"
     )
+    if settings.sequences != FIXED and (news := other_vocabulary(args, get_tokenizer())):
+        print_rank_0(f"> paradyse: {news}")
 
 
 # In a training step the log says which plan ran out of memory, and what to do.

@@ -71,6 +71,30 @@ def test_gpt2_and_huggingface_ids_are_those_of_the_library(files):
         assert tokenizer.eod == bpe.token_to_id(END)
 
 
+def test_a_tokenizer_tells_what_its_ids_stand_for(files, tmp_path):
+    """By any library and of any file; two files of one size and end may hold other tokens."""
+    folder, _ = files
+    gpt2 = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    digests = [
+        MegatronTokenizer(name, **given).parameters()["vocabulary"]
+        for name, given in (
+            ("GPT2BPETokenizer", gpt2),
+            ("HuggingFaceTokenizer", {"model": str(folder / "hf")}),
+            ("SentencePieceTokenizer", {"model": str(folder / "sp.model")}),
+            ("TikTokenizer", {"model": str(folder / "ranks.json")}),
+        )
+    ]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+    tokens = json.loads((folder / "vocab.json").read_text())
+    first, second = list(tokens)[5:7]
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    (tmp_path / "vocab.json").write_text(json.dumps(tokens))
+    swapped = MegatronTokenizer(
+        "GPT2BPETokenizer", **{**gpt2, "vocab_file": str(tmp_path / "vocab.json")}
+    )
+    assert swapped.vocab_size == 400 and swapped.parameters()["vocabulary"] not in digests
+
+
 def test_text_that_arrives_in_chunks_is_tokenized_whole(files):
     tokenizer = MegatronTokenizer("HuggingFaceTokenizer", model=str(files[0] / "hf"))
     data = TEXT.encode()

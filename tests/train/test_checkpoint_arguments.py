@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import pytest
 
@@ -99,6 +100,64 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_its_own_remedy(tmp_path, monk
         checkpoints._loading(load)()
 
 
+@pytest.fixture
+def background(tmp_path, monkeypatch):
+    """Saves in the background of rank 0 without a GPU: what Megatron hands over, and its folder."""
+    plugin.install()
+    from megatron_paradyse.train import checkpoints
+
+    folder = checkpoint_files.folder_of(str(tmp_path), 4)
+    requests = []
+    args = argparse.Namespace(
+        save=str(tmp_path), async_save=True, paradyse_settings=None, paradyse_instead_of={}
+    )
+    monkeypatch.setattr(checkpoints, "get_args", lambda: args)
+    monkeypatch.setattr(checkpoints.torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints.checkpointing, "schedule_async_save", requests.append)
+    return folder, requests
+
+
+@pytest.mark.parametrize("has_logits", [False, True])
+def test_a_save_in_the_background_is_whole_when_all_is_written(has_logits, background):
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+    from megatron_paradyse.train import checkpoints
+
+    folder, requests = background
+
+    def save(iteration):
+        folder.mkdir(exist_ok=True)
+        (folder / "0.distcp").write_bytes(b"x")
+        then = [lambda: (folder / "metadata.json").write_text("{}")]
+        if has_logits:  # what follows both comes with the second request
+            checkpoints.checkpointing.schedule_async_save(AsyncRequest(None, (), []))
+        checkpoints.checkpointing.schedule_async_save(AsyncRequest(None, (), then))
+
+    for again in range(2):  # the second time it is written over
+        checkpoints._saving(save)(4)
+        assert checkpoint_files.unfinished_iterations(str(folder.parent), 0) == [4]
+        if again:
+            assert "lists no files" in str(checkpoint_files.problem_of(folder))
+        for finish in [finish for request in requests for finish in request.finalize_fns]:
+            finish()
+        assert checkpoint_files.whole_iterations(str(folder.parent)) == [4]
+        listed = json.loads((folder / checkpoint_files.LIST).read_text())
+        assert listed == {"0.distcp": 1, "metadata.json": 2}
+        requests.clear()
+    assert checkpoints.checkpointing.schedule_async_save == requests.append
+
+
+def test_a_save_in_the_background_that_fails_later_is_one_line(background):
+    from megatron_paradyse.train import checkpoints
+
+    def finalize(blocking):
+        raise OSError(28, "No space left on device")
+
+    said = "^a checkpoint in the background cannot be written to .*: No space left .*: make room"
+    with pytest.raises(UserError, match=said):
+        checkpoints._finalizing(finalize)(blocking=False)
+
+
 def test_what_this_package_sets_is_back_after_a_save_that_fails(monkeypatch):
     plugin.install()
     from megatron_paradyse.train.checkpoints import as_given
@@ -121,7 +180,7 @@ def test_what_this_package_sets_is_back_after_a_save_that_fails(monkeypatch):
 def test_the_vocabulary_of_the_data_is_not_what_a_checkpoint_keeps(of_checkpoint, monkeypatch):
     """It is taken anew at each start; a checkpoint of NullTokenizer does not tell its size."""
     monkeypatch.setattr(data_files.Path, "is_file", lambda path: True)
-    metadata = argparse.Namespace(vocab_size=257, eod=256)
+    metadata = argparse.Namespace(vocab_size=257, eod=256, tokenizer_parameters={})
     monkeypatch.setattr(data_files, "read_metadata", lambda prefix: metadata)
     given = {"tokenizer_type": of_checkpoint, "vocab_size": None, "null_tokenizer_eod_id": None}
     args = argparse.Namespace(eod_mask_loss=False, paradyse_instead_of={}, **given)

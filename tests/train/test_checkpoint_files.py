@@ -15,6 +15,7 @@ from megatron_paradyse.train.checkpoint_files import (
     folder_of,
     iteration_to_load,
     list_files,
+    unfinished_iterations,
     whole_iterations,
 )
 
@@ -76,22 +77,33 @@ def test_the_list_of_a_checkpoint_names_every_file(folder):
     assert listed == {"common.pt": 8, "inner/0.distcp": 80}
 
 
-def test_a_checkpoint_that_is_written_over_is_whole_again_at_the_end_alone(folder):
+@pytest.mark.parametrize("by_stock_megatron", [False, True])
+def test_a_checkpoint_that_is_written_over_is_whole_again_at_the_end_alone(
+    by_stock_megatron, folder
+):
     checkpoint = folder / "iter_0000012"
-    begin_writing(checkpoint, listed_at_end=True)
+    if by_stock_megatron:
+        (checkpoint / LIST).unlink()
+    begin_writing(checkpoint)
     with pytest.raises(UserError, match=r"lists no files: .* --ckpt-step 8"):
         iteration_to_load(str(folder), None)
     (checkpoint / "common.pt").write_bytes(b"longer than before")
     list_files(checkpoint)
     assert iteration_to_load(str(folder), None) is None and 12 in whole_iterations(str(folder))
-
-
-def test_a_save_in_the_background_leaves_no_list_of_what_it_replaces(folder):
-    begin_writing(folder / "iter_0000012", listed_at_end=False)
-    (folder / "iter_0000012" / "common.pt").write_bytes(b"longer than before")
-    assert iteration_to_load(str(folder), None) is None
-    begin_writing(folder / "iter_0000016", listed_at_end=True)  # a new one
+    begin_writing(folder / "iter_0000016")  # a new one
     assert not (folder / "iter_0000016").exists()
+
+
+def test_a_save_that_was_cut_off_is_told_of(folder):
+    assert unfinished_iterations(str(folder), 4) == []
+    new, stock, legacy = (folder_of(str(folder), n) for n in (16, 20, 24))
+    for path in (new / "0.distcp", stock / "metadata.json", legacy / "mp_rank_00" / "model.pt"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    begin_writing(folder_of(str(folder), 8))  # written over
+    assert unfinished_iterations(str(folder), 4) == [8, 16]
+    assert unfinished_iterations(str(folder), 12) == [16]
+    assert unfinished_iterations(str(folder / "nothing"), 0) == []
 
 
 def test_a_list_that_stock_megatron_has_outdated_is_said_to_be_one(folder):

@@ -27,6 +27,9 @@ REFUSED = {
     "--te-precision-config-file here with .*: strategies run in float32": [
         "--te-precision-config-file", "here",
     ],
+    "--fp32-residual-connection True with .*: leave --fp32-residual-connection out": [
+        "--bf16", "--fp32-residual-connection",
+    ],
     "--fine-grained-activation-offloading True": ["--fine-grained-activation-offloading"],
     "--cpu-offloading-num-layers 2": ["--cpu-offloading-num-layers", 2],
     "--hybrid-context-parallel True": ["--hybrid-context-parallel"],
