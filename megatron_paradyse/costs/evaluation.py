@@ -35,6 +35,7 @@ class HybridEvaluation:
         self._in_tiles = _coefficients([fit.law.in_tiles or fit.law.pieces for fit in fits])
         windows = np.array([fit.law.window for fit in fits])
         self._windows = windows if np.isfinite(windows).any() else None
+        self._reaches = np.array([fit.law.reach for fit in fits])
         tiles = {fit.law.tile_tokens for fit in fits if fit.law.in_tiles}
         assert len(tiles) <= 1, "all fits of a model are of the same tiles"
         self._tile_length = min(tiles, default=math.inf) / b
@@ -79,7 +80,10 @@ class HybridEvaluation:
         """Of each law, see there."""
         if self._windows is None:
             return s
-        return np.where(s <= self._windows, s, self._windows * (2.0 - self._windows / s))
+        within = s <= self._windows
+        of_pairs = np.where(within, s, self._windows * (2.0 - self._windows / s))
+        of_tiles = np.where(within, 0.0, np.minimum(s, self._reaches) / s)
+        return np.where(self._reaches < math.inf, of_tiles, of_pairs)
 
 
 def _coefficients(laws: Sequence[tuple[tuple[float, ...], ...]]) -> Array:

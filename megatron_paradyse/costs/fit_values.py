@@ -7,6 +7,7 @@ and fits, by quantity:
              factors  null, or a step table of 0.5 to 1.5
              in_tiles where there is one: pieces for s b > tokens
              window   where there is one: keys that a query sees
+             reach    where there is one: keys of a tile, of which the last coefficient is then
              The fits of workspace are of its peak: forward_peak_bytes, backward_peak_bytes.
     paper    values   a step table
              polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
@@ -98,7 +99,8 @@ def _fit_values(fit: HybridFit | PaperFit) -> dict[str, Any]:
         law = fit.law
         in_tiles = {"tokens": law.tile_tokens, "pieces": law.in_tiles}
         values |= {"in_tiles": in_tiles} if law.in_tiles else {}
-        return values | ({"window": int(law.window)} if math.isfinite(law.window) else {})
+        seen = {"window": law.window, "reach": law.reach}
+        return values | {name: int(keys) for name, keys in seen.items() if math.isfinite(keys)}
     return {"values": _table_values(fit.values), "polynomials": fit.polynomials}
 
 
@@ -187,11 +189,15 @@ def _read_operation(value: Any, where: str, kind: str, measured: Measured) -> Op
 
 
 def _read_hybrid(value: Any, where: str) -> HybridFit:
-    values = check_keys(value, where, ("pieces", "factors"), optional=("in_tiles", "window"))
+    optional = ("in_tiles", "window", "reach")
+    values = check_keys(value, where, ("pieces", "factors"), optional=optional)
     law = Law(_read_pieces(values["pieces"], f"{where}.pieces"))
     if "window" in values:
         keys = check_integer(values["window"], f"{where}.window", low=1, high=MAX_SEQ_LENGTH)
         law = dataclasses.replace(law, window=keys)
+    if "reach" in values:
+        keys = check_integer(values["reach"], f"{where}.reach", low=1, high=MAX_TILE_TOKENS)
+        law = dataclasses.replace(law, reach=keys)
     if "in_tiles" in values:
         where_tiles = f"{where}.in_tiles"
         tiles = check_keys(values["in_tiles"], where_tiles, ("tokens", "pieces"))

@@ -8,6 +8,10 @@ neighbours do not share, is not learnt. Beyond the longest profiled length the r
 over one doubling of s; below the shortest it stays. So the value is continuous at both edges and
 never falls with s.
 
+Bytes of an attention with a window whose kernel is ours jump at the window, and again where a
+rank's part of the sequence is beyond it. Where their law is not near, the residual of each length,
+exact as they are, holds up to the middle between it and the next.
+
 Workspace may truly fall with s: what is measured above the bytes kept shrinks as those grow. Its
 peak, workspace + kept, cannot. The law is therefore fitted to the peak, and kept is subtracted.
 """
@@ -15,11 +19,12 @@ peak, workspace + kept, cannot. The law is therefore fitted to the peak, and kep
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_paradyse.costs.forest import StepTable, forest_steps
+from megatron_paradyse.costs.forest import StepTable, forest_steps, nearest_steps
 from megatron_paradyse.costs.laws import NEAR, Array, Law, fit_law, scale_of
 from megatron_paradyse.costs.layers import ATTENTION, LAYER, half_of
 
@@ -49,16 +54,23 @@ def fit_hybrid(
     kept: Array | None = None,
     tile_tokens: float = math.inf,
     window: float = math.inf,
+    reaches: Sequence[float] = (),
 ) -> HybridFit:
     """Fit y at the points (s, b); kept: y is workspace above it, and the fit is of their sum.
 
     tile_tokens: of a microbatch of which a rank holds one tile: bytes beyond have their own law.
     window: keys that a query of the attention sees; what computes all scores and hides some is
-    told from what leaves them out by which law is nearer.
+    told from what leaves them out by which law is nearer; so is a tile of scores, see laws.py, of
+    which reaches are the keys that it may have at most.
 
     Attention is quadratic in s and linear in b, everything else linear in s b: only there are
     pairs of tokens among the terms.
     """
+
+    seen = [(math.inf, math.inf)]
+    if window < math.inf:
+        tiles = [(window, reach) for reach in reaches]
+        seen = [(window, math.inf), *seen] if is_time else [*seen, *tiles]
 
     def law_of(chosen) -> Law:
         return fit_law(
@@ -70,7 +82,7 @@ def fit_hybrid(
             max_pieces=TIME_PIECES if is_time else BYTES_PIECES,
             error_floor=TIME_FLOOR if is_time else BYTES_FLOOR,
             exact=not is_time,
-            windows=(window, math.inf) if is_time and window < math.inf else (math.inf,),
+            seen=seen,
         )
 
     total = y if kept is None else y + kept
@@ -87,9 +99,12 @@ def fit_hybrid(
     if not np.all(fitted > 0):
         return HybridFit(law)
     residual = total / fitted - 1
-    if not _neighbours_agree(s, b, residual, TIME_FLOOR if is_time else BYTES_FLOOR):
+    if not is_time and window < math.inf and not _is_near(law, s, b, total):
+        steps = nearest_steps(s, b, residual)
+    elif _neighbours_agree(s, b, residual, TIME_FLOOR if is_time else BYTES_FLOOR):
+        steps = forest_steps(s, b, residual)
+    else:
         return HybridFit(law)
-    steps = forest_steps(s, b, residual)
     rows = tuple(
         tuple(1 + min(max(r, -MAX_RESIDUAL), MAX_RESIDUAL) for r in row) for row in steps.rows
     )

@@ -9,6 +9,10 @@ the largest of several moments, each of which is such a sum, and so is a time of
 hides another: hence the maximum. With non-negative coefficients a law never falls with s or b and
 extrapolates without surprises.
 
+Where the kernel of an attention with a window is ours, its bytes have a tile of scores, once s is
+beyond the window: of its queries times the s keys that are there, or the `reach` that they see at
+most. The last term is of these keys then.
+
 Some of it goes in tiles of the sequence when tokens are more than a tile's, which is known
 (strategies/sizes.py): where no law comes near all exact numbers, those beyond have their own.
 
@@ -44,13 +48,15 @@ class Law:
     """pieces: coefficients of 1, b, s b, s^2 b; the law is the largest piece, or 0.
 
     in_tiles: those for s b > tile_tokens; empty: there is none but pieces. window: the keys that a
-    query sees, itself included.
+    query sees, itself included. reach: where it is finite, c3 is of keys b in place of s^2 b: none
+    up to the window, then s, and reach at most.
     """
 
     pieces: tuple[tuple[float, ...], ...]
     in_tiles: tuple[tuple[float, ...], ...] = ()
     tile_tokens: float = math.inf
     window: float = math.inf
+    reach: float = math.inf
 
     def __call__(self, seq_length: float, batch_size: float) -> float:
         s, b = seq_length, batch_size
@@ -58,13 +64,16 @@ class Law:
         return max((c0 + b * (c1 + s * (c2 + keys * c3)) for c0, c1, c2, c3 in pieces), default=0)
 
     def keys(self, seq_length: float) -> float:
-        """That are counted for a query: s, or less where the window is shorter."""
+        """That are counted for a query: s, or less where the window is shorter; or a tile's / s."""
         s = seq_length
+        if self.reach < math.inf:
+            return min(s, self.reach) / s if s > self.window else 0.0
         return s if s <= self.window else self.window * (2.0 - self.window / s)
 
     def at(self, seq_length: float, *, pairs: float) -> float:
-        """For b = 1 and so many pairs of tokens in place of s^2."""
+        """For b = 1 and so many pairs of tokens in place of s^2, if the law counts pairs."""
         s = seq_length
+        pairs = pairs if self.reach == math.inf else s * self.keys(s)
         pieces = self._pieces(s)
         return max((c0 + c1 + s * c2 + pairs * c3 for c0, c1, c2, c3 in pieces), default=0)
 
@@ -78,9 +87,11 @@ class _Piece:
     num_terms: int
 
 
-def terms(s: Array, b: Array, window: float = math.inf) -> Array:
+def terms(s: Array, b: Array, window: float = math.inf, reach: float = math.inf) -> Array:
     """[..., 4]: what the coefficients of a law multiply."""
     pairs = s * s - np.maximum(s - window, 0.0) ** 2
+    if reach < math.inf:
+        pairs = np.where(s > window, np.minimum(s, reach), 0.0)
     return np.stack(np.broadcast_arrays(np.ones_like(s), b, s * b, pairs * b), axis=-1)
 
 
@@ -99,7 +110,7 @@ def fit_law(
     max_pieces: int,
     error_floor: float,
     exact: bool,
-    windows: Sequence[float] = (math.inf,),
+    seen: Sequence[tuple[float, float]] = ((math.inf, math.inf),),
 ) -> Law:
     """The law of y >= 0 (of y + above, if given) at the points (s, b) with the least AIC.
 
@@ -108,7 +119,7 @@ def fit_law(
     count as equal. exact: y is counted, not timed. Then AIC needs no correction for few points,
     and pairs are tried only where no law without them comes near: an exact number has no noise
     that could hide a square, and a square that is not there ruins what lies beyond the range.
-    windows: one of these; a tie goes to the first.
+    seen: window and reach, one of these; a tie goes to the first.
     """
     total = y if above is None else y + above
     if not np.any(total > 0):
@@ -117,11 +128,11 @@ def fit_law(
     scale = scale_of(y)[order]
     target = total[order] / scale
     best, best_score = Law(()), math.inf
-    for window in windows:
-        design = terms(s, b, window)[order] / scale[:, None]
+    for window, reach in seen:
+        design = terms(s, b, window, reach)[order] / scale[:, None]
         found, score = _fit_pieces(design, target, b, quadratic, max_pieces, error_floor, exact)
         if score < best_score - 1e-9:
-            best, best_score = Law(found, window=window), score
+            best, best_score = Law(found, window=window, reach=reach), score
     return best
 
 
