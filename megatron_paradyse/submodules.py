@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from types import SimpleNamespace
 
 import torch
 from megatron.core import tensor_parallel
@@ -112,12 +113,13 @@ class SwitchableLayer(TransformerLayer):
         name = planned.plan[self.layer_number].mlp
         in_tiles = self._always_recomputes_mlp or recomputes(name) or not self.training
         self._switch_mlp(name, in_tiles=in_tiles)
-        return self._forward_mlp(
-            hidden,
-            kwargs.get("inference_context"),
-            padding_mask=kwargs.get("padding_mask"),
-            packed_seq_params=planned,
-        )
+        with _notes_let_go(self.mlp):
+            return self._forward_mlp(
+                hidden,
+                kwargs.get("inference_context"),
+                padding_mask=kwargs.get("padding_mask"),
+                packed_seq_params=planned,
+            )
 
     def _forward_post_mlp(self, mlp_output_with_bias, residual):
         """Dropout, then the residual, on what is laid out alike in both runs.
@@ -134,6 +136,21 @@ class SwitchableLayer(TransformerLayer):
     def _switch_mlp(self, name: str, *, in_tiles: bool = False) -> None:
         if isinstance(self.mlp, SwitchableMLP):
             self.mlp.strategy, self.mlp.in_tiles = base_name(name), in_tiles
+
+
+@contextlib.contextmanager
+def _notes_let_go(mlp: torch.nn.Module):
+    """Let go of the tensors that the dispatcher of experts noted of this microbatch.
+
+    They would stay until the layer's next forward, and with the probabilities their graph: in it,
+    once the layer has run again, its input and the gradient of that.
+    """
+    notes = vars(getattr(mlp, "token_dispatcher", None) or SimpleNamespace())
+    before = dict(notes)
+    yield
+    for name, value in list(notes.items()):
+        if isinstance(value, Tensor) and value is not before.get(name):
+            notes[name] = before.get(name)
 
 
 def _recomputed(run, hidden, *, offload: bool):

@@ -83,6 +83,7 @@ class _Side:
         self._in_tiles = _coefficients([law.in_tiles or law.pieces for law in laws])
         windows = np.array([law.window for law in laws])
         self._windows = windows if np.isfinite(windows).any() else None
+        self._reaches = np.array([law.reach for law in laws])
         tiles = {law.tile_tokens for law in laws if law.in_tiles}
         assert len(tiles) <= 1, "all fits of a model are of the same tiles"
         self._tile_length = min(tiles, default=math.inf) / batch_size
@@ -95,7 +96,10 @@ class _Side:
         """Of each law, see there."""
         if self._windows is None:
             return s
-        return np.where(s <= self._windows, s, self._windows * (2.0 - self._windows / s))
+        within = s <= self._windows
+        of_pairs = np.where(within, s, self._windows * (2.0 - self._windows / s))
+        of_tiles = np.where(within, 0.0, np.minimum(s, self._reaches) / s)
+        return np.where(self._reaches < math.inf, of_tiles, of_pairs)
 
 
 def _coefficients(laws: Sequence[tuple[tuple[float, ...], ...]]) -> Array:

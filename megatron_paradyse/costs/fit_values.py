@@ -7,7 +7,9 @@ and fits, by quantity:
              factors  null, or a step table of 0.5 to 1.5
              in_tiles where there is one: pieces for s b > tokens
              window   where there is one: keys that a query sees
-             beyond   where there is one: "from", and of s >= from pieces, in_tiles, window
+             reach    where there is one: keys of a tile, of which the last coefficient is then
+             beyond   where there is one: "from", and of s >= from pieces, in_tiles, window,
+                      reach
              The fits of workspace are of its peak: forward_peak_bytes, backward_peak_bytes.
     paper    values   a step table
              polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
@@ -66,7 +68,7 @@ MAX_BEND = 4 * MAX_SEQ_LENGTH  # of two ranks, which bend last, and the longest 
 PACKED_KEYS = ("strategy", "like", "num_rows", "forward", "backward")
 FLOOR_KEYS = ("forward_floor", "backward_floor")
 OPERATION_KEYS = ("strategy", "operation", "min_length", "max_length", "fits")
-LAW_KEYS = ("in_tiles", "window")  # a law may have
+LAW_KEYS = ("in_tiles", "window", "reach")  # a law may have
 HYBRID_KEYS = (*QUANTITIES[:3], "forward_peak_bytes", "backward_peak_bytes")
 
 
@@ -109,9 +111,8 @@ def _law_values(law: Law) -> dict[str, Any]:
     values: dict[str, Any] = {"pieces": law.pieces}
     if law.in_tiles:
         values["in_tiles"] = {"tokens": law.tile_tokens, "pieces": law.in_tiles}
-    if math.isfinite(law.window):
-        values["window"] = int(law.window)
-    return values
+    seen = {"window": law.window, "reach": law.reach}
+    return values | {name: int(keys) for name, keys in seen.items() if math.isfinite(keys)}
 
 
 def _table_values(table: StepTable) -> dict[str, Any]:
@@ -221,6 +222,9 @@ def _read_law(values: Mapping[str, Any], where: str) -> Law:
     if "window" in values:
         keys = check_integer(values["window"], f"{where}.window", low=1, high=MAX_SEQ_LENGTH)
         law = dataclasses.replace(law, window=keys)
+    if "reach" in values:
+        keys = check_integer(values["reach"], f"{where}.reach", low=1, high=MAX_TILE_TOKENS)
+        law = dataclasses.replace(law, reach=keys)
     if "in_tiles" in values:
         where_tiles = f"{where}.in_tiles"
         tiles = check_keys(values["in_tiles"], where_tiles, ("tokens", "pieces"))

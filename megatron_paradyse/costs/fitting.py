@@ -22,7 +22,7 @@ from megatron_paradyse.costs.packed import (
     work_of,
 )
 from megatron_paradyse.costs.paper import PaperFit, fit_paper
-from megatron_paradyse.costs.row_bytes import packed_of
+from megatron_paradyse.costs.row_bytes import TILE, packed_of
 from megatron_paradyse.costs.row_law import RowPoints, fit_row_law
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
@@ -108,7 +108,8 @@ def fit_operation(
 ) -> OperationFit:
     """Fit the five quantities of one operation to its measurements, seconds to the timed ones.
 
-    p: ranks that share a sequence; window: keys that a query of its attention sees.
+    p: ranks that share a sequence; window: keys that a query of its attention sees. A tile of 64
+    queries sees 63 more, in a kernel call of the whole sequence, a rank's part, or half of that.
     """
     # Forests draw by place: the order in which a table tells its points must not matter.
     points = sorted(points, key=lambda m: (m.seq_length, m.batch_size))
@@ -131,6 +132,7 @@ def fit_operation(
                 kept=values("kept_bytes", name) if name in BYTE_QUANTITIES[1:] else None,
                 tile_tokens=TILE_ROWS * p,
                 window=window,
+                reaches=[parts * (window + TILE - 1) for parts in (1, p, 2 * p)],
                 bend=shortest_narrow(window, p) if base_name(strategy) in RINGS else math.inf,
             )
             for name in QUANTITIES

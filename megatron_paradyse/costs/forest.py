@@ -84,6 +84,17 @@ def forest_steps(s: Array, b: Array, y: Array) -> StepTable:
     )
 
 
+def nearest_steps(s: Array, b: Array, y: Array) -> StepTable:
+    """At any s the y of the length that is nearest, of those measured at that batch size."""
+    lengths, batch_sizes = np.unique(s), np.unique(b)
+    rows = []
+    for batch_size in batch_sizes:
+        measured, values = s[b == batch_size], y[b == batch_size]
+        rows.append(tuple(float(values[np.argmin(np.abs(measured - at))]) for at in lengths))
+    edges = (lengths[:-1] + lengths[1:]) / 2
+    return StepTable(tuple(edges.tolist()), tuple(int(size) for size in batch_sizes), tuple(rows))
+
+
 def _collect_thresholds(node: dict[str, Any], found: set[float]) -> None:
     if "children" not in node:
         return

@@ -8,6 +8,10 @@ neighbours do not share, is not learnt. Beyond the longest profiled length the r
 over one doubling of s; below the shortest it stays. So the value is continuous at both edges and
 never falls with s.
 
+Bytes of an attention with a window whose kernel is ours jump at the window, and again where a
+rank's part of the sequence is beyond it. Where their law is not near, the residual of each length,
+exact as they are, holds up to the middle between it and the next.
+
 Workspace may truly fall with s: what is measured above the bytes kept shrinks as those grow. Its
 peak, workspace + kept, cannot. The law is therefore fitted to the peak, and kept is subtracted.
 """
@@ -15,11 +19,12 @@ peak, workspace + kept, cannot. The law is therefore fitted to the peak, and kep
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_paradyse.costs.forest import StepTable, forest_steps
+from megatron_paradyse.costs.forest import StepTable, forest_steps, nearest_steps
 from megatron_paradyse.costs.laws import NEAR, Array, Law, aicc, fit_law, num_terms, scale_of
 from megatron_paradyse.costs.layers import ATTENTION, LAYER, half_of
 
@@ -49,20 +54,27 @@ def fit_hybrid(
     kept: Array | None = None,
     tile_tokens: float = math.inf,
     window: float = math.inf,
+    reaches: Sequence[float] = (),
     bend: float = math.inf,
 ) -> HybridFit:
     """Fit y at the points (s, b); kept: y is workspace above it, and the fit is of their sum.
 
     tile_tokens: of a microbatch of which a rank holds one tile: bytes beyond have their own law.
     window: keys that a query of the attention sees; what computes all scores and hides some is
-    told from what leaves them out by which law is nearer. bend: the shortest sequence of those that
-    may have a law of their own (laws.py).
+    told from what leaves them out by which law is nearer; so is a tile of scores, see laws.py, of
+    which reaches are the keys that it may have at most. bend: the shortest sequence of those that
+    may have a law of their own.
 
     Attention is quadratic in s and linear in b, everything else linear in s b: only there are
     pairs of tokens among the terms.
     """
 
-    def law_of(chosen) -> Law:
+    every = [(math.inf, math.inf)]
+    if window < math.inf:
+        tiles = [(window, reach) for reach in reaches]
+        every = [(window, math.inf), *every] if is_time else [*every, *tiles]
+
+    def law_of(chosen, seen=every) -> Law:
         return fit_law(
             s[chosen],
             b[chosen],
@@ -72,7 +84,7 @@ def fit_hybrid(
             max_pieces=TIME_PIECES if is_time else BYTES_PIECES,
             error_floor=TIME_FLOOR if is_time else BYTES_FLOOR,
             exact=not is_time,
-            windows=(window, math.inf) if is_time and window < math.inf else (math.inf,),
+            seen=seen,
         )
 
     total = y if kept is None else y + kept
@@ -88,8 +100,9 @@ def fit_hybrid(
         few, many = sorted((beyond, chosen & ~beyond), key=np.count_nonzero)
         if np.count_nonzero(few) < LEAST_OF_SIDE:
             return law_of(many)
-        if in_tiles := law_of(beyond).pieces:
-            return replace(law_of(chosen & ~beyond), in_tiles=in_tiles, tile_tokens=tile_tokens)
+        below = law_of(chosen & ~beyond)
+        if in_tiles := law_of(beyond, [(below.window, below.reach)]).pieces:
+            return replace(below, in_tiles=in_tiles, tile_tokens=tile_tokens)
         return law
 
     law = law_of_side(np.ones_like(s, dtype=bool))
@@ -101,15 +114,18 @@ def fit_hybrid(
             law = apart if scores[1] < scores[0] else law
         elif not _is_near(law, s, b, total):
             law = apart
-    if law.beyond is not None:
+    if is_time and law.beyond is not None:
         return HybridFit(law)
     fitted = np.array([law(x, z) for x, z in zip(s, b, strict=True)])
     if not np.all(fitted > 0):
         return HybridFit(law)
     residual = total / fitted - 1
-    if not _neighbours_agree(s, b, residual, TIME_FLOOR if is_time else BYTES_FLOOR):
+    if not is_time and window < math.inf and not _is_near(law, s, b, total):
+        steps = nearest_steps(s, b, residual)
+    elif _neighbours_agree(s, b, residual, TIME_FLOOR if is_time else BYTES_FLOOR):
+        steps = forest_steps(s, b, residual)
+    else:
         return HybridFit(law)
-    steps = forest_steps(s, b, residual)
     rows = tuple(
         tuple(1 + min(max(r, -MAX_RESIDUAL), MAX_RESIDUAL) for r in row) for row in steps.rows
     )

@@ -9,6 +9,10 @@ the largest of several moments, each of which is such a sum, and so is a time of
 hides another: hence the maximum. With non-negative coefficients a law never falls with s or b and
 extrapolates without surprises.
 
+Where the kernel of an attention with a window is ours, its bytes have a tile of scores, once s is
+beyond the window: of its queries times the s keys that are there, or the `reach` that they see at
+most. The last term is of these keys then.
+
 Some of it goes in tiles of the sequence when tokens are more than a tile's, which is known
 (strategies/sizes.py): where no law comes near all exact numbers, those beyond have their own. So
 have sequences that are long beside a window, where rings of attention exchange other keys.
@@ -45,13 +49,16 @@ class Law:
     """pieces: coefficients of 1, b, s b, s^2 b; the law is the largest piece, or 0.
 
     in_tiles: those for s b > tile_tokens; empty: there is none but pieces. window: the keys that a
-    query sees, itself included. beyond: the law for s >= bend, which has no beyond; None: this one.
+    query sees, itself included. reach: where it is finite, c3 is of keys b in place of s^2 b: none
+    up to the window, then s, and reach at most. beyond: the law for s >= bend, which has no beyond;
+    None: this one.
     """
 
     pieces: tuple[tuple[float, ...], ...]
     in_tiles: tuple[tuple[float, ...], ...] = ()
     tile_tokens: float = math.inf
     window: float = math.inf
+    reach: float = math.inf
     beyond: Law | None = None
     bend: float = math.inf
 
@@ -63,8 +70,10 @@ class Law:
         return max((c0 + b * (c1 + s * (c2 + keys * c3)) for c0, c1, c2, c3 in pieces), default=0)
 
     def keys(self, seq_length: float) -> float:
-        """That are counted for a query: s, or less where the window is shorter."""
+        """That are counted for a query: s, or less where the window is shorter; or a tile's / s."""
         s = seq_length
+        if self.reach < math.inf:
+            return min(s, self.reach) / s if s > self.window else 0.0
         return s if s <= self.window else self.window * (2.0 - self.window / s)
 
     def _pieces(self, tokens: float) -> tuple[tuple[float, ...], ...]:
@@ -83,9 +92,11 @@ def num_terms(law: Law) -> int:
     return count if law.beyond is None else count + 1 + num_terms(law.beyond)
 
 
-def terms(s: Array, b: Array, window: float = math.inf) -> Array:
+def terms(s: Array, b: Array, window: float = math.inf, reach: float = math.inf) -> Array:
     """[..., 4]: what the coefficients of a law multiply."""
     pairs = s * s - np.maximum(s - window, 0.0) ** 2
+    if reach < math.inf:
+        pairs = np.where(s > window, np.minimum(s, reach), 0.0)
     return np.stack(np.broadcast_arrays(np.ones_like(s), b, s * b, pairs * b), axis=-1)
 
 
@@ -104,7 +115,7 @@ def fit_law(
     max_pieces: int,
     error_floor: float,
     exact: bool,
-    windows: Sequence[float] = (math.inf,),
+    seen: Sequence[tuple[float, float]] = ((math.inf, math.inf),),
 ) -> Law:
     """The law of y >= 0 (of y + above, if given) at the points (s, b) with the least AIC.
 
@@ -113,7 +124,7 @@ def fit_law(
     count as equal. exact: y is counted, not timed. Then AIC needs no correction for few points,
     and pairs are tried only where no law without them comes near: an exact number has no noise
     that could hide a square, and a square that is not there ruins what lies beyond the range.
-    windows: one of these; a tie goes to the first.
+    seen: window and reach, one of these; a tie goes to the first.
     """
     total = y if above is None else y + above
     if not np.any(total > 0):
@@ -122,11 +133,11 @@ def fit_law(
     scale = scale_of(y)[order]
     target = total[order] / scale
     best, best_score = Law(()), math.inf
-    for window in windows:
-        design = terms(s, b, window)[order] / scale[:, None]
+    for window, reach in seen:
+        design = terms(s, b, window, reach)[order] / scale[:, None]
         found, score = _fit_pieces(design, target, b, quadratic, max_pieces, error_floor, exact)
         if score < best_score - 1e-9:
-            best, best_score = Law(found, window=window), score
+            best, best_score = Law(found, window=window, reach=reach), score
     return best
 
 

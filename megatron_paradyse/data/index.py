@@ -28,18 +28,29 @@ DTYPE_CODES = range(1, 9)
 
 @dataclass(frozen=True)
 class DatasetIndex:
-    """What .idx says of a data set: sequence_lengths in tokens, mapped from the file."""
+    """What .idx says of a data set, mapped from the file: tokens of each sequence, and of each
+    document the first sequence, with their number at the end."""
 
     prefix: str
-    num_documents: int
     sequence_lengths: np.ndarray[Any, np.dtype[np.int32]]
+    first_sequences: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.first_sequences) - 1
+
+    @property
+    def document_lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Tokens of each document, of one sequence or several: what training takes as one."""
+        ends = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
+        return np.diff(ends[self.first_sequences])
 
 
 def read_index(prefix: str | os.PathLike[str]) -> DatasetIndex:
-    """Map PREFIX.idx; only the lengths are read.
+    """Map PREFIX.idx; where sequences lie in .bin is not read.
 
-    Raises UserError when the file is missing, is none of Megatron's, or has another size than its
-    counts say.
+    Raises UserError when the file is missing, is none of Megatron's, has another size than its
+    counts say, or documents that are not of its sequences.
     """
     root = strip_suffix(prefix)
     path = root + ".idx"
@@ -68,4 +79,11 @@ def read_index(prefix: str | os.PathLike[str]) -> DatasetIndex:
     lengths = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(num_sequences,))
     if int(lengths.min()) < 0:
         raise UserError(f"{path}: a negative length: it is damaged, prepare the data again")
-    return DatasetIndex(root, num_boundaries - 1, lengths)
+    place = HEADER.size + 12 * num_sequences
+    firsts = np.memmap(path, dtype="<i8", mode="r", offset=place, shape=(num_boundaries,))
+    if firsts[0] != 0 or firsts[-1] != num_sequences or bool((np.diff(firsts) < 0).any()):
+        raise UserError(
+            f"{path}: its documents are not of its {num_sequences:,} sequences: it is damaged, "
+            "prepare the data again"
+        )
+    return DatasetIndex(root, lengths, firsts)

@@ -1,4 +1,7 @@
-"""How long the sequences of a data set are: counts, shares and quantiles in the paper's buckets."""
+"""How long the sequences of a data set are: counts, shares and quantiles in the paper's buckets.
+
+A document is one sequence, as in training, also where the index has several of it (sentences).
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class LengthSummary:
 
 def summarize(index: DatasetIndex, scale: float = 1.0) -> LengthSummary:
     """Count lengths in the paper's buckets, whose edges are multiplied by scale."""
-    lengths = np.asarray(index.sequence_lengths)
+    lengths = index.document_lengths
     edges = scaled_edges(scale)
     bucket = np.searchsorted(edges, lengths, side="right") - 1
     sequences = np.bincount(bucket, minlength=len(edges))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_paradyse.costs.cost_file import CostFile
 from megatron_paradyse.report.records import Run
 from megatron_paradyse.report.trace_file import Trace
-from megatron_paradyse.train.summary import Alone, FixedEstimate
+from megatron_paradyse.train.summary import Alone, FixedEstimate, RunningMedian
 
 THIS_RUN = ("measured", "predicted")  # names of its curves
 
@@ -68,12 +68,12 @@ class Content:
 
     @property
     def time_error(self) -> float | None:
-        """The median of the traces' medians: grids do alike work."""
-        return _middle([trace.summary.median_error for trace in self.traces])
+        """The median over the microbatches of all traces."""
+        return _median(trace.summary.errors for trace in self.traces)
 
     @property
     def peak_error(self) -> float | None:
-        return _middle([trace.peak_errors.value for trace in self.traces])
+        return _median(trace.peak_errors for trace in self.traces)
 
     @property
     def predicted_seconds(self) -> float:
@@ -220,6 +220,8 @@ def _curve(name, lengths, totals, oom_length: int | None) -> Curve:
     return Curve(tuple(found), tuple(seconds), oom_length)
 
 
-def _middle(values: Sequence[float | None]) -> float | None:
-    known = sorted(value for value in values if value is not None)
-    return known[len(known) // 2] if known else None
+def _median(of_traces: Iterable[RunningMedian]) -> float | None:
+    joined = RunningMedian()
+    for errors in of_traces:
+        joined.join(errors)
+    return joined.value

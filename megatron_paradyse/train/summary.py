@@ -35,6 +35,9 @@ class RunningMedian:
         exact = error if error <= FINE_ERROR else float(f"{error:.2e}")
         self._counts[round(1000 * exact)] += 1
 
+    def join(self, other: RunningMedian) -> None:
+        self._counts += other._counts
+
     @property
     def value(self) -> float | None:
         """None if nothing was added."""
@@ -117,7 +120,7 @@ class Summary:
         self.seconds = self.planner_seconds = 0.0
         self._halves: Counter[str] = Counter()
         self._second_shares: defaultdict[str, float] = defaultdict(float)
-        self._errors = RunningMedian()
+        self.errors = RunningMedian()  # of seconds, where they are known
         self._shapes: dict[Shape, ShapeTotals] = {}
         self._uniforms: dict[Shape, Uniforms] = {}
         self._alone: defaultdict[str, Alone] = defaultdict(Alone)
@@ -172,7 +175,7 @@ class Summary:
                 self._halves[name] += 1
                 self._second_shares[name] += measured / (2 * len(layers))
         if predicted_seconds and seconds:
-            self._errors.add(abs(predicted_seconds / seconds - 1))
+            self.errors.add(abs(predicted_seconds / seconds - 1))
         if not priced:
             self.unpriced += 1
             return
@@ -224,7 +227,7 @@ class Summary:
     @property
     def median_error(self) -> float | None:
         """Of predicted against measured seconds; None without predictions."""
-        return self._errors.value
+        return self.errors.value
 
     @property
     def shapes(self) -> list[tuple[Shape, ShapeTotals]]:

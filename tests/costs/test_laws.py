@@ -161,10 +161,62 @@ def test_work_that_a_window_only_hides_stays_quadratic():
     assert law(131072, 1) == pytest.approx(2e-4 + 1e-10 * 131072**2, rel=1e-3)
 
 
+def scores_in_tiles(s, reach):
+    """Workspace of a kernel that is told of a window only where s is beyond it."""
+    return 300.0 * s + np.where(s > WINDOW, 6000 * np.minimum(s, reach), 0.0)
+
+
+@pytest.mark.parametrize("parts", [1, 4, 8])
+def test_bytes_that_jump_at_a_window_and_stop_growing_are_told(parts):
+    """The law of one side was above the other's points, or below them by half."""
+    s, p = np.geomspace(128, 65536, 14).round(), DESCRIPTION.p
+    reach = parts * (WINDOW + 63)
+    points = [
+        replace(measure("metp", "attention@2", int(x), 1), kept_bytes=1e3 * x, forward_bytes=y)
+        for x, y in zip(s, scores_in_tiles(s, reach), strict=True)
+    ]
+    assert parts in (1, p, 2 * p)
+    described = replace(DESCRIPTION, other_layers={"attention@2": (2, 3)}, halves=WINDOWED)
+    model = fit_table(CostTable(described, tuple(points), CONSTANTS))
+    for x in (200, WINDOW, WINDOW + 1, 7000, 20000, 65536, 1 << 20):
+        told = model.operation("metp", "attention@2", x).forward_bytes
+        assert told == pytest.approx(float(scores_in_tiles(x, reach)), rel=1e-3), x
+
+
+def test_scores_in_tiles_are_told_where_the_sequence_goes_in_tiles_too():
+    """The laws of few and of many tokens count the same keys."""
+    s = np.geomspace(128, 262144, 20).round()
+
+    def truth(x):
+        return scores_in_tiles(x, WINDOW + 63) + 2000.0 * np.minimum(x, TILE) - 1e7 * (x > TILE)
+
+    given = {"operation": "attention", "is_time": False, "tile_tokens": TILE}
+    fit = fit_hybrid(s, np.ones(20), truth(s), window=WINDOW, reaches=[WINDOW + 63], **given)
+    assert fit.law.in_tiles
+    for x in (200, 3000, 6000, TILE, TILE + 1, 100_000, 1 << 20):
+        assert fit.law(x, 1) == pytest.approx(float(truth(x)), rel=0.02), x
+
+
+def test_bytes_of_a_window_that_no_law_comes_near_are_those_of_the_nearest_length():
+    """Where they jump once more; never below, and above only beside a jump: costs never fall."""
+    s = np.geomspace(128, 65536, 14).round()
+    kept, more = 1e3 * s, np.where(s > 3 * WINDOW, 5e6, 0.0)
+    y = scores_in_tiles(s, WINDOW + 63) + more
+    given = {"operation": "attention", "is_time": False, "kept": kept}
+    fit = fit_hybrid(s, np.ones(14), y, window=WINDOW, reaches=[WINDOW + 63], **given)
+    told = np.array([hybrid_value(fit, x, 1, 65536) for x in s]) / (y + kept)
+    assert told.min() >= 1 - 1e-9 and told.max() < 1.03
+    assert np.count_nonzero(told > 1 + 1e-9) == 1
+
+
 def test_a_law_with_a_window_is_read_and_evaluated_as_it_was_fitted(tmp_path):
     s = np.geomspace(128, 32768, 8)
     points = [
-        replace(measure("metp", name, int(x), 1), backward_seconds=1e-10 * seen(int(x)))
+        replace(
+            measure("metp", name, int(x), 1),
+            backward_seconds=1e-10 * seen(int(x)),
+            forward_bytes=float(scores_in_tiles(x, WINDOW + 63)),
+        )
         for name in ("attention@2", "mlp")
         for x in s
     ]
@@ -176,10 +228,14 @@ def test_a_law_with_a_window_is_read_and_evaluated_as_it_was_fitted(tmp_path):
     assert read.table.description == described and read.require_model().fits == model.fits
     (fit,) = [one for one in model.fits if one.operation == "attention@2"]
     backward = fit.fits[QUANTITIES.index("backward_seconds")]
-    assert backward.law.window == WINDOW
+    forward = fit.fits[QUANTITIES.index("forward_bytes")]
+    assert (backward.law.window, forward.law.reach) == (WINDOW, WINDOW + 63)
     for length in (100, WINDOW, 5000, 32768, 50000, 1 << 20):
         expected = hybrid_value(backward, length, 3, fit.max_length)
-        assert model.operation("metp", "attention@2", length, 3).backward_seconds == expected
+        costs = model.operation("metp", "attention@2", length, 3)
+        assert costs.backward_seconds == expected
+        peak = hybrid_value(forward, length, 3, fit.max_length)
+        assert costs.kept_bytes + costs.forward_bytes == pytest.approx(peak, rel=1e-12)
 
 
 BEND = -(-8 * WINDOW // 3)  # of the 4 ranks of the description

@@ -111,9 +111,17 @@ def test_lengths_are_read_from_an_index_of_megatron(tmp_path):
     write_index(tmp_path / "a.idx", [5, 2, 9], boundaries=[0, 2, 3])
     index = read_index(tmp_path / "a")
     assert index.sequence_lengths.tolist() == [5, 2, 9]
-    assert index.num_documents == 2
+    assert index.num_documents == 2 and index.document_lengths.tolist() == [7, 9]
     write_index(tmp_path / "multimodal.idx", [5, 2], extra=b"\0\0")
     assert read_index(tmp_path / "multimodal.idx").sequence_lengths.tolist() == [5, 2]
+
+
+def test_a_document_of_several_sentences_counts_as_one_sequence(tmp_path):
+    """As in training."""
+    write_index(tmp_path / "a.idx", [4, 3000, 2000, 9], boundaries=[0, 3, 4])
+    summary = summarize(read_index(tmp_path / "a"))
+    assert summary.bucket_sequences[:2] == (1, 1) and summary.bucket_tokens[:2] == (9, 5004)
+    assert (summary.num_sequences, summary.median_tokens, summary.max_tokens) == (2, 2506.5, 5004)
 
 
 def test_a_damaged_index_is_refused(tmp_path):
@@ -133,6 +141,10 @@ def test_a_damaged_index_is_refused(tmp_path):
     write_index(path, [3, -1])
     with pytest.raises(UserError, match="a negative length"):
         read_index(path)
+    for boundaries in ([1, 2], [0, 1], [0, 2, 1, 2], [0, 3]):
+        write_index(path, [3, 1], boundaries=boundaries)
+        with pytest.raises(UserError, match="documents are not of its 2 sequences"):
+            read_index(path)
     write_index(path, [3, 1], extra=b"\0")
     with pytest.raises(UserError, match="is damaged or unfinished"):
         read_index(path)

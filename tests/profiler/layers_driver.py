@@ -1,7 +1,7 @@
-"""A rank of a model whose layers differ: layers_driver OUTPUT LENGTH PEAKS <Megatron flags>, JSON.
+"""A rank of a model whose layers differ: layers_driver OUTPUT LENGTH <Megatron flags>, JSON.
 
 What each built layer is, what the arguments say of it, the constants as a profile finds them and as
-the whole model has them; and where PEAKS is "peaks", predicted and measured peaks of iterations.
+the whole model has them; and predicted and measured peaks of iterations.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from benchmarks.whole_model_rank import Check, plans_at
 
 
 def main() -> None:
-    output, length, peaks = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "peaks"
-    sys.argv[1:] = sys.argv[4:]
+    output, length = Path(sys.argv[1]), int(sys.argv[2])
+    sys.argv[1:] = sys.argv[3:]
     args = start_rank()
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler import model as profiled
@@ -42,8 +42,7 @@ def main() -> None:
     buffer = length * args.hidden_size * args.params_dtype.itemsize
     found["whole_bytes"] = static_bytes + buffer
     found["layers"] = [_what(layer) for layer in model.gpt.decoder.layers]
-    if peaks:
-        found["peaks"] = _peaks(model, meter, before - buffer, constants, length)
+    found["peaks"] = _peaks(model, meter, before - buffer, constants, length)
     if os.environ["RANK"] == "0":
         output.write_text(json.dumps(found))
 

@@ -142,6 +142,17 @@ def test_chunks_of_a_pipeline_stage_are_estimated_each_by_its_own_memory(tmp_pat
     assert found["metp"] == 1
 
 
+def test_errors_are_medians_over_the_microbatches_of_all_traces(tmp_path):
+    """One stage was off by 50% in one microbatch, the other by 10% in four."""
+    wrong = {"predicted_seconds": 0.15, "predicted_peak_bytes": 300_000_000}
+    lines = {"a": [microbatch(1, **wrong)], "b": [microbatch(i) for i in range(1, 5)]}
+    traces = [read_trace(str(write_trace(tmp_path / name, found))) for name, found in lines.items()]
+    for order in (traces, traces[::-1]):
+        numbers = Content(order, None).as_json()
+        assert numbers["median_error_seconds"] == pytest.approx(0.1)
+        assert numbers["median_error_peak_bytes"] == pytest.approx(0.05)
+
+
 PACKED = {"documents": 64, "tokens": 8000}
 
 
