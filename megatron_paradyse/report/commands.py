@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -41,6 +42,9 @@ def report(traces: tuple[str, ...], costs: str | None, output: str, as_json: boo
 
     if len(traces) > MOST_TRACES:
         raise UserError(f"{len(traces)} traces: give at most {MOST_TRACES}, such as one replica's")
+    for path, count in Counter(map(os.path.realpath, traces)).items():
+        if count > 1:
+            raise UserError(f"{path} is given {count} times: give each trace once")
     page = Path(output)
     check_output(output)
     if page.suffix.lower() not in (".html", ".htm"):  # such as the trace: it would be replaced

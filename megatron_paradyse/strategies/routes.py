@@ -1,10 +1,11 @@
 """Keys and values that few queries see: each goes straight to the ranks whose queries see it.
 
-So of packed documents, and within a narrow window (sizes.is_narrow). Where a ring passes
-every chunk through every rank, step i of p-1 sends from rank r to rank r+i what that rank's queries
-see of r's chunk, and nothing where they see nothing. Gradients go back the same
-way one step later. Every rank finds the same routes from the microbatch, and takes the steps in
-the same order, whether or not it has a part in them: no order of sends can deadlock.
+So of packed documents, and within a narrow window (sizes.is_narrow). Where a ring passes every
+chunk through every rank, step i of p-1 sends from rank r to rank r+i what that rank's queries see
+of r's chunk, and nothing where they see nothing. Gradients go back the same way one step later.
+Every rank finds the same routes from the microbatch, and takes the steps in the same order, whether
+or not it has a part in them: no order of sends can deadlock. Steps that are nobody's are left out:
+within a window, those beyond the ranks that it reaches back to.
 """
 
 from __future__ import annotations
@@ -97,11 +98,15 @@ class _Routed:
         self, spans_of_ranks: SpansOfRanks, task: AttentionTask, group: ProcessGroup, dim: int
     ):
         shape, microbatch, rank = task.shape, task.microbatch, group.rank()
+        p, most = group.size(), group.size() - 1
+        if microbatch.shards is None:  # a narrow window: no query sees keys of ranks farther away
+            assert shape.window is not None
+            most = -(-(shape.window - 1) // (microbatch.seq_length // p))
         mask = (microbatch.documents, microbatch.batch_size, shape.causal, shape.window)
-        self._steps = _steps(spans_of_ranks, rank, *mask)
+        self._steps = _steps(spans_of_ranks, rank, most, *mask)
         self._group, self._dim = group, dim
         spans = {step.source: step.spans for step in self._steps} | {rank: spans_of_ranks[rank]}
-        self.spans_from = tuple(spans[source] for source in range(group.size()))
+        self.spans_from = tuple(spans.get(source, ()) for source in range(p))
 
     def chunks(self, own: Tensor, *, backward: bool = False) -> Iterator[tuple[int, Tensor]]:
         """The own chunk first. Alive besides it: what is used, what comes, and what is sent."""
@@ -176,11 +181,12 @@ def _take_rows(x: Tensor, rows: Ranges, dim: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _steps(spans_of_ranks: SpansOfRanks, rank: int, *mask) -> tuple[_Step, ...]:
-    """mask: documents, batch size, causal and window, as plan_blocks takes them."""
+def _steps(spans_of_ranks: SpansOfRanks, rank: int, most: int, *mask) -> tuple[_Step, ...]:
+    """So many steps at most. mask: documents, batch size, causal and window, as plan_blocks takes
+    them."""
     p = len(spans_of_ranks)
     steps = []
-    for i in range(1, p):
+    for i in range(1, min(p - 1, most) + 1):
         to, source = (rank + i) % p, (rank - i) % p
         rows = _rows_seen(spans_of_ranks[to], spans_of_ranks[rank], *mask)
         coming = _rows_seen(spans_of_ranks[rank], spans_of_ranks[source], *mask)

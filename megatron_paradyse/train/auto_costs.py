@@ -339,9 +339,8 @@ def _key(args: argparse.Namespace, settings: Settings) -> str:
     values |= {"head_tile": repr(settings.head_tile), "strategies": repr(_strategies(settings))}
     values |= {"rows": "measured"} if settings.sequences == PACKED else {}
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
-    layers = ModelLayers.of_arguments(args, args.num_layers)
-    others = layers.kinds().others
+    others = ModelLayers.of_arguments(args, args.num_layers).kinds().others
     values |= {"layers": repr(others)} if others else {}
-    values |= {"rings": "send what windows leave"} if any(layers.windows(args)) else {}
+    values |= {"rings": "send what windows leave"} if args.window_size else {}
     values |= {"device": f"{_device()}, {_size()}", "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

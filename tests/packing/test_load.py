@@ -66,7 +66,7 @@ def test_within_a_window_a_load_is_what_blocks_and_routes_of_strategies_are(seed
         sum(block.num_scores for keys in spans for block in plan_blocks(own, keys, *mask))
         for own in spans
     ]
-    steps = [_steps(spans, rank, *mask) for rank in range(p)]
+    steps = [_steps(spans, rank, p - 1, *mask) for rank in range(p)]
     received = [sum(step.num_received for step in of_rank) for of_rank in steps]
     needed = [keys_needed(row, rank, causal=True, window=window) for rank in range(p)]
     assert received == [len(keys) for keys in needed]

@@ -218,6 +218,7 @@ def test_costs_of_another_file_than_the_runs_are_warned_of(tmp_path, costs):
         (["TRACE", "-o", "/tmp"], "give the name of a file"),
         (["TRACE", "--costs", "/x.json"], "/x.json does not exist"),
         (["TRACE"] * 300, "give at most 256"),
+        (["TRACE", "TRACE"], "t.jsonl is given 2 times: give each trace once"),
         ([], "Missing argument 'TRACE...'"),
     ],
 )

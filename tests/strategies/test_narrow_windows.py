@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.work import keys_moved, scores_per_rank
 from megatron_paradyse.simulator.run import ranks_that_differ
+from megatron_paradyse.strategies import transport
 from megatron_paradyse.strategies.accounting import operation_costs, packed_attention_sent
 from megatron_paradyse.strategies.blocks import balanced_spans, plan_blocks, ring_spans
 from megatron_paradyse.strategies.contract import Microbatch
@@ -84,6 +85,22 @@ def test_a_wide_window_leaves_the_ring_as_it_is(strategy):
     for quantity in ("forward_sent_bytes", "backward_sent_bytes"):
         found = max(getattr(measured, quantity) for measured in by_rank(case))
         assert found == getattr(costs, quantity)
+
+
+@pytest.mark.parametrize("window", [1, 2, 13, 14, 24])
+def test_ranks_take_as_many_steps_as_the_window_reaches_back(window, monkeypatch):
+    """Of keys and values there and back again, and of their gradients: also ranks without part."""
+    begun, exchange = [], transport.exchange
+
+    def counted(*buffers, **ranks):
+        begun.append(ranks)
+        return exchange(*buffers, **ranks)
+
+    monkeypatch.setattr(transport, "exchange", counted)
+    by_rank.cache_clear()
+    p, size = 8, S // 8
+    by_rank(case_of("megatron_cz", p, window))
+    assert len(begun) == p * 3 * -(-(window - 1) // size)
 
 
 def test_score_rows_have_columns_for_the_keys_that_come():
