@@ -13,8 +13,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_paradyse.costs import row_bytes
 from megatron_paradyse.costs.fitting import fit_table
@@ -36,7 +34,7 @@ from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.synthetic import DESCRIPTION
 from tests.packing.rows import zigzag
 from tests.strategies.cases import AttentionCase
-from tests.strategies.test_accounting import measure_rank
+from tests.strategies.test_accounting import measure_rank, on_fake_ranks
 
 S, N, D = 128, 8, 16
 LENGTHS = (64, 96, 128, 192, 512)
@@ -94,13 +92,7 @@ def model_of(p, mask, variant):
 @functools.cache
 def measured(case):
     """Of each quantity the largest that any rank has."""
-    found = []
-    for rank in range(case.p):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.p)
-        try:
-            found.append(measure_rank(dist.new_group(list(range(case.p))), case))
-        finally:
-            dist.destroy_process_group()
+    found = on_fake_ranks(case, measure_rank, range(case.p))
     return {name: max(getattr(m, name) for m in found) for name in BYTES}
 
 

@@ -7,6 +7,7 @@ for exactly as long as the code holds it.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import fields, replace
 
 import pytest
@@ -31,9 +32,14 @@ aten = torch.ops.aten
 
 def _by_rank(case: AttentionCase | MlpCase, job) -> list:
     """job(group, case) as each rank of p, one after the other; as the last where it decides."""
-    results = []
     differ = case.strategy.startswith(("metp", "megatron_cz")) and isinstance(case, AttentionCase)
-    for rank in range(case.p) if differ else (case.p - 1,):
+    return on_fake_ranks(case, job, range(case.p) if differ else (case.p - 1,))
+
+
+def on_fake_ranks(case: AttentionCase | MlpCase, job, ranks: Iterable[int]) -> list:
+    """job(group, case) as each of these ranks of p."""
+    results = []
+    for rank in ranks:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.p)
         try:
             results.append(job(dist.new_group(list(range(case.p))), case))

@@ -10,8 +10,6 @@ from dataclasses import astuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.work import keys_moved, scores_per_rank
@@ -22,7 +20,7 @@ from megatron_paradyse.strategies.blocks import balanced_spans, plan_blocks, rin
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.sizes import is_narrow
 from tests.strategies.cases import AttentionCase
-from tests.strategies.test_accounting import _sizes, measure_rank
+from tests.strategies.test_accounting import _sizes, measure_rank, on_fake_ranks
 
 RINGS = ("megatron_cz", "metp", "colossal_z")
 S = 96
@@ -36,14 +34,7 @@ def case_of(strategy: str, p: int, window: int | None) -> AttentionCase:
 
 @functools.cache
 def by_rank(case: AttentionCase) -> list:
-    found = []
-    for rank in range(case.p):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.p)
-        try:
-            found.append(measure_rank(dist.new_group(list(range(case.p))), case))
-        finally:
-            dist.destroy_process_group()
-    return found
+    return on_fake_ranks(case, measure_rank, range(case.p))
 
 
 @pytest.mark.parametrize("strategy", RINGS)
