@@ -64,6 +64,17 @@ def test_with_one_length_on_a_side_no_bytes_are_missed(lengths):
         assert fit.law(length, 1) >= 0.999 * in_tiles(length)
 
 
+def is_refused(path, part, change, message):
+    """The file with this change of the first law that has the part."""
+    values = json.loads(path.read_text())
+    fits = (one for op in values["model"]["operations"] for one in op["fits"].values())
+    next(one[part] for one in fits if part in one).update(change)
+    changed = path.with_name("changed.json")
+    changed.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=message):
+        read_cost_file(changed)
+
+
 def test_a_fit_in_tiles_is_written_read_and_evaluated(tmp_path):
     rows = TILE_ROWS * DESCRIPTION.p
 
@@ -81,7 +92,6 @@ def test_a_fit_in_tiles_is_written_read_and_evaluated(tmp_path):
     write_cost_file(path, table, model)
     again = read_cost_file(path).require_model()
     assert again.fits == model.fits
-    values = json.loads(path.read_text())
     for change, message in (
         ({"tokens": 0}, "in_tiles.tokens must lie in"),
         ({"tokens": rows + 1}, "all are of one size"),
@@ -89,12 +99,7 @@ def test_a_fit_in_tiles_is_written_read_and_evaluated(tmp_path):
         ({"pieces": [[1.0, 2.0]]}, "in_tiles.pieces"),
         ({"more": 1}, "in_tiles has unknown 'more'"),
     ):
-        changed = json.loads(json.dumps(values))
-        tiled = (one for op in changed["model"]["operations"] for one in op["fits"].values())
-        next(one["in_tiles"] for one in tiled if "in_tiles" in one).update(change)
-        (tmp_path / "changed.json").write_text(json.dumps(changed))
-        with pytest.raises(UserError, match=message):
-            read_cost_file(tmp_path / "changed.json")
+        is_refused(path, "in_tiles", change, message)
     for s, b in ((rows, 1), (rows + 1, 1), (rows // 2 + 1, 2), (100, 1), (200_000, 1)):
         fit = model.fits[[f.strategy + f.operation for f in model.fits].index("ulysses_zmlp")]
         kept, *_, backward = (hybrid_value(one, s, b, fit.max_length) for one in fit.fits[2:])
@@ -309,7 +314,6 @@ def test_laws_on_either_side_of_a_bend_are_read_as_they_were_written(bent_table,
     for s, b in ((BEND - 1, 1), (BEND, 1), (BEND, 3), (128, 2), (1 << 20, 1)):
         kept, *_, backward = (hybrid_value(one, s, b, fit.max_length) for one in fit.fits[2:])
         assert again.operation("megatron_cz", "attention", s, b).backward_bytes == backward - kept
-    values = json.loads(path.read_text())
     for change, message in (
         ({"from": 0}, "beyond.from must lie in"),
         ({"from": BEND + 1}, "all begin at one length"),
@@ -317,12 +321,7 @@ def test_laws_on_either_side_of_a_bend_are_read_as_they_were_written(bent_table,
         ({"more": 1}, "beyond has unknown 'more'"),
         ({"beyond": {}}, "beyond has unknown 'beyond'"),
     ):
-        changed = json.loads(json.dumps(values))
-        bends = (one for op in changed["model"]["operations"] for one in op["fits"].values())
-        next(one["beyond"] for one in bends if "beyond" in one).update(change)
-        (tmp_path / "changed.json").write_text(json.dumps(changed))
-        with pytest.raises(UserError, match=message):
-            read_cost_file(tmp_path / "changed.json")
+        is_refused(path, "beyond", change, message)
 
 
 def test_noise_and_a_second_piece_do_not_spoil_a_law():
