@@ -28,6 +28,8 @@ OURS = ["--paradyse", "--paradyse-sequences", "fixed", "--paradyse-policy", "ran
 COMMON = ["--mock-data", "--sequence-parallel", "--train-iters", str(ITERATIONS)]
 
 ROPE = "--position-embedding-type rope"
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 8 --no-rope-fusion "
+YARN += "--yarn-original-max-position-embeddings 16"
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 MOE = f"{EXPERTS} --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -59,7 +61,9 @@ TWO_RANKS = {
     "RoPE, base": f"{ROPE} --rotary-base 50000",
     "RoPE, interpolated": f"{ROPE} --rotary-seq-len-interpolation-factor 2",
     "RoPE, not in every layer": f"{ROPE} --no-rope-freq 2",
-    "YaRN": "--position-embedding-type yarn",
+    "YaRN": YARN,
+    "YaRN, scaled otherwise": f"{YARN} --mscale 0.7 --mscale-all-dim 0.2 --yarn-beta-fast 8",
+    "positions of three kinds": "--position-embedding-type mrope --mrope-section 1 1 2",
     "no positions": "--position-embedding-type none",
     "positions restart": "--reset-position-ids",
     "losses masked": "--eod-mask-loss",
@@ -131,7 +135,7 @@ FOUR_RANKS = {
     "pipeline, by a layout": f"{PP2} --pipeline-model-parallel-layout Et|tttL",
     "context parallelism": "--context-parallel-size 2",
 }
-QUICK = ("no other flag", "YaRN")
+QUICK = ("no other flag", "softmax off by one")
 
 
 def train(folder: Path, flags: list[str], ranks: int) -> Run:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import math
 
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config as yarn_factor,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -29,6 +32,7 @@ def attention_shape(module, *, training: bool) -> AttentionShape:
         tuple(config.window_size) if windowed else None,
         config.attention_dropout if training else 0.0,
         config.rotary_interleaved,
+        yarn_factor(config),
         _qk_norm(module),
         config.layernorm_epsilon,
         config.layernorm_zero_centered_gamma,
@@ -53,6 +57,7 @@ def _attention_shape(
     window,
     dropout,
     interleaved,
+    rope_scale,
     qk_norm,
     eps,
     plus_one,
@@ -66,6 +71,7 @@ def _attention_shape(
         window=None if window is None else window[0] + 1,
         dropout=dropout,
         rope_interleaved=interleaved,
+        rope_scale=rope_scale,
         qk_norm=None if qk_norm is None else qk_norm.lower(),
         qk_norm_eps=eps,
         qk_norm_plus_one=plus_one,

@@ -18,6 +18,7 @@ CAUSAL = "causal"
 MASKS = (CAUSAL, "bidirectional")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by dtype
 DEVICE_KINDS = ("cpu", "cuda")
+ROTARY = ("rope", "yarn")  # position embeddings by angles
 SOURCES = ("measured", "stand-in", "simulated")
 MAX_RANKS = 1 << 20
 # Two devices of one name may differ by what driver and firmware reserve.
@@ -44,7 +45,7 @@ class ModelShape:
     vocab_size: int  # as padded for the grid
     normalization: str  # "layernorm", "rmsnorm"
     biases: bool
-    position_embedding: str  # "rope", "learned", "none"
+    position_embedding: str  # "rope", "yarn", "learned", "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Training (train/choosing.py) and the commands that tell beforehand what training
 
 from __future__ import annotations
 
-from megatron_paradyse.costs.description import ELEMENT_BYTES
+from megatron_paradyse.costs.description import ELEMENT_BYTES, ROTARY
 from megatron_paradyse.costs.layers import HALVES, MLP
 from megatron_paradyse.costs.packed import LOCAL
 from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
@@ -133,7 +133,7 @@ class FilePolicies:
     def _angle_bytes_per_position(self) -> int:
         """Of RoPE's table of angles in float32: at most, where only a part of a head turns."""
         shape = self.costs.file.table.description.model
-        return 4 * shape.head_dim if shape.position_embedding == "rope" else 0
+        return 4 * shape.head_dim if shape.position_embedding in ROTARY else 0
 
     @property
     def _input_bytes_per_token(self) -> float:

@@ -53,6 +53,7 @@ class AttentionShape:
     window: int | None = None  # keys visible to a query, itself included; None: all
     dropout: float = 0.0
     rope_interleaved: bool = False
+    rope_scale: float = 1.0  # of rotated channels: the attention factor of YaRN
     qk_norm: str | None = None  # None, "layernorm", "rmsnorm" or "l2"
     qk_norm_eps: float = 1e-5
     qk_norm_plus_one: bool = False  # the norm's weight is stored less one
@@ -136,7 +137,8 @@ class Microbatch:
         Every position is held once. Then exchanges follow the documents: what no document needs
         moves nowhere.
     rope: angles [s, d_rot] of the s global positions in float32 (d_rot <= d), or None. Their
-        cosine and sine rotate the first d_rot channels of each query and key head. Where angles
+        cosine and sine, times rope_scale, rotate the first d_rot channels of each query and key
+        head. Where angles
         restart at each document, row i has those of position i's place in its document.
     dropout_seed: with global indices (sequence, head, query, key) it decides what attention
         dropout drops, so that every strategy, p and recomputation drops the same.

@@ -40,7 +40,7 @@ def normalise_and_rotate(
         k = head_norm(k, weights.k_norm, weights.k_norm_bias, shape)
     if microbatch.rope is not None:
         angles = angles_at(microbatch.rope, spans).to(q.device)[:, None, None, :]
-        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        cos, sin = (t.mul_(shape.rope_scale).to(q.dtype) for t in (angles.cos(), angles.sin()))
         q = rotate(q, cos, sin, interleaved=shape.rope_interleaved)
         k = rotate(k, cos, sin, interleaved=shape.rope_interleaved)
     return q, k

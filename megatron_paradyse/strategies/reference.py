@@ -38,7 +38,7 @@ def reference_attention(
         q = _normalise(q, weights.q_norm, weights.q_norm_bias, shape)
         k = _normalise(k, weights.k_norm, weights.k_norm_bias, shape)
     if microbatch.rope is not None:
-        q, k = (_rotate(t, microbatch.rope, shape.rope_interleaved) for t in (q, k))
+        q, k = (_rotate(t, microbatch.rope, shape) for t in (q, k))
     k, v = (t.repeat_interleave(n // g, dim=2) for t in (k, v))
     probs = _probabilities(torch.einsum("qbnd,kbnd->bnqk", q, k), shape, microbatch)
     out = torch.einsum("bnqk,kbnd->qbnd", probs.to(v.dtype), v)
@@ -112,16 +112,16 @@ def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Att
     return x.to(dtype)
 
 
-def _rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+def _rotate(x: Tensor, angles: Tensor, shape: AttentionShape) -> Tensor:
     d_rot = angles.shape[-1]
     channel = torch.arange(d_rot, device=x.device)
-    if interleaved:
+    if shape.rope_interleaved:
         partner, sign = channel ^ 1, 1 - 2 * (channel % 2 == 0).to(x.dtype)
     else:
         partner = (channel + d_rot // 2) % d_rot
         sign = 1 - 2 * (channel < d_rot // 2).to(x.dtype)
     cos, sin = (t[:, None, None].to(x.dtype) for t in (angles.cos(), angles.sin()))
-    turned = x[..., :d_rot] * cos + x[..., partner] * sign * sin
+    turned = shape.rope_scale * (x[..., :d_rot] * cos + x[..., partner] * sign * sin)
     return torch.cat((turned, x[..., d_rot:]), dim=-1)
 
 

@@ -129,6 +129,11 @@ def check_bert(args: argparse.Namespace) -> None:
             f"--paradyse-sequences {settings.sequences} with a BERT: it trains on documents: leave "
             "it out"
         )
+    if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
+        raise UserError(
+            f"--position-embedding-type {args.position_embedding_type} with a BERT, which Megatron "
+            "would train without positions: use rope"
+        )
     if args.num_experts:
         raise UserError(f"--num-experts {args.num_experts} with a BERT: leave --num-experts out")
     if args.window_size:

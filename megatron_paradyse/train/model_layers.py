@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.description import WINDOW
+from megatron_paradyse.costs.description import ROTARY, WINDOW
 from megatron_paradyse.costs.layers import ATTENTION, MLP, LayerKinds, half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
 
@@ -69,7 +69,7 @@ class ModelLayers:
 
     def _attention(self, args: argparse.Namespace, place: int) -> dict[str, int]:
         found = {"qk_norm": int(args.qk_layernorm)}
-        if args.position_embedding_type == "rope":
+        if args.position_embedding_type in ROTARY:
             found["rotated"] = 1 - self._has(UNROTATED, place, default=0)
         if args.window_size and self._has(WINDOWS, place, default=1) and args.window_size[0] >= 0:
             found[WINDOW] = args.window_size[0] + 1  # the query's own token is seen too

@@ -58,7 +58,7 @@ def check_strategies(args: argparse.Namespace) -> None:
 
 def only_megatron_ts(args: argparse.Namespace) -> str | None:
     """The flag whose attention no other strategy can run, if there is one."""
-    if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
+    if args.position_embedding_type not in ("learned_absolute", "rope", "yarn", "none"):
         return f"--position-embedding-type {args.position_embedding_type}"
     for name in ("attention_output_gate", "batch_invariant_mode", "use_kitchen_attention"):
         if getattr(args, name, False):

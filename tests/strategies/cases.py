@@ -34,7 +34,7 @@ class AttentionCase:
     s: int = 24
     b: int = 2
     bias: bool = False
-    rope: str | None = None  # None, "half", "interleaved", "partial"
+    rope: str | None = None  # None, "half", "interleaved", "partial", "scaled"
     qk_norm: str | None = None
     window: int | None = None
     dropout: float = 0.0
@@ -64,6 +64,7 @@ class AttentionCase:
             window=self.window,
             dropout=self.dropout,
             rope_interleaved=self.rope == "interleaved",
+            rope_scale=1.3 if self.rope == "scaled" else 1.0,
             qk_norm=self.qk_norm,
         )
 

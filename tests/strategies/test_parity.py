@@ -47,6 +47,7 @@ def _special_attention(strategy: str, p: int):
     yield make("causal", g=2, qk_norm="layernorm", rope="half", bias=True)
     yield make("packed_causal", g=1, qk_norm="rmsnorm", rope="half")
     yield make("bidirectional", qk_norm="l2", rope="interleaved")
+    yield make("packed_causal", g=2, qk_norm="layernorm", rope="scaled")
     for window in (1, 5, 9, 10, 23):  # narrow up to (p-1)/2p of the 24
         yield make("causal", g=2, window=window)
     yield make("causal", g=1, window=4, dropout=0.3, rope="half", bias=True, qk_norm="rmsnorm")
@@ -63,7 +64,7 @@ def _key_heads_one_by_one():
     """METP's backward after a second run of a long sequence, with several key heads in a block."""
     make = functools.partial(AttentionCase, "metp+recompute", tile_rows=4)
     yield make(2, "causal", n=8, g=4, rope="half", bias=True, dropout=0.3)
-    yield make(2, "packed", n=6, g=6, qk_norm="l2")
+    yield make(2, "packed", n=6, g=6, qk_norm="l2", rope="scaled")
     yield make(3, "bidirectional", n=12, g=6, d=6, qk_norm="rmsnorm", rope="partial")
     yield make(4, "packed_causal", n=12, g=3, rope="interleaved")
     yield make(1, "padded_causal", n=4, g=2, qk_norm="layernorm", rope="half", dropout=0.2)
@@ -107,7 +108,8 @@ def _half_cases() -> list[AttentionCase | MlpCase]:
     cases: list[AttentionCase | MlpCase] = []
     for strategy, p in itertools.product(strategy_names(), (1, 2, 4)):
         for mask, g in (("causal", 2), ("packed_causal", 4)):
-            case = AttentionCase(strategy, p, mask, g=g, rope="half", bias=True)
+            rope = "half" if mask == "causal" else "scaled"
+            case = AttentionCase(strategy, p, mask, g=g, rope=rope, bias=True)
             cases.append(_with_dtype(case, torch.bfloat16))
         cases.append(MlpCase(strategy, p, gated=True, bias=True, dtype=torch.bfloat16))
         cases.append(_with_dtype(AttentionCase(strategy, p, "causal"), torch.float16))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -41,6 +42,7 @@ def serve() -> None:
     import tests.train.compare_plans
     import tests.train.driver  # noqa: F401
 
+    gc.freeze()  # ranks need not look through what they inherit, nor copy its pages
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)

@@ -103,6 +103,10 @@ REFUSED = {
         ["--paradyse", "--paradyse-mask-token", 5, "--window-size", "8,8"],
         "--window-size 8,8 with a BERT, whose attention is bidirectional: leave --window-size out",
     ),
+    "YaRN": (
+        ["--paradyse", "--paradyse-mask-token", 5, "--position-embedding-type", "yarn"],
+        "--position-embedding-type yarn with a BERT, which Megatron would train without positions",
+    ),
     "a GPT": (
         ["--paradyse", "--paradyse-model", "gpt", "--paradyse-mask-token", 5],
         "--paradyse-mask-token 5 has no effect on a GPT",

@@ -6,7 +6,8 @@ import pytest
 
 from tests.train.harness import LLAMA, run_forked, with_defaults
 
-MODELS = {"gpt": (4, []), "llama": (2, [*LLAMA, "--qk-layernorm"])}
+YARN = ["--position-embedding-type", "yarn", "--rotary-scaling-factor", 8]
+MODELS = {"gpt": (4, []), "llama": (2, [*LLAMA, *YARN, "--qk-layernorm"])}
 
 
 @pytest.mark.parametrize("model", MODELS)

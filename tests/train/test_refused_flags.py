@@ -179,7 +179,7 @@ OF_A_CHECKPOINT = {
         "tensor_model_parallel_size": 2
     },
     "--mtp-num-layers 1 with --paradyse": {"mtp_num_layers": 1},
-    "--position-embedding-type yarn does not run with metp": {"position_embedding_type": "yarn"},
+    "--position-embedding-type mrope does not run with metp": {"position_embedding_type": "mrope"},
     "--activation-func-clamp-value 7.0 does not run with metp": {
         "activation_func_clamp_value": 7.0
     },

@@ -64,6 +64,8 @@ def test_fifty_iterations_of_random_plans_follow_stock_megatron(tmp_path):
     np.testing.assert_allclose(run.values("loss"), stock.values("loss"), rtol=1e-4)
 
 
+YARN = ["--position-embedding-type", "yarn", "--rotary-scaling-factor", 8]
+YARN += ["--yarn-original-max-position-embeddings", 16, "--no-rope-fusion"]
 MACHINERY = {
     "overlapped distributed optimizer": (4, [
         *TP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
@@ -85,6 +87,7 @@ MACHINERY = {
         *TP2, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp",
     ]),
     "norms that a spec leaves out": (2, [*TP2, "--qk-l2-norm"]),
+    "positions of YaRN": (2, [*TP2, *YARN]),
 }  # fmt: skip
 
 
