@@ -73,6 +73,9 @@ TWO_RANKS = {
     "softmax in float32": "--attention-softmax-in-fp32",
     "softmax off by one": "--softmax-type off-by-one",
     "learnable softmax": "--softmax-type learnable",
+    "softmax, windows, YaRN, experts": f"{YARN} {MOE} {UNFUSED} --softmax-type learnable "
+    "--group-query-attention --num-query-groups 4 --window-size 8,0 --window-attn-skip-freq 2 "
+    "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
     "gated attention": "--attention-output-gate",
     "multi-token prediction": f"{ROPE} --mtp-num-layers 1",
     "MuP": "--use-mup",
@@ -135,7 +138,7 @@ FOUR_RANKS = {
     "pipeline, by a layout": f"{PP2} --pipeline-model-parallel-layout Et|tttL",
     "context parallelism": "--context-parallel-size 2",
 }
-QUICK = ("no other flag", "softmax off by one")
+QUICK = ("no other flag", "clamped SwiGLU")
 
 
 def train(folder: Path, flags: list[str], ranks: int) -> Run:

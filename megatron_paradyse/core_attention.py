@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.rms_norm import RmsNorm
@@ -13,6 +17,7 @@ from megatron_paradyse.strategies.blocks import whole
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
+from megatron_paradyse.strategies.softmax_offset import in_float
 
 
 class TorchNorm:
@@ -54,13 +59,15 @@ class CoreAttention(MegatronModule):
         pg_collection=None,
     ):
         super().__init__(config=config)
-        if config.softmax_type != "vanilla":
-            raise UserError(
-                f"--softmax-type {config.softmax_type} has no linear-memory kernel: use vanilla"
-            )
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.tp_group = pg_collection.tp
+        self.softmax_offset: Tensor | None = None  # [n/p]
+        if config.softmax_type != "vanilla":
+            own = DotProductAttention(
+                config, layer_number, attn_mask_type, attention_type, pg_collection=pg_collection
+            )
+            self.softmax_offset = own.softmax_offset  # a parameter if it is learnable
 
     def forward(
         self,
@@ -87,5 +94,19 @@ class CoreAttention(MegatronModule):
             microbatch,
             first_head=self.tp_group.rank() * query.shape[2],
         )
-        out = local_attention(query, key, value, spans=whole(microbatch), task=task)
+        out = local_attention(
+            query,
+            key,
+            value,
+            spans=whole(microbatch),
+            task=task,
+            offset=in_float(self.softmax_offset),
+        )
         return to_rows(out, microbatch).flatten(2)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """As Megatron's own attention has it, with the learnable offsets of heads."""
+        if self.config.softmax_type != "learnable":
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        as_megatron: Any = DotProductAttention.sharded_state_dict
+        return as_megatron(self, prefix, sharded_offsets, metadata)

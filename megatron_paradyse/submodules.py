@@ -260,8 +260,9 @@ class SwitchableSelfAttention(SelfAttention):
         return in_order(microbatch_of(planned.row))
 
     def _weights(self) -> AttentionWeights:
-        announce_use(self.linear_qkv, self.linear_proj, self.q_layernorm, self.k_layernorm)
-        q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        q_norm, k_norm, core = self.q_layernorm, self.k_layernorm, self.core_attention
+        announce_use(self.linear_qkv, self.linear_proj, q_norm, k_norm, core)
+        offset = getattr(core, "softmax_offset", None)
         return AttentionWeights(
             qkv=of_strategy(self.linear_qkv.weight, self.config),
             proj=of_strategy(self.linear_proj.weight, self.config),
@@ -270,6 +271,7 @@ class SwitchableSelfAttention(SelfAttention):
             q_norm_bias=getattr(q_norm, "bias", None),
             k_norm=getattr(k_norm, "weight", None),
             k_norm_bias=getattr(k_norm, "bias", None),
+            softmax_offset=None if offset is None else offset.flatten(),
         )
 
     def _microbatch(self, planned, hidden_states, rotary_pos_emb) -> Microbatch:

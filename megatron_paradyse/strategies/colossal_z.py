@@ -35,6 +35,7 @@ from megatron_paradyse.strategies.local_attention import (
     new_gradients,
 )
 from megatron_paradyse.strategies.routes import exchange_among
+from megatron_paradyse.strategies.softmax_offset import whole_offset
 from megatron_paradyse.strategies.tiled_kernel import hide_, per_kv_head, per_query_head
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 from megatron_paradyse.strategies.zero_tiles import zero_mlp_in_tiles
@@ -55,7 +56,8 @@ def attention(
     spans = contiguous_spans(microbatch, group.size(), group.rank())
     q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
     proj = gather_weight(weights.proj.t(), group)
-    out = _RowAttention.apply(AttentionTask(shape, microbatch), group, q, k, v)
+    offset = whole_offset(weights, group)
+    out = _RowAttention.apply(AttentionTask(shape, microbatch), group, q, k, v, offset)
     del q, k, v
     return zero_proj(out, proj, weights, group)
 
@@ -64,10 +66,11 @@ class _RowAttention(Function):
     """q [s/p, b, n, d], k and v [s/p, b, g, d] -> [s/p, b, n, d]; inside, heads before sequence."""
 
     @staticmethod
-    def forward(ctx, task, group, q, k, v):
+    def forward(ctx, task, group, q, k, v, offset):
         rows = _Rows(task, group)
         q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v))
-        probs = _score_rows(q, k, rows).to(q.dtype)
+        probs, beside = _score_rows(q, k, rows, offset)
+        probs = probs.to(q.dtype)
         out = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
         for source, v_chunk in rows.exchange.chunks(v):
             part = probs[..., rows.columns[source]]
@@ -77,14 +80,14 @@ class _RowAttention(Function):
         if rows.keep_scale != 1.0:
             out *= rows.keep_scale
         out = out.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format)
-        ctx.save_for_backward(q, k, v, probs)
+        ctx.save_for_backward(q, k, v, probs, beside)
         ctx.rows = rows
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        q, k, v, probs = ctx.saved_tensors
+        q, k, v, probs, beside = ctx.saved_tensors
         rows = ctx.rows
         wide = accumulation_dtype(q.dtype)
         grad_out = grad_out.permute(1, 2, 0, 3).contiguous()  # [s/p, b, n, d] -> [b, n, s/p, d]
@@ -103,6 +106,7 @@ class _RowAttention(Function):
             del part, grad_part, keep, v_chunk
         # dS = P (dP - rowsum(P dP)), in place
         row_sums = grad_scores.mul_(probs).sum(-1, keepdim=True)
+        grad_offset = None if beside is None else -(beside * row_sums).sum((0, 2, 3))
         grad_scores.addcmul_(probs, row_sums, value=-1).mul_(rows.task.shape.softmax_scale)
         (grad_q,) = new_gradients(q)
         grad_k = rows.exchange.gradient()
@@ -112,7 +116,8 @@ class _RowAttention(Function):
             grad_k.add(per_kv_head(part, q, k_chunk).to(wide))
             del part, k_chunk
         grads = (grad_q, grad_k.home(), grad_v.home())
-        return None, None, *(g.to(q.dtype).permute(2, 0, 1, 3) for g in grads)
+        of_rows = (g.to(q.dtype).permute(2, 0, 1, 3) for g in grads)
+        return None, None, *of_rows, grad_offset
 
 
 class _Rows:
@@ -151,8 +156,13 @@ def _positions(spans: tuple[Span, ...], device: torch.device) -> Tensor:
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
-def _score_rows(q: Tensor, k: Tensor, rows: _Rows) -> Tensor:
-    """Softmax over all keys that come, [b, n, s/p, s] of a whole ring; 0 where none is seen."""
+def _score_rows(
+    q: Tensor, k: Tensor, rows: _Rows, offset: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax over all keys that come, [b, n, s/p, s] of a whole ring; 0 where none is seen.
+
+    And [b, n, s/p, 1], the share of the key that an offset [n] adds; None without.
+    """
     task, dtype = rows.task, accumulation_dtype(q.dtype)
     scores = q.new_full((*q.shape[:3], rows.num_columns), float("-inf"), dtype=dtype)
     for source, k_chunk in rows.exchange.chunks(k):
@@ -170,8 +180,15 @@ def _score_rows(q: Tensor, k: Tensor, rows: _Rows) -> Tensor:
         del k_chunk
     # In place, for the largest buffer there is; a row that sees nothing becomes 0, not 0/0.
     largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
+    if offset is not None:
+        largest = torch.maximum(largest, offset[:, None, None])
     probs = scores.sub_(largest).exp_()
-    return probs.div_(probs.sum(-1, keepdim=True).clamp_(min=torch.finfo(dtype).tiny))
+    total = probs.sum(-1, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
+    if offset is None:
+        return probs.div_(total), None
+    beside = torch.exp(offset[:, None, None] - largest)
+    total += beside
+    return probs.div_(total), beside.div_(total)
 
 
 STRATEGY = Strategy(

@@ -113,6 +113,7 @@ class AttentionWeights:
     q_norm_bias: Tensor | None = None
     k_norm: Tensor | None = None
     k_norm_bias: Tensor | None = None
+    softmax_offset: Tensor | None = None  # [n / p], logits of a key without a value, by head
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron_paradyse.strategies.blocks import Block, Span, blocks_of
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 from megatron_paradyse.strategies.joined_blocks import first_of_their_queries, join_documents
 from megatron_paradyse.strategies.kernels import Kernel, choose_kernel
+from megatron_paradyse.strategies.softmax_offset import offset_gradient, with_offset_
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
 
 
@@ -135,12 +136,16 @@ class PartialOutput:
         assert self._out is not None
         self._out = self._out.to(dtype)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """out [sq, b, n, d] in the dtype of q, contiguous, and lse [b, n, sq]."""
+    def result(self, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """out [sq, b, n, d] in the dtype of q, contiguous, and lse [b, n, sq]; once.
+
+        offset [n]: the softmax has one more key (softmax_offset.py).
+        """
         if self._out is None:
             self._widen()
         assert self._out is not None and self._lse is not None
-        return self._out.to(self.q.dtype).contiguous(), self._lse
+        lse = with_offset_(self._out, self._lse, offset)
+        return self._out.to(self.q.dtype).contiguous(), lse
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -209,18 +214,18 @@ def _covers(block: Block, q: Tensor) -> bool:
 
 class _LocalAttention(Function):
     @staticmethod
-    def forward(ctx, q, k, v, q_spans, k_spans, task):
+    def forward(ctx, q, k, v, offset, q_spans, k_spans, task):
         partial = PartialOutput(q)
         partial.add(k, v, q_spans=q_spans, k_spans=k_spans, task=task)
-        out, lse = partial.result()
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = partial.result(offset)
+        ctx.save_for_backward(q, k, v, offset, out, lse)
         ctx.q_spans, ctx.k_spans, ctx.task = q_spans, k_spans, task
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, offset, out, lse = ctx.saved_tensors
         blocks = ctx.task.blocks_for(q, ctx.q_spans, ctx.k_spans)
         if len(blocks) == 1 and _covers(blocks[0], q) and blocks[0].k_rows == (0, k.shape[0]):
             grads = _block_gradients(blocks[0], grad_out, q, k, v, out, lse, ctx.task)
@@ -230,7 +235,8 @@ class _LocalAttention(Function):
                 grads, grad_out, q, k, v, out, lse,
                 q_spans=ctx.q_spans, k_spans=ctx.k_spans, task=ctx.task,
             )  # fmt: skip
-        return *(grad.to(q.dtype) for grad in grads), None, None, None
+        grad_offset = offset_gradient(grad_out, out, lse, offset)
+        return *(grad.to(q.dtype) for grad in grads), grad_offset, None, None, None
 
 
 def new_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -246,9 +252,12 @@ def local_attention(
     spans: tuple[Span, ...],
     task: AttentionTask,
     k_spans: tuple[Span, ...] | None = None,
+    offset: Tensor | None = None,
 ) -> Tensor:
     """q [sq, b, n, d] at positions `spans`, k and v [sk, b, g, d] -> [sq, b, n, d].
 
-    k and v hold the positions `k_spans`, or the same as q. Keeps q, k, v, the output and its lse.
+    k and v hold the positions `k_spans`, or the same as q. offset [n] as of softmax_offset.py.
+    Keeps q, k, v, the output and its lse.
     """
-    return _LocalAttention.apply(q, k, v, spans, spans if k_spans is None else k_spans, task)
+    k_spans = spans if k_spans is None else k_spans
+    return _LocalAttention.apply(q, k, v, offset, spans, k_spans, task)

@@ -23,6 +23,7 @@ from megatron_paradyse.strategies.contract import (
     documents_stay,
 )
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
+from megatron_paradyse.strategies.softmax_offset import whole_offset
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 from megatron_paradyse.strategies.zero_tiles import zero_mlp_in_tiles
 
@@ -44,7 +45,8 @@ def attention(
     spans = contiguous_spans(microbatch, p, rank)
     q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
     proj = gather_weight(weights.proj.t(), group)
-    out = local_attention(q, k, v, spans=spans, task=AttentionTask(shape, microbatch))
+    task, offset = AttentionTask(shape, microbatch), whole_offset(weights, group)
+    out = local_attention(q, k, v, spans=spans, task=task, offset=offset)
     del q, k, v
     return zero_proj(out, proj, weights, group)
 

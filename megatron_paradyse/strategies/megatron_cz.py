@@ -27,6 +27,7 @@ from megatron_paradyse.strategies.contract import (
 )
 from megatron_paradyse.strategies.local_attention import AttentionTask
 from megatron_paradyse.strategies.ring_attention import ring_attention
+from megatron_paradyse.strategies.softmax_offset import whole_offset
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 from megatron_paradyse.strategies.zero_tiles import zero_mlp_in_tiles
 
@@ -58,6 +59,7 @@ def attention(
         spans_of_ranks=spans_of_ranks,
         task=AttentionTask(shape, microbatch),
         group=group,
+        offset=whole_offset(weights, group),
     )
     y = zero_proj(out, proj, weights, group)
     return swap_halves(y, group) if swaps else y

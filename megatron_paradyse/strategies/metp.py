@@ -26,7 +26,7 @@ Bytes that a rank sends, e bytes a value (4 for what is summed in float32; 8 bot
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import gcd
 
 from torch import Tensor
@@ -44,6 +44,7 @@ from megatron_paradyse.strategies.contract import (
 )
 from megatron_paradyse.strategies.metp_attention import CirculatingAttention
 from megatron_paradyse.strategies.metp_mlp import CirculatingMlp
+from megatron_paradyse.strategies.softmax_offset import whole_offset
 
 
 def attention(
@@ -54,6 +55,7 @@ def attention(
     group: ProcessGroup,
 ) -> Tensor:
     """[s/p, b, h] -> [s/p, b, h]. Keeps x, the attention output [s/p, b, n d] and its lse."""
+    weights = replace(weights, softmax_offset=whole_offset(weights, group))
     tensors = (getattr(weights, field.name) for field in fields(weights))
     return CirculatingAttention.apply(shape, microbatch, group, x, *tensors)
 

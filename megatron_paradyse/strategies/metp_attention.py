@@ -32,6 +32,7 @@ from megatron_paradyse.strategies.local_attention import AttentionTask, accumula
 from megatron_paradyse.strategies.ring_attention import ring_backward, ring_forward
 from megatron_paradyse.strategies.second_run import is_second_run
 from megatron_paradyse.strategies.sizes import is_long
+from megatron_paradyse.strategies.softmax_offset import offset_gradient
 from megatron_paradyse.strategies.weight_blocks import (
     Block,
     SumsToOwners,
@@ -83,6 +84,13 @@ class _Layer:
         q, k = normalise_and_rotate(q, k, weights, self.shape, self.microbatch, spans)
         return q, k, v
 
+    def of_block(self, by_head: Tensor | None, owner: int) -> Tensor | None:
+        """Of [n], that of the heads of `owner`, a view."""
+        if by_head is None:
+            return None
+        per_block = self.shape.num_heads // self.group.size()
+        return by_head[owner * per_block : (owner + 1) * per_block]
+
     def ring(self, owner: int, *, part: int = 0) -> dict[str, Any]:
         """The keyword arguments of the ring attention over a part of the heads of `owner`."""
         per_block = self.shape.num_heads // self.group.size()
@@ -125,11 +133,12 @@ class _Layer:
         lse: Tensor,
         *,
         owner: int,
+        grad_offset: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Add the gradient of x to grad_x; return the block's, packed, and those of the norms.
 
         All are sums over the rank's tokens: what the ring attention returns for k and v already
-        holds what the queries of other ranks contribute.
+        holds what the queries of other ranks contribute. grad_offset, of the block's heads, is set.
         """
         qkv, proj, *bias = block
         rows, grad_rows = x.flatten(0, 1), grad.flatten(0, 1)
@@ -143,6 +152,11 @@ class _Layer:
         q = q.detach()
         del mixed, k, v
         grad_out = (grad_rows @ proj).view(out.shape)
+        of_offset = offset_gradient(
+            grad_out, out, lse, self.of_block(weights.softmax_offset, owner)
+        )
+        if of_offset is not None and grad_offset is not None:
+            grad_offset.copy_(of_offset)
         grad_q, grad_kv = self.ring_gradients(grad_out, q, kv, out, lse, owner=owner)
         del q, kv, grad_out
         grads = (grad_q, grad_kv[0], grad_kv[1])
@@ -170,6 +184,8 @@ class _Root(Function):
 class CirculatingAttention(Function):
     """x [s/p, b, h] and the tensors of AttentionWeights -> [s/p, b, h].
 
+    Of these softmax_offset is whole: [n].
+
     Keeps x (balanced) and each block's attention output and lse: the ring attention runs forward
     once. Its q, k and v are computed again in the backward. After a second run of a long sequence
     the backward's rings take one key head after the other.
@@ -188,7 +204,8 @@ class CirculatingAttention(Function):
             q, k, v = layer.heads(linear(x, qkv, *bias), weights)
             kv = torch.stack((k, v))
             del k, v
-            out, lse = ring_forward(q, kv, **layer.ring(owner))
+            offset = layer.of_block(weights.softmax_offset, owner)
+            out, lse = ring_forward(q, kv, **layer.ring(owner), offset=offset)
             del q, kv
             add_product_(total, out.view(len(rows), -1), proj.t())
             outs.append(out)
@@ -213,11 +230,13 @@ class CirculatingAttention(Function):
         wide = accumulation_dtype(x.dtype)
         grad_x = torch.zeros_like(x, dtype=wide)
         grads = {name: torch.zeros_like(norm, dtype=wide) for name, norm in norms.items()}
+        offset = weights.softmax_offset
+        grad_offset = None if offset is None else torch.empty_like(offset)
         sums = SumsToOwners(layer.group)
         for owner, block in blocks:
             grad_block, *of_norms = layer.block_gradients(
                 block, grad_x, x, weights, list(norms.values()), grad, outs[owner], lses[owner],
-                owner=owner,
+                owner=owner, grad_offset=layer.of_block(grad_offset, owner),
             )  # fmt: skip
             for total, part in zip(grads.values(), of_norms, strict=True):
                 total += part
@@ -227,6 +246,8 @@ class CirculatingAttention(Function):
         grads["qkv"] = align_gradient(of_qkv, layer.shape, layer.group)
         if of_bias:
             grads["qkv_bias"] = align_gradient(of_bias[0], layer.shape, layer.group)
+        if grad_offset is not None:
+            grads["softmax_offset"] = grad_offset
         of_weights = (
             None if tensor is None else grads[field.name].to(tensor.dtype)
             for field, tensor in zip(fields(weights), tensors, strict=True)

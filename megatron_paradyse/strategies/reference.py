@@ -40,7 +40,8 @@ def reference_attention(
     if microbatch.rope is not None:
         q, k = (_rotate(t, microbatch.rope, shape) for t in (q, k))
     k, v = (t.repeat_interleave(n // g, dim=2) for t in (k, v))
-    probs = _probabilities(torch.einsum("qbnd,kbnd->bnqk", q, k), shape, microbatch)
+    scores = torch.einsum("qbnd,kbnd->bnqk", q, k)
+    probs = _probabilities(scores, weights.softmax_offset, shape, microbatch)
     out = torch.einsum("bnqk,kbnd->qbnd", probs.to(v.dtype), v)
     return out.reshape(s, b, n * d) @ weights.proj.t()
 
@@ -77,14 +78,20 @@ def visible_pairs(shape: AttentionShape, microbatch: Microbatch, device=None) ->
     return visible
 
 
-def _probabilities(scores: Tensor, shape: AttentionShape, microbatch: Microbatch) -> Tensor:
+def _probabilities(
+    scores: Tensor, offset: Tensor | None, shape: AttentionShape, microbatch: Microbatch
+) -> Tensor:
     """Softmax over the visible keys, after dropout; 0 where a query sees none. [b, n, s, s]"""
     if scores.dtype != torch.float64:
         scores = scores.float()
     visible = visible_pairs(shape, microbatch, scores.device)[:, None]
     scores = (scores * shape.softmax_scale).masked_fill(~visible, float("-inf"))
     blind = ~visible.any(-1, keepdim=True)
-    probs = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    scores = scores.masked_fill(blind, 0.0)
+    if offset is not None:  # the logit of one more key, whose value is 0
+        beside = offset.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, beside), dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., : microbatch.seq_length].masked_fill(blind, 0.0)
     if shape.dropout > 0.0:
         b, n, s, _ = probs.shape
         keep = keep_mask(
@@ -131,7 +138,11 @@ def shard_attention(weights: AttentionWeights, p: int, rank: int) -> AttentionWe
         weights,
         qkv=weights.qkv.chunk(p)[rank],
         proj=weights.proj.chunk(p, dim=1)[rank],
-        qkv_bias=None if weights.qkv_bias is None else weights.qkv_bias.chunk(p)[rank],
+        **{
+            name: whole.chunk(p)[rank]
+            for name in ("qkv_bias", "softmax_offset")
+            if (whole := getattr(weights, name)) is not None
+        },
     )
 
 

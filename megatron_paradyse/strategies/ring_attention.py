@@ -21,6 +21,7 @@ from megatron_paradyse.strategies.local_attention import (
     new_gradients,
 )
 from megatron_paradyse.strategies.routes import exchange_among
+from megatron_paradyse.strategies.softmax_offset import offset_gradient
 
 
 def ring_attention(
@@ -30,14 +31,16 @@ def ring_attention(
     spans_of_ranks: tuple[tuple[Span, ...], ...],
     task: AttentionTask,
     group: ProcessGroup,
+    offset: Tensor | None = None,
 ) -> Tensor:
     """q [s/p, b, n, d], keys and values kv [2, s/p, b, g, d] -> [s/p, b, n, d].
 
     spans_of_ranks[r] are the positions that rank r's chunk holds. Keeps q, kv, the output and
     its lse. Sends kv p-1 times forward; as often backward, and as often its float32 gradients.
-    Where blocks.sends_what_is_seen, to each rank the part that its queries see.
+    Where blocks.sends_what_is_seen, to each rank the part that its queries see. offset [n] as of
+    softmax_offset.py.
     """
-    return _RingAttention.apply(q, kv, spans_of_ranks, task, group)
+    return _RingAttention.apply(q, kv, offset, spans_of_ranks, task, group)
 
 
 def ring_forward(
@@ -47,6 +50,7 @@ def ring_forward(
     spans_of_ranks: tuple[tuple[Span, ...], ...],
     task: AttentionTask,
     group: ProcessGroup,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output [s/p, b, n, d] and its lse [b, n, s/p], for use inside an autograd Function."""
     q_spans, partial = spans_of_ranks[group.rank()], PartialOutput(q)
@@ -55,7 +59,7 @@ def ring_forward(
         k_spans = exchange.spans_from[source]
         partial.add(chunk[0], chunk[1], q_spans=q_spans, k_spans=k_spans, task=task)
         del chunk
-    return partial.result()
+    return partial.result(offset)
 
 
 def ring_backward(
@@ -87,13 +91,16 @@ def ring_backward(
 
 class _RingAttention(Function):
     @staticmethod
-    def forward(ctx, q, kv, spans_of_ranks, task, group):
+    def forward(ctx, q, kv, offset, spans_of_ranks, task, group):
         ctx.ring = {"spans_of_ranks": spans_of_ranks, "task": task, "group": group}
-        out, lse = ring_forward(q, kv, **ctx.ring)
-        ctx.save_for_backward(q, kv, out, lse)
+        out, lse = ring_forward(q, kv, **ctx.ring, offset=offset)
+        ctx.save_for_backward(q, kv, offset, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        return *ring_backward(grad_out, *ctx.saved_tensors, **ctx.ring), None, None, None
+        q, kv, offset, out, lse = ctx.saved_tensors
+        grad_offset = offset_gradient(grad_out, out, lse, offset)
+        grads = ring_backward(grad_out, q, kv, out, lse, **ctx.ring)
+        return *grads, grad_offset, None, None, None

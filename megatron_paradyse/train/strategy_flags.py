@@ -63,7 +63,7 @@ def only_megatron_ts(args: argparse.Namespace) -> str | None:
     for name in ("attention_output_gate", "batch_invariant_mode", "use_kitchen_attention"):
         if getattr(args, name, False):
             return "--" + name.replace("_", "-")
-    return None if args.softmax_type == "vanilla" else f"--softmax-type {args.softmax_type}"
+    return None
 
 
 def _only_megatrons_mlp(args: argparse.Namespace) -> str | None:

@@ -40,6 +40,7 @@ class AttentionCase:
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     query_scale: float = 1.0  # multiplies the scores
+    offset: bool = False  # of the softmax
     tile_rows: int | None = None  # above which a sequence is long; None: those of the product
     row: Row | None = None  # packed documents: of s tokens, b is 1
 
@@ -169,6 +170,7 @@ def full_weights(case: AttentionCase | MlpCase, random: torch.Generator):
         q_norm_bias=normal(case.d) if norm_bias else None,
         k_norm=normal(case.d) if norm else None,
         k_norm_bias=normal(case.d) if norm_bias else None,
+        softmax_offset=normal(case.n) + 1 if case.offset else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,9 @@ def _special_attention(strategy: str, p: int):
     yield make("packed_causal", window=3, rope="half")
     yield make("causal", g=2, dropout=0.3)
     yield make("padded", dropout=0.5, rope="half")
+    yield make("causal", g=2, offset=True, rope="scaled", bias=True)
+    yield make("padded_causal", g=2, offset=True, window=5)
+    yield make("packed", offset=True, dropout=0.3)
     yield make("causal", b=1, s=4 * p)
     yield make("causal", s=p)
     yield make("causal", g=1, d=6, h=10, b=3)
@@ -66,7 +70,7 @@ def _key_heads_one_by_one():
     yield make(2, "causal", n=8, g=4, rope="half", bias=True, dropout=0.3)
     yield make(2, "packed", n=6, g=6, qk_norm="l2", rope="scaled")
     yield make(3, "bidirectional", n=12, g=6, d=6, qk_norm="rmsnorm", rope="partial")
-    yield make(4, "packed_causal", n=12, g=3, rope="interleaved")
+    yield make(4, "packed_causal", n=12, g=3, rope="interleaved", offset=True)
     yield make(1, "padded_causal", n=4, g=2, qk_norm="layernorm", rope="half", dropout=0.2)
 
 
@@ -77,6 +81,7 @@ def _few_attention(strategy: str, p: int):
     yield AttentionCase(strategy, p, "causal", n=n, g=1, d=6, bias=True)
     yield AttentionCase(strategy, p, "causal", n=n, g=p, window=8)
     yield AttentionCase(strategy, p, "packed", n=n, g=p, dropout=0.2)
+    yield AttentionCase(strategy, p, "causal", n=n, g=1, offset=True)
 
 
 def _cases() -> list[AttentionCase | MlpCase]:
@@ -88,7 +93,8 @@ def _cases() -> list[AttentionCase | MlpCase]:
             for gated, bias in itertools.product((False, True), repeat=2):
                 cases.append(MlpCase(strategy, p, gated, bias))
             recompute = f"{strategy}+recompute"
-            cases.append(AttentionCase(recompute, p, "causal", g=2, dropout=0.2, qk_norm="rmsnorm"))
+            again = AttentionCase(recompute, p, "causal", g=2, dropout=0.2, qk_norm="rmsnorm")
+            cases += [again, replace(again, offset=True)]
             cases.append(MlpCase(recompute, p, gated=True, bias=True))
         offload = f"{strategy}+offload"
         cases.append(AttentionCase(offload, 2, "causal", g=2, dropout=0.2, rope="half"))
@@ -113,6 +119,9 @@ def _half_cases() -> list[AttentionCase | MlpCase]:
             cases.append(_with_dtype(case, torch.bfloat16))
         cases.append(MlpCase(strategy, p, gated=True, bias=True, dtype=torch.bfloat16))
         cases.append(_with_dtype(AttentionCase(strategy, p, "causal"), torch.float16))
+        for mask in ("causal", "padded"):  # 16 heads: of 4 offsets roundings may cancel by chance
+            case = AttentionCase(strategy, p, mask, n=16, g=8, offset=True)
+            cases.append(_with_dtype(case, torch.bfloat16))
         recompute = f"{strategy}+recompute"
         cases.append(MlpCase(recompute, p, True, True, dtype=torch.bfloat16, tile_rows=4))
         long = AttentionCase(recompute, p, rope="half", tile_rows=4)

@@ -7,7 +7,8 @@ import pytest
 from tests.train.harness import LLAMA, run_forked, with_defaults
 
 YARN = ["--position-embedding-type", "yarn", "--rotary-scaling-factor", 8]
-MODELS = {"gpt": (4, []), "llama": (2, [*LLAMA, *YARN, "--qk-layernorm"])}
+OF_LLAMA = [*LLAMA, *YARN, "--qk-layernorm", "--softmax-type", "learnable"]
+MODELS = {"gpt": (4, []), "llama": (2, OF_LLAMA)}
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -70,7 +70,6 @@ REFUSED = {
     "--use-kitchen-attention with --paradyse-sequences packed": [
         *PACKED, "--use-kitchen-attention",
     ],
-    "--softmax-type learnable": [*PACKED, "--softmax-type", "learnable"],
     "--attention-backend unfused": [*PACKED, "--attention-backend", "unfused"],
     "--recompute-granularity full with --paradyse-policy optimal": [
         *OPTIMAL, "--recompute-granularity", "full", "--recompute-method", "uniform",

@@ -12,7 +12,7 @@ TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
 MODELS = {
     "gpt": (4, TP4),
-    "llama": (2, [*TP2, *LLAMA, "--qk-layernorm"]),
+    "llama": (2, [*TP2, *LLAMA, "--qk-layernorm", "--softmax-type", "learnable"]),
     "mqa-dropout": (
         2,
         [*TP2, "--group-query-attention", "--num-query-groups", 1, "--attention-dropout", 0.2,
