@@ -42,6 +42,7 @@ from megatron_paradyse.strategies.second_run import (
     with_values_of,
     without_values,
 )
+from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 from megatron_paradyse.strategies.tiled_mlp import goes_in_tiles, mlp_in_tiles
 
 HALVES = ("attention", "mlp")
@@ -230,7 +231,10 @@ class SwitchableSelfAttention(SelfAttention):
                 )
         skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         weights = self._weights()  # first: what is read after it has been gathered
-        out = get_strategy(strategy).attention(
+        chosen = get_strategy(strategy)
+        if weights.softmax_offset is not None:
+            check_takes_offset(chosen)
+        out = chosen.attention(
             normalised(hidden_states, self.linear_qkv, self.config),
             weights,
             attention_shape(self, training=self.training),
@@ -253,11 +257,12 @@ class SwitchableSelfAttention(SelfAttention):
     def _megatron_can(self, planned: PlannedMicrobatch | None) -> bool:
         """Whether Megatron's own forward can run it; else megatron_ts of this package does.
 
-        A core attention other than ours takes packed documents in the order of its rows.
+        A core attention other than ours takes packed documents in the order of its rows, and not
+        in every version with a softmax that has one more logit.
         """
         if planned is None or planned.row is None or isinstance(self.core_attention, CoreAttention):
             return True
-        return in_order(microbatch_of(planned.row))
+        return self.config.softmax_type == "vanilla" and in_order(microbatch_of(planned.row))
 
     def _weights(self) -> AttentionWeights:
         q_norm, k_norm, core = self.q_layernorm, self.k_layernorm, self.core_attention

@@ -170,18 +170,21 @@ def test_an_empty_bias_is_none():
 
 
 @pytest.mark.parametrize(
-    ("row", "core", "megatrons"),
+    ("row", "core", "softmax", "megatrons"),
     [
-        (None, None, True),
-        (contiguous((3, 5), 2), None, True),
-        (Row((3, 5), (((4, 8),), ((0, 4),))), None, False),
-        (Row((3, 5), (((4, 8),), ((0, 4),))), "ours", True),
+        (None, None, "vanilla", True),
+        (None, None, "learnable", True),
+        (contiguous((3, 5), 2), None, "vanilla", True),
+        (contiguous((3, 5), 2), None, "learnable", False),
+        (Row((3, 5), (((4, 8),), ((0, 4),))), None, "vanilla", False),
+        (Row((3, 5), (((4, 8),), ((0, 4),))), "ours", "learnable", True),
     ],
 )
-def test_megatrons_own_kernels_run_rows_in_order_only(row, core, megatrons):
+def test_megatrons_own_kernels_run_rows_in_order_only(row, core, softmax, megatrons):
     """Others run megatron_ts of this package: they bring the row into order first."""
     core = object.__new__(CoreAttention) if core else None
-    attention = SimpleNamespace(core_attention=core)
+    config = SimpleNamespace(softmax_type=softmax)
+    attention = SimpleNamespace(core_attention=core, config=config)
     planned = planned_microbatch(None, row, None, plan=Plan({}), seed=0)
     assert SwitchableSelfAttention._megatron_can(attention, planned) is megatrons
 

@@ -198,4 +198,5 @@ STRATEGY = Strategy(
     mlp=zero_mlp,
     check=check_layout,
     tiled_mlp=zero_mlp_in_tiles,
+    takes_offset=True,
 )

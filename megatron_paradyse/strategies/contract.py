@@ -139,8 +139,8 @@ class Microbatch:
         moves nowhere.
     rope: angles [s, d_rot] of the s global positions in float32 (d_rot <= d), or None. Their
         cosine and sine, times rope_scale, rotate the first d_rot channels of each query and key
-        head. Where angles
-        restart at each document, row i has those of position i's place in its document.
+        head. Where angles restart at each document, row i has those of position i's place in its
+        document.
     dropout_seed: with global indices (sequence, head, query, key) it decides what attention
         dropout drops, so that every strategy, p and recomputation drops the same.
     """
@@ -167,6 +167,7 @@ class Strategy:
     cannot run such an attention on p ranks.
     takes(microbatch, p) says whether it can run the microbatch; None: it can run any.
     tiled_mlp: the MLP that recomputes on long sequences; None: mlp, tile by tile (tiled_mlp.py).
+    takes_offset: whether attention heeds AttentionWeights.softmax_offset.
     """
 
     name: str  # as code and flags write it: megatron_ts
@@ -176,6 +177,7 @@ class Strategy:
     check: Callable[[AttentionShape, int], None]
     takes: Callable[[Microbatch, int], bool] | None = None
     tiled_mlp: MlpFunction | None = None
+    takes_offset: bool = False
 
 
 def documents_stay(microbatch: Microbatch, p: int) -> bool:

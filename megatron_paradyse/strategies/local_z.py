@@ -59,4 +59,5 @@ STRATEGY = Strategy(
     check=check_layout,
     takes=documents_stay,
     tiled_mlp=zero_mlp_in_tiles,
+    takes_offset=True,
 )

@@ -154,5 +154,10 @@ class _RowLinear(Function):
 
 
 STRATEGY = Strategy(
-    name="megatron_ts", title="MegatronTS", attention=attention, mlp=mlp, check=check
+    name="megatron_ts",
+    title="MegatronTS",
+    attention=attention,
+    mlp=mlp,
+    check=check,
+    takes_offset=True,
 )

@@ -82,4 +82,5 @@ STRATEGY = Strategy(
     mlp=mlp,
     check=check,
     tiled_mlp=mlp,  # which goes in blocks of features already
+    takes_offset=True,
 )

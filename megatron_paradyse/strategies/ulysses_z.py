@@ -112,4 +112,5 @@ STRATEGY = Strategy(
     mlp=zero_mlp,
     check=check,
     tiled_mlp=zero_mlp_in_tiles,
+    takes_offset=True,
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import megatron_paradyse.strategies as registry
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name, strategy_names
 from megatron_paradyse.strategies.contract import AttentionShape
+from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 
 FOLDER = Path(registry.__file__).parent
 
@@ -56,14 +59,20 @@ def test_third_party_strategy_is_found_through_its_entry_point(monkeypatch):
         name = "mine"
 
         def load(self):
-            from dataclasses import replace
-
             return replace(get_strategy("megatron_ts"), name="mine", title="Mine")
 
     monkeypatch.setattr(registry, "_third_party", lambda: {"mine": Point()})
     assert "mine" in strategy_names()
     assert registry.get_strategy.__wrapped__("mine").title == "Mine"
     assert registry.get_strategy.__wrapped__("mine+recompute").title == "Mine+recompute"
+
+
+@pytest.mark.parametrize("name", [*registry.BUILT_IN, "metp+recompute", "megatron_cz+offload"])
+def test_a_strategy_that_knows_no_offset_of_the_softmax_is_refused(name):
+    """It would compute another attention than the model's."""
+    check_takes_offset(get_strategy(name))
+    with pytest.raises(UserError, match=f"strategy {re.escape(name)} knows nothing of --softmax-t"):
+        check_takes_offset(replace(get_strategy(name), takes_offset=False))
 
 
 def test_asking_for_names_imports_no_torch():
