@@ -126,7 +126,7 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PREPARE, "empty.py", "--source", "tree"), "no document with a token", "check the input"),
     ((*PREPARE, "empty.jsonl"), "holds no document", "check the input"),
     ((*PREPARE, "trace.jsonl", "--key", "body"), "trace.jsonl:1: no key 'body'", "with --key"),
-    ((*PREPARE, "costs.json"), "costs.json:1: not a JSON object", "mend the line"),
+    ((*PREPARE, "costs.json"), "costs.json:1: not a JSON object", "write one object a line"),
     ((*SYNTHESIZE, "0"), "--documents 0", "at least"),
     ((*SYNTHESIZE, "5", "--scale", "0/3"), "'0/3'", "written like 1/32"),
 ]
