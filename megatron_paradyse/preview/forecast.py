@@ -12,10 +12,11 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
-from megatron_paradyse.planner.from_file import ALIGNMENT, UNLIMITED
+from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.gain import is_single
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.peak import evaluate
+from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.problem import Outcome, Problem, preference, problem_less
 from megatron_paradyse.planner.uniform import common_strategies, mixed_plan
@@ -60,7 +61,9 @@ class Forecast:
         """What is planned for."""
         if self.row is None:
             return f"{self.seq_length:,} tokens"
-        return f"{self.row.num_tokens:,} tokens in {len(self.row.lengths):,} documents"
+        count = len(self.row.lengths)
+        documents = "1 document" if count == 1 else f"{count:,} documents"
+        return f"{self.row.num_tokens:,} tokens in {documents}"
 
     @property
     def seconds(self) -> float:
