@@ -56,6 +56,11 @@ def parse_ratio(text: str) -> float:
     raise UserError(f"a factor is written like 1/32, 0.25 or 2 and above 0, got {text[:40]!r}")
 
 
+def counted(count: int, noun: str) -> str:
+    """1 document, 2 documents."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_count(count: float) -> str:
     """Write a count of tokens short: 4096 as 4K, 640 as 640, 1500 as 1.46K (K = 1024)."""
     for symbol, power in (("G", 3), ("M", 2), ("K", 1)):

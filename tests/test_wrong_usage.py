@@ -127,6 +127,19 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PREPARE, "empty.jsonl"), "holds no document", "check the input"),
     ((*PREPARE, "trace.jsonl", "--key", "body"), "trace.jsonl:1: no key 'body'", "with --key"),
     ((*PREPARE, "costs.json"), "costs.json:1: not a JSON object", "write one object a line"),
+    (
+        (*PREPARE, "folder", "--key", "body"),
+        "--key is of --source jsonl, and this is tree",
+        "leave",
+    ),
+    ((*PREPARE, "trace.jsonl", "--suffix", ".c"), "--suffix is of --source tree", "leave it out"),
+    (
+        (*PREPARE, "trace.jsonl", "--split-bases", "9"),
+        "--split-bases is of --source fasta",
+        "leave",
+    ),
+    ((*PREPARE, "trace.jsonl", "--kmer", "4"), "--kmer with --tokenizer bytes", "--tokenizer kmer"),
+    ((*PREPARE[:-1], "out.bin", "trace.jsonl"), "out.bin is no PREFIX", "are added: give out"),
     ((*SYNTHESIZE, "0"), "--documents 0", "at least"),
     ((*SYNTHESIZE, "5", "--scale", "0/3"), "'0/3'", "written like 1/32"),
 ]

@@ -22,6 +22,7 @@ from megatron_paradyse.planner.problem import Outcome, Problem, preference, prob
 from megatron_paradyse.planner.uniform import common_strategies, mixed_plan
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import names_of_costs
+from megatron_paradyse.units import counted
 
 LABELS = {ATTENTION: "attention", MLP: "MLP"}
 UNIFORM, UNLIMITED_MEMORY, WITHOUT = "uniform", "unlimited memory", "without"
@@ -61,9 +62,7 @@ class Forecast:
         """What is planned for."""
         if self.row is None:
             return f"{self.seq_length:,} tokens"
-        count = len(self.row.lengths)
-        documents = "1 document" if count == 1 else f"{count:,} documents"
-        return f"{self.row.num_tokens:,} tokens in {documents}"
+        return f"{self.row.num_tokens:,} tokens in {counted(len(self.row.lengths), 'document')}"
 
     @property
     def seconds(self) -> float:
