@@ -92,6 +92,10 @@ class CostPolicy:
             self._exceeds(outcome, batch_size, seq_length)
         return outcome
 
+    def has_room(self, peak_bytes: int) -> bool:
+        """Whether a plan of so large an estimated peak fits."""
+        return peak_bytes <= with_margin(self.memory.budget_bytes, self.memory.margin)
+
     def predict(
         self, plan: Plan, batch_size: int, seq_length: int, *, row: Row | None = None
     ) -> Outcome | None:
