@@ -47,6 +47,7 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PLAN, "--head-tile", "wide"), "'wide'", "such as 2048, auto or off"),
     ((*PLAN, "--num-layers", "0"), "--num-layers 0", "1 to 100,000 layers"),
     ((*PLAN, "--pipeline-stages", "3"), "3 pipeline stages", "that divides them"),
+    ((*PLAN, "--microbatches", "8"), "--microbatches 8 is of a pipeline", "--pipeline-stages"),
     ((*PLAN, "--pipeline-stage", "2"), "stage 2 of 1", "give --pipeline-stage 1 to 1"),
     (("max-length", "costs.json"), "without a memory budget", "give --memory-budget"),
     ((*LONGEST, "--resolution", "nan"), "nan is not in the range", "0<x<=1"),

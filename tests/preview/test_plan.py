@@ -115,7 +115,10 @@ def test_peaks_of_a_stage_without_a_budget_are_of_one_microbatch_and_say_so(cost
         told[stages] = " ".join(plan_report(setup, [one]).split())
         assert one.outcome.peak_bytes < 1 << 30 and peak_parts(setup, one).in_flight == 0
     note = "peaks leave out what the other microbatch in flight may keep: give --memory-budget"
+    assert "2 microbatches in flight" in told[2]
     assert note in told[2] and "in flight" not in told[1]
+    last = make_setup(costs, {}, grid=Grid(2, 2))
+    assert "1 microbatch in flight" in plan_report(last, [forecast(last, 64)])
     setup = make_setup(costs, BUDGET, grid=Grid(2, 1))
     assert "peaks leave out" not in plan_report(setup, [forecast(setup, 64)])
 
