@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -114,13 +115,17 @@ class SwitchableLayer(TransformerLayer):
         name = planned.plan[self.layer_number].mlp
         in_tiles = self._always_recomputes_mlp or recomputes(name) or not self.training
         self._switch_mlp(name, in_tiles=in_tiles)
-        with _notes_let_go(self.mlp):
-            return self._forward_mlp(
-                hidden,
-                kwargs.get("inference_context"),
-                padding_mask=kwargs.get("padding_mask"),
-                packed_seq_params=planned,
-            )
+        let_go = _notes_let_go(self.mlp)
+        if getattr(self.mlp, "moe_layer_recompute", False) and hidden.requires_grad:
+            hidden.register_hook(let_go)  # Megatron runs the experts again in the backward
+        output = self._forward_mlp(
+            hidden,
+            kwargs.get("inference_context"),
+            padding_mask=kwargs.get("padding_mask"),
+            packed_seq_params=planned,
+        )
+        let_go()
+        return output
 
     def _forward_post_mlp(self, mlp_output_with_bias, residual):
         """Dropout, then the residual, on what is laid out alike in both runs.
@@ -139,19 +144,21 @@ class SwitchableLayer(TransformerLayer):
             self.mlp.strategy, self.mlp.in_tiles = base_name(name), in_tiles
 
 
-@contextlib.contextmanager
-def _notes_let_go(mlp: torch.nn.Module):
-    """Let go of the tensors that the dispatcher of experts noted of this microbatch.
+def _notes_let_go(mlp: torch.nn.Module) -> Callable[..., None]:
+    """Lets go, when called, of the tensors that the dispatcher of experts has noted since now.
 
     They would stay until the layer's next forward, and with the probabilities their graph: in it,
     once the layer has run again, its input and the gradient of that.
     """
     notes = vars(getattr(mlp, "token_dispatcher", None) or SimpleNamespace())
     before = dict(notes)
-    yield
-    for name, value in list(notes.items()):
-        if isinstance(value, Tensor) and value is not before.get(name):
-            notes[name] = before.get(name)
+
+    def let_go(*_) -> None:
+        for name, value in list(notes.items()):
+            if isinstance(value, Tensor) and value is not before.get(name):
+                notes[name] = before.get(name)
+
+    return let_go
 
 
 def _recomputed(run, hidden, *, offload: bool):

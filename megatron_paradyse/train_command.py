@@ -44,6 +44,7 @@ LAUNCH_KEYS = {
     "tee": kinds.SCALAR,
 }
 ELSEWHERE = ("node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
+MEETING_KEYS = ("rdzv_endpoint", "master_addr")  # or torchrun's variables of these names
 OWN_KEYS = ("environment", "script", "megatron", "paradyse")
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
@@ -103,6 +104,12 @@ def read_run(path: str, more_flags: Sequence[str] = ()) -> Launch:
             text = text_of(path, key, nodes[key])  # PyYAML makes 64 of 1:4
             kind.check(text, f"{path}, line {entry.lines[key]}: {key}")
             command += [f"--{key.replace('_', '-')}", text]
+    environment = _environment(path, nodes.get("environment"))
+    if "nnodes" in nodes:
+        nnodes = text_of(path, "nnodes", nodes["nnodes"])
+        variables = [name for name in (*os.environ, *environment) if name.startswith("PET_")]
+        known = {*nodes, *(name.removeprefix("PET_").lower() for name in variables)}
+        _check_meeting(f"{path}, line {entry.lines['nnodes']}", nnodes, known)
     if "script" in nodes:
         command += ["-m", "megatron_paradyse.launch", entry.text("script")]
     else:
@@ -111,7 +118,18 @@ def read_run(path: str, more_flags: Sequence[str] = ()) -> Launch:
         command += _megatron_flags(path, nodes["megatron"])
     if "paradyse" in nodes:
         command += _paradyse_flags(path, nodes["paradyse"])
-    return Launch([*command, *more_flags], _environment(path, nodes.get("environment")))
+    return Launch([*command, *more_flags], environment)
+
+
+def _check_meeting(place: str, nnodes: str, known: set[str]) -> None:
+    """UserError where several nodes are not told where to meet: each would wait for the others."""
+    from megatron_paradyse.errors import UserError
+
+    if nnodes.rpartition(":")[2] != "1" and not known & {*MEETING_KEYS}:
+        raise UserError(
+            f"{place}: nnodes: {nnodes} nodes are not told where to meet: give rdzv_backend: c10d "
+            "and rdzv_endpoint: HOST:29400, of one of them"
+        )
 
 
 def _megatron_flags(path: str, node: Any) -> list[str]:

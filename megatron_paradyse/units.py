@@ -56,6 +56,11 @@ def parse_ratio(text: str) -> float:
     raise UserError(f"a factor is written like 1/32, 0.25 or 2 and above 0, got {text[:40]!r}")
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """1 document, 2 documents; plural: where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def format_count(count: float) -> str:
     """Write a count of tokens short: 4096 as 4K, 640 as 640, 1500 as 1.46K (K = 1024)."""
     for symbol, power in (("G", 3), ("M", 2), ("K", 1)):

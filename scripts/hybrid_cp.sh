@@ -16,6 +16,11 @@
 set -euo pipefail
 
 fail() { echo "error: $1" >&2 && exit 2; }
+case ${1:-} in
+    "") ;;
+    -h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    *) fail "hybrid_cp.sh takes no argument, got $1: give variables, such as DATA=data/code bash scripts/hybrid_cp.sh" ;;
+esac
 [ -n "${MEGATRON:-}" ] || fail "MEGATRON is not set: give a Megatron-LM checkout, such as MEGATRON=../Megatron-LM"
 [ -n "${DATA:-}" ] || fail "DATA is not set: give the prefix of .bin and .idx, such as DATA=data/code"
 VOCAB=${VOCAB:-50257} CAP=${CAP:-2048} SEQ=${SEQ:-8192} DOCUMENTS=${DOCUMENTS:-512} SAMPLES=${SAMPLES:-64}

@@ -7,7 +7,10 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 simulated=false
 for option in "$@"; do
-    [[ $option == --simulate ]] && simulated=true
+    case $option in
+        -h | --help) exec "$PYTHON" -m reproduction table3 --help ;; # each takes the same options
+        --simulate) simulated=true ;;
+    esac
 done
 if $simulated; then
     rm -rf build/reproduction # costs that are kept

@@ -1,4 +1,7 @@
-"""scripts/demo.sh and setup.sh do what they are asked for, and remove nothing of a user's."""
+"""scripts/demo.sh, setup.sh and reproduce_all.sh do what they are asked for and no more.
+
+They remove nothing of a user's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 @pytest.fixture
 def run(tmp_path):
     """A script in a folder whose .venv only says how it was called, and then fails."""
-    for script in ("demo.sh", "setup.sh"):
+    for script in ("demo.sh", "setup.sh", "reproduce_all.sh"):
         (tmp_path / "scripts").mkdir(exist_ok=True)
         shutil.copy(SCRIPTS / script, tmp_path / "scripts")
     python = tmp_path / ".venv/bin/python"
@@ -44,6 +47,15 @@ def test_help_and_unknown_arguments_run_nothing(script, run):
     wrong = run(script, "--quick")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and not wrong.stdout
     assert wrong.stderr.startswith(f"error: {script} takes no argument, got --quick: ")
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_of_all_results_is_told_once_and_removes_no_costs(flag, run, tmp_path):
+    kept = tmp_path / "build/reproduction/costs.json"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    told = run("reproduce_all.sh", "--simulate", flag)
+    assert told.stdout == "called: -m reproduction table3 --help\n" and kept.exists()
 
 
 @pytest.mark.parametrize("variables", [{"RANKS": "two"}, {"ITERATIONS": "0"}])

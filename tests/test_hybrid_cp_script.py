@@ -63,14 +63,29 @@ def test_megatron_takes_the_flags_of_both_runs(commands):
     assert parsed == [[False, True, 8], [True, False, 1]]
 
 
-def test_what_is_missing_is_named():
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts/hybrid_cp.sh")],
+def run(*arguments: str):
+    """The script without any of its variables."""
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts/hybrid_cp.sh"), *arguments],
         env={"PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
         timeout=30,
         check=False,
     )
+
+
+def test_what_is_missing_is_named():
+    done = run()
     assert done.returncode == 2
     assert done.stderr.startswith("error: MEGATRON is not set: give a Megatron-LM checkout")
+
+
+def test_help_asks_for_no_variable_and_arguments_are_refused():
+    for flag in ("-h", "--help"):
+        told = run(flag)
+        assert told.returncode == 0 and not told.stderr and "#" not in told.stdout
+        assert "MEGATRON=path/to/Megatron-LM DATA=data/code" in told.stdout
+    wrong = run("--iterations")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and not wrong.stdout
+    assert wrong.stderr.startswith("error: hybrid_cp.sh takes no argument, got --iterations: ")

@@ -147,6 +147,21 @@ def test_slurm_asks_every_node_what_it_lacks(launch):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_asks_for_no_variable_and_starts_nothing(flag, script, launch):
+    code, lines, stderr = launch(script.name, flag, "--num-layers", "4")
+    assert code == 0 and not stderr and "torchrun" not in lines
+    assert lines[0].startswith("Train on several nodes ") and "--num-layers 32" in lines[2]
+    assert not [line for line in lines if line.startswith(("#", "srun"))]
+
+
+def test_the_script_for_slurm_says_so_outside_of_it(launch):
+    code, lines, stderr = launch("slurm.sbatch", "--num-layers", "4")
+    assert code == 2 and not lines and stderr.count("\n") == 1
+    assert stderr.startswith("error: this is no job of Slurm: start it with sbatch ")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_what_shells_and_shellcheck_accept(script):
     assert script.stat().st_mode & 0o111
     subprocess.run(["bash", "-n", script], check=True, timeout=60)

@@ -54,7 +54,8 @@ RIGHT = [
     ("settings", "head_tile: off\nstrategies: megatron_ts,metp\nmemory_budget: 1.5 GiB\n"),
     ("settings", "policy: heuristic:no-mix\nhead_tile: 4K\nsmoothing: 0\n"),
     ("settings", "policy: fixed:another_packages\n"),
-    ("train", TRAIN + "nnodes: '1:4'\nmegatron: {a_b: [0.3, x], c: , --d: true, e: 2e-3}\n"),
+    ("train", TRAIN + "nnodes: '1:4'\nmaster_addr: a\n"),
+    ("train", TRAIN + "megatron: {a_b: [0.3, x], c: , --d: true, e: 2e-3}\n"),
     ("train", "nproc_per_node: gpu\nrdzv_id: 7\nparadyse: {layers: {3: [metp]}}\n"),
     ("plan", "default: {attention: metp, mlp: ulysses_z}\nlayers: {3: metp+recompute}\n"),
 ]

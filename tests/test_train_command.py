@@ -84,6 +84,16 @@ def test_a_rendezvous_or_a_script_replaces_the_defaults(tmp_path):
     assert "--paradyse" not in command
 
 
+@pytest.mark.parametrize(
+    "meeting",
+    ["master_addr: a\n", "rdzv_endpoint: a:1\n", "environment: {PET_MASTER_ADDR: a}\n"],
+)
+def test_nodes_that_are_told_where_to_meet_are_started(meeting, tmp_path):
+    command = read_run(written(tmp_path, SMALL + "nnodes: 2\n" + meeting)).command
+    assert "--standalone" not in command and command[3:5] == ["--nnodes", "2"]
+    assert read_run(written(tmp_path, SMALL + "nnodes: 1\n")).command[3] == "--standalone"
+
+
 def test_every_setting_reaches_the_training(tmp_path):
     """As flags that Megatron's parser would read, or through the file itself."""
     settings = {
@@ -151,6 +161,8 @@ WRONG = {
     "no rank": ("nproc_per_node: 0\n", "line 1: nproc_per_node: '0' is not a whole number from 1"),
     "many": ("nproc_per_node: many\n", "line 1: nproc_per_node: 'many' is not a whole number"),
     "nodes": (SMALL + "nnodes: 4:2\n", "line 3: nnodes: '4:2' is not a number of nodes"),
+    "apart": (SMALL + "nnodes: 2\nnode_rank: 1\n", "line 3: nnodes: 2 nodes are not told where"),
+    "more apart": (SMALL + "nnodes: 1:4\n", "1:4 nodes are not told where to meet: give rdzv_"),
     "port": (SMALL + "master_port: 70000\n", "line 3: master_port: '70000' is not a whole number"),
     "not YAML": ("a: [", "is not YAML"),
     "tag": ("nproc_per_node: !!python/name:os.system 1\n", "line 1"),

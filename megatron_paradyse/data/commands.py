@@ -11,12 +11,14 @@ import click
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.option_types import COUNT, RATIO, json_option
+from megatron_paradyse.units import counted
 
 if TYPE_CHECKING:
     from megatron_paradyse.data.metadata import DatasetMetadata
 
 JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
 FASTA_SUFFIXES = (".fa", ".fasta", ".fna", ".ffn", ".frn")
+OF_SOURCE = {"suffix": "tree", "exclude": "tree", "key": "jsonl", "split_bases": "fasta"}
 # Written out here, because help must not import what builds them; a test compares.
 MEGATRON_TOKENIZERS = (
     "HuggingFaceTokenizer",
@@ -59,13 +61,13 @@ def data() -> None:
     type=click.Choice(["bytes", "kmer", *MEGATRON_TOKENIZERS]),
     help="Default: kmer for FASTA, else bytes.",
 )
-@click.option("--kmer", type=int, default=3, show_default=True, metavar="K", help="kmer: bases.")
+@click.option("--kmer", type=int, metavar="K", help="kmer: bases.  [default: 3]")
 @click.option("--tokenizer-model", metavar="PATH", help="File or folder of a Megatron tokenizer.")
 @click.option("--vocab-file", metavar="PATH", help="GPT2BPETokenizer: vocab.json.")
 @click.option("--merge-file", metavar="PATH", help="GPT2BPETokenizer: merges.txt.")
 @click.option("--suffix", multiple=True, metavar=".EXT", help="tree: files to take [.py].")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="tree: also leave these out.")
-@click.option("--key", default="text", show_default=True, help="jsonl: where the text is.")
+@click.option("--key", help="jsonl: where the text is.  [default: text]")
 @click.option("--split-bases", type=COUNT, metavar="N", help="fasta: N bases a document.")
 @click.option(
     "--append-eod/--no-append-eod",
@@ -92,8 +94,9 @@ def prepare(inputs: tuple[str, ...], output_prefix: str, as_json: bool, **option
     from megatron_paradyse.data import prepare as work
 
     source_kind = _source_kind(inputs, options["source"])
-    source = _source(source_kind, inputs, options)
     name = options["tokenizer"] or ("kmer" if source_kind == "fasta" else "bytes")
+    _check_used(source_kind, name, options)
+    source = _source(source_kind, inputs, options)
     metadata = work.prepare(
         source,
         _tokenizer(name, options),
@@ -209,6 +212,16 @@ def _source_kind(inputs: tuple[str, ...], asked: str) -> str:
     return kinds.pop()
 
 
+def _check_used(kind: str, tokenizer: str, options: dict[str, Any]) -> None:
+    """UserError for an option of another kind of source, or of another tokenizer."""
+    for name, its in OF_SOURCE.items():
+        if options[name] not in (None, ()) and kind != its:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} is of --source {its}, and this is {kind}: leave it out")
+    if options["kmer"] is not None and tokenizer != "kmer":
+        raise UserError(f"--kmer with --tokenizer {tokenizer}: leave it out, or --tokenizer kmer")
+
+
 def _source(kind: str, inputs: tuple[str, ...], options: dict[str, Any]) -> Any:
     from megatron_paradyse.data import fasta, sources
 
@@ -219,7 +232,8 @@ def _source(kind: str, inputs: tuple[str, ...], options: dict[str, Any]) -> Any:
             exclude=(*sources.DEFAULT_EXCLUDES, *options["exclude"]),
         )
     if kind == "jsonl":
-        return sources.JsonlSource(inputs, key=options["key"])
+        key = options["key"]
+        return sources.JsonlSource(inputs, key="text" if key is None else key)
     return fasta.FastaSource(inputs, split_bases=options["split_bases"])
 
 
@@ -237,9 +251,10 @@ def _tokenizer(name: str, options: dict[str, Any]) -> Any:
         return MegatronTokenizer(name, **files)
     if any(files.values()):
         raise UserError(f"--tokenizer {name} reads no files: name the type with --tokenizer")
-    return (
-        tokenizers.KmerTokenizer(options["kmer"]) if name == "kmer" else tokenizers.BytesTokenizer()
-    )
+    if name == "bytes":
+        return tokenizers.BytesTokenizer()
+    kmer = options["kmer"]
+    return tokenizers.KmerTokenizer() if kmer is None else tokenizers.KmerTokenizer(kmer)
 
 
 def _report(prefix: str, metadata: DatasetMetadata, as_json: bool) -> None:
@@ -249,7 +264,7 @@ def _report(prefix: str, metadata: DatasetMetadata, as_json: bool) -> None:
     empty = metadata.num_empty_documents
     left_out = f"; left out {empty:,} empty" if empty else ""
     click.echo(
-        f"{prefix}.bin, .idx, .json: {metadata.num_documents:,} documents, "
+        f"{prefix}.bin, .idx, .json: {counted(metadata.num_documents, 'document')}, "
         f"{metadata.num_tokens:,} tokens, longest {metadata.max_document_tokens:,}{left_out}"
     )
     click.echo(

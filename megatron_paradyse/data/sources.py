@@ -162,6 +162,17 @@ class TreeSource:
         )
 
 
+KINDS = {  # of JSON values, by what Python makes of them
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
 class JsonlSource:
     """One JSON object per line, whose text is under `key`; blank lines are passed over."""
 
@@ -193,6 +204,10 @@ class JsonlSource:
     def parameters(self) -> dict[str, Any]:
         return {"key": self.key}
 
+    @property
+    def _one_a_line(self) -> str:
+        return f"write one object a line, such as {json.dumps({self.key: '...'})}"
+
     def _lines(self, path: str, stream: BinaryIO) -> Iterable[bytes]:
         number = 0
         while line := stream.readline(self.max_line_bytes + 1):
@@ -210,17 +225,19 @@ class JsonlSource:
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", None) or str(error)
             raise SourceError(
-                f"{place}: not a JSON object on one line ({reason}): mend the line"
+                f"{place}: not a JSON object on one line ({reason}): {self._one_a_line}"
             ) from error
         if not isinstance(record, dict):
-            raise SourceError(f"{place}: a {type(record).__name__} where a JSON object is needed")
+            what = KINDS[type(record)]
+            raise SourceError(f"{place}: {what} where an object is needed: {self._one_a_line}")
         if self.key not in record:
             keys = ", ".join(list(record)[:8])[:200] or "none"
             raise SourceError(f"{place}: no key {self.key!r} (keys: {keys}): name it with --key")
         text = record[self.key]
         if not isinstance(text, str):
             raise SourceError(
-                f"{place}: {self.key!r} holds a {type(text).__name__} where text is needed"
+                f"{place}: {self.key!r} holds {KINDS[type(text)]} where text is needed: name the "
+                "key of the text with --key, or leave such lines out"
             )
         # JSON may escape half of a surrogate pair: kept as bytes, never a reason to stop.
         return text.encode("utf-8", errors="surrogatepass")

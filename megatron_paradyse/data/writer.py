@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from megatron_paradyse.data.metadata import DatasetMetadata
+from megatron_paradyse.data.metadata import DatasetMetadata, strip_suffix
 from megatron_paradyse.data.tokenizers import TokenArray
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.whole_file import sync, temporary_path
@@ -49,6 +49,9 @@ class DatasetWriter:
 
     def _check_target(self, overwrite: bool) -> None:
         folder, name = os.path.split(self.prefix)
+        bare = strip_suffix(self.prefix)
+        if bare != self.prefix:
+            raise UserError(f"{self.prefix} is no PREFIX: .bin and .idx are added: give {bare}")
         if not name:
             raise UserError(f"{self.prefix} is a folder: give PREFIX as folder/name")
         existing = [self.prefix + s for s in SUFFIXES if os.path.lexists(self.prefix + s)]

@@ -34,7 +34,6 @@ from megatron_paradyse.units import bytes_text, parse_bytes
 ALIGNMENT = 64
 DEFAULT_GAMMA = 0.05  # smoothing of the heuristic, as in the paper
 RESERVE_SHARE = 0.05  # of a GPU: communicators, libraries, fragmentation
-UNLIMITED = 1 << 62  # a CPU without --paradyse-memory-budget
 
 
 class FilePolicies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_paradyse.costs.description import ModelShape
 
+UNLIMITED = 1 << 62  # the bytes of a CPU without --paradyse-memory-budget
 KEPT_SHARE = 0.75  # of the room of several microbatches: what may be kept between their walks
 
 

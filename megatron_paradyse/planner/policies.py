@@ -19,7 +19,7 @@ from megatron_paradyse.planner.gain import GainPlanner
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.optimal import OptimalPlanner
 from megatron_paradyse.planner.peak import evaluate, with_margin
-from megatron_paradyse.planner.pipeline import shares
+from megatron_paradyse.planner.pipeline import UNLIMITED, shares
 from megatron_paradyse.planner.problem import Choice, LayerOptions, Outcome, Planner, Problem
 from megatron_paradyse.planner.sources import CostSource, Numbers, RowSource, StageMemory
 from megatron_paradyse.strategies import offloads
@@ -92,6 +92,10 @@ class CostPolicy:
             self._exceeds(outcome, batch_size, seq_length)
         return outcome
 
+    def has_room(self, peak_bytes: int) -> bool:
+        """Whether a plan of so large an estimated peak fits."""
+        return peak_bytes <= with_margin(self.memory.budget_bytes, self.memory.margin)
+
     def predict(
         self, plan: Plan, batch_size: int, seq_length: int, *, row: Row | None = None
     ) -> Outcome | None:
@@ -145,7 +149,7 @@ class CostPolicy:
         budget = with_margin(memory.budget_bytes, memory.margin)
         kept = memory.embedding_kept(seq_length, batch_size)
         others, tail = 0, 0
-        if not forward_only:
+        if not forward_only and memory.budget_bytes < UNLIMITED:  # else there is nothing to share
             others, tail = shares(budget - memory.static_bytes, memory.num_in_flight)
         costs = self.costs if load is None else self._rows.costs(load)
         shape = (seq_length, batch_size, forward_only, load)

@@ -108,6 +108,10 @@ def plan(
     grid = Grid(pipeline_stages, pipeline_stage, microbatches)
     if not (lengths or documents):
         raise UserError("nothing to plan: give --lengths, --documents, or both")
+    if microbatches is not None and pipeline_stages == 1:
+        raise UserError(
+            f"--microbatches {microbatches} is of a pipeline: give --pipeline-stages too"
+        )
     packed = documents is not None
     setup = make_setup(
         costs,

@@ -12,15 +12,17 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
-from megatron_paradyse.planner.from_file import ALIGNMENT, UNLIMITED
+from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.gain import is_single
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.peak import evaluate
+from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.problem import Outcome, Problem, preference, problem_less
 from megatron_paradyse.planner.uniform import common_strategies, mixed_plan
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import names_of_costs
+from megatron_paradyse.units import counted
 
 LABELS = {ATTENTION: "attention", MLP: "MLP"}
 UNIFORM, UNLIMITED_MEMORY, WITHOUT = "uniform", "unlimited memory", "without"
@@ -60,7 +62,7 @@ class Forecast:
         """What is planned for."""
         if self.row is None:
             return f"{self.seq_length:,} tokens"
-        return f"{self.row.num_tokens:,} tokens in {len(self.row.lengths):,} documents"
+        return f"{self.row.num_tokens:,} tokens in {counted(len(self.row.lengths), 'document')}"
 
     @property
     def seconds(self) -> float:

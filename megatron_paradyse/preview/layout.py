@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.preview.setup import Setup
-from megatron_paradyse.units import bytes_text
+from megatron_paradyse.units import bytes_text, counted
 
 WIDTH = 100
 
@@ -87,7 +87,7 @@ def _stage(setup: Setup) -> str:
         return ""
     return (
         f"; stage {grid.stage} of {grid.num_stages}, layers {setup.layers[0]}-{setup.layers[-1]}, "
-        f"{setup.stage.num_in_flight} microbatches in flight"
+        f"{counted(setup.stage.num_in_flight, 'microbatch', 'microbatches')} in flight"
     )
 
 

@@ -119,6 +119,10 @@ def _notes(setup: Setup, found: Sequence[Forecast]) -> list[str]:
             f"{setup.policies.gain:.0%} less time than one of a single strategy "
             "(--mixing-gain, in training --paradyse-mixing-gain)"
         )
+    others = setup.stage.num_in_flight - 1
+    if others and not setup.limited and not found[0].problem.forward_only:
+        waiting = "the other microbatch" if others == 1 else f"the other {others:,} microbatches"
+        notes.append(f"peaks leave out what {waiting} in flight may keep: give --memory-budget")
     if any(not one.outcome.fits for one in found):
         notes.append("! no plan fits: see above")
     notes.append("seconds: a microbatch's layers, embedding and head" + _passes(found))

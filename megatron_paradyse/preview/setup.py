@@ -13,9 +13,9 @@ from megatron_paradyse.edges.tiles import AUTO, OFF
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.planner.from_costs import Stage
-from megatron_paradyse.planner.from_file import RESERVE_SHARE, UNLIMITED, FilePolicies
+from megatron_paradyse.planner.from_file import RESERVE_SHARE, FilePolicies
 from megatron_paradyse.planner.peak import with_margin
-from megatron_paradyse.planner.pipeline import in_flight, parameters
+from megatron_paradyse.planner.pipeline import UNLIMITED, in_flight, parameters
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.settings import Settings, make_settings

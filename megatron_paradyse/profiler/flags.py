@@ -85,13 +85,13 @@ def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) 
         assumed += ["--tensor-model-parallel-size", str(ranks)]
     if ranks > 1 and "--sequence-parallel" not in names:
         assumed.append("--sequence-parallel")
-    if not names & {*DATA_FLAGS, "--tokenizer-type"}:
-        if "--vocab-size" not in names:
-            raise UserError(
-                "the size of the vocabulary is missing: give --vocab-size, or the data or the "
-                "--tokenizer-type of the training"
-            )
+    if "--vocab-size" in names and "--tokenizer-type" not in names:
         assumed += ["--tokenizer-type", "NullTokenizer"]
+    elif not names & {*DATA_FLAGS, "--tokenizer-type"}:
+        raise UserError(
+            "the size of the vocabulary is missing: give --vocab-size, or the data or the "
+            "--tokenizer-type of the training"
+        )
     last = ["--train-iters", "1000", "--paradyse", "--paradyse-policy", "fixed:megatron_ts"]
     if _last_value("--paradyse-sequences", flags) == PACKED:  # rows are measured anyway
         last += ["--paradyse-sequences", "documents"]

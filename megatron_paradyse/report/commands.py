@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import counted
 
 MOST_TRACES = 256
 
@@ -72,4 +73,4 @@ def report(traces: tuple[str, ...], costs: str | None, output: str, as_json: boo
     for figure in figures:
         if figure.missing:
             click.echo(f"not drawn: {figure.title}: {figure.missing}", err=True)
-    click.echo(f"{len(drawn)} figures in {folder}/, the page is {output}")
+    click.echo(f"{counted(len(drawn), 'figure')} in {folder}/, the page is {output}")

@@ -11,8 +11,9 @@ from megatron_paradyse.costs.correction import MOST_FACTOR, Correction, correcte
 from megatron_paradyse.costs.cost_file import CostFile
 from megatron_paradyse.planner.cost_settings import Costs
 from megatron_paradyse.planner.from_costs import Stage
-from megatron_paradyse.planner.from_file import UNLIMITED, FilePolicies
+from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.planner.known import known_strategies
+from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.report.records import Corrected, Run
 from megatron_paradyse.settings import Settings

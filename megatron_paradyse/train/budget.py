@@ -11,7 +11,8 @@ import torch
 from megatron.training import print_rank_0
 
 from megatron_paradyse.machine import free_bytes
-from megatron_paradyse.planner.from_file import RESERVE_SHARE, UNLIMITED
+from megatron_paradyse.planner.from_file import RESERVE_SHARE
+from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.memory_record import files_to_read, grid
 from megatron_paradyse.units import bytes_text, parse_bytes

@@ -21,8 +21,8 @@ from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.planner.from_costs import Correct, Stage, model_seconds
-from megatron_paradyse.planner.from_file import ALIGNMENT, UNLIMITED, FilePolicies
-from megatron_paradyse.planner.pipeline import in_flight
+from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies
+from megatron_paradyse.planner.pipeline import UNLIMITED, in_flight
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Settings

@@ -17,6 +17,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import Planned
+from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.settings import FIXED
 from megatron_paradyse.train.batch import meter
 from megatron_paradyse.train.ending import is_out_of_memory
@@ -163,7 +164,9 @@ class IterationLog:
         if predicted and keep_beside_checkpoints(record):
             kept.append("--save")
         remedy = "use --paradyse-policy optimal, a strategy that needs less, or more ranks"
-        if predicted and kept:
+        if predicted and _is_above_budget(planned, by_file):
+            remedy = "no plan fits it: use more ranks, more memory or a shorter --seq-length"
+        elif predicted and kept:
             remedy = f"start again with this {' or '.join(kept)}, which lowers the budget"
         elif predicted:
             remedy = "raise --paradyse-memory-margin, or lower --paradyse-memory-budget"
@@ -171,6 +174,14 @@ class IterationLog:
             f"out of memory at iteration {planned.iteration + 1}, s={planned.seq_length}, "
             f"b={planned.batch_size}, plan {planned.plan.runs()}{predicted}: {reason}: {remedy}"
         )
+
+
+def _is_above_budget(planned: Planned, peak_by_file: int | None) -> bool:
+    """Whether the plan was one of least peak that did not fit, by the file's own numbers too."""
+    peak = planned.peak_bytes
+    if peak is None or not isinstance(planned.policy, CostPolicy):
+        return False
+    return not planned.policy.has_room(min(peak, peak_by_file or peak))
 
 
 def not_a_number(reason: str) -> str:

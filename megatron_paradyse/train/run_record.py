@@ -11,8 +11,8 @@ from megatron.core import mpu
 from megatron.training import get_args
 
 from megatron_paradyse import __version__
+from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train.budget import UNLIMITED
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.describe import hardware, model_shape
 from megatron_paradyse.units import parse_bytes

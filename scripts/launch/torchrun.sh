@@ -17,6 +17,9 @@
 #   TP inside a node:  megatron-paradyse profile --nproc 8 --output costs-raw.json <Megatron flags>
 #   TP across nodes:   the same variables, PROFILE=costs-raw.json bash scripts/launch/torchrun.sh <Megatron flags>
 set -euo pipefail
+case ${1:-} in
+    -h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+esac
 
 NNODES=${NNODES:-2} GPUS=${GPUS:-8} PP=${PP:-1} PORT=${PORT:-29400} JOB=${JOB:-paradyse}
 TP=${TP:-$GPUS}

@@ -91,13 +91,14 @@ def test_jsonl_passes_over_blank_lines_and_takes_half_a_surrogate_pair(tmp_path)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "not a JSON object"),
+        (b"{", r"not a JSON object on one line \(.*\): write one object a line, such as"),
         (b"\xff", "not a JSON object"),
         (b"[" * 100_000, "not a JSON object"),
         (b'{"text": ' + b"9" * 5000 + b"}", "not a JSON object"),
-        (b"[1]", "a list where a JSON object is needed"),
+        (b"[1]", r'a list where an object is needed: write one object a line, such as {"text": "'),
+        (b"null", "null where an object is needed: write one"),
         (b'{"body": "x", "id": 1}', r"no key 'text' \(keys: body, id\): name it with --key"),
-        (b'{"text": 5}', "'text' holds a int where text is needed"),
+        (b'{"text": 5}', "'text' holds a number where text is needed: name the key .* --key"),
         (b"x" * 2001, "not a JSON object|longer than"),
     ],
 )

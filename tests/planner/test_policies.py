@@ -6,6 +6,7 @@ import pytest
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner import CachedPlanner, OptimalPlanner, SmoothedPlanner
+from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.planner.policies import (
     CostSource,
     HeuristicPolicy,
@@ -138,6 +139,13 @@ def test_microbatches_in_flight_share_the_budget():
     assert outcome.fits and outcome.seconds > alone.seconds
     problem = shared.problem((1, 2, 3, 4), 1, 500, False)
     assert problem.base_bytes == 3 * 18_750 and problem.tail_bytes == 25_000
+
+
+def test_without_a_budget_microbatches_in_flight_share_nothing():
+    memory = StageMemory(UNLIMITED, num_in_flight=4)
+    chooses = OptimalPolicy(STRATEGIES, CostSource(numbers), memory)
+    problem = chooses.problem((1, 2, 3, 4), 1, 500, False)
+    assert problem.base_bytes == problem.tail_bytes == 0
 
 
 def test_pairs_have_costs_of_their_own():

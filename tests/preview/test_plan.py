@@ -106,6 +106,23 @@ def best_single(costs, tokens: int) -> float:
 GRIDS = {"one stage": Grid(), "first of 2": Grid(2, 1), "last of 2": Grid(2, 2, 8)}
 
 
+def test_peaks_of_a_stage_without_a_budget_are_of_one_microbatch_and_say_so(costs):
+    """As with room for any others they would be shares of no limit at all."""
+    told = {}
+    for stages in (1, 2):
+        setup = make_setup(costs, {}, grid=Grid(stages, 1))
+        one = forecast(setup, 64)
+        told[stages] = " ".join(plan_report(setup, [one]).split())
+        assert one.outcome.peak_bytes < 1 << 30 and peak_parts(setup, one).in_flight == 0
+    note = "peaks leave out what the other microbatch in flight may keep: give --memory-budget"
+    assert "2 microbatches in flight" in told[2]
+    assert note in told[2] and "in flight" not in told[1]
+    last = make_setup(costs, {}, grid=Grid(2, 2))
+    assert "1 microbatch in flight" in plan_report(last, [forecast(last, 64)])
+    setup = make_setup(costs, BUDGET, grid=Grid(2, 1))
+    assert "peaks leave out" not in plan_report(setup, [forecast(setup, 64)])
+
+
 def test_what_was_never_timed_is_extrapolated(costs, tmp_path):
     """A batch size that no measurement has; and lengths of which only bytes were measured."""
     setup = make_setup(costs, BUDGET)
@@ -222,3 +239,4 @@ def test_documents_are_planned_as_the_row_that_training_would_make(costs):
     assert (packed["plan"], packed["layer_seconds"]) == (outcome.plan.runs(), outcome.seconds)
     printed = run("plan", costs, "--documents", text, "--explain").output
     assert f"{sum(documents)} tokens in 6 documents" in printed
+    assert "20 tokens in 1 document:" in run("plan", costs, "--documents", "20").output

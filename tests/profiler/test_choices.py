@@ -116,6 +116,16 @@ def test_flags_of_a_training_become_those_of_a_profile():
         megatron_flags(["--num-layers", "4"], model_path=None, ranks=4)
 
 
+def test_a_given_size_of_the_vocabulary_counts_beside_data_too():
+    given = ["--data-path", "data/code", "--vocab-size", "257"]
+    assert "--tokenizer-type NullTokenizer" in " ".join(
+        megatron_flags(given, model_path=None, ranks=2)
+    )
+    others = (given[:2], [*given, "--tokenizer-type", "TikTokenizer"])
+    for flags in others:
+        assert "NullTokenizer" not in megatron_flags(flags, model_path=None, ranks=2)
+
+
 def test_a_model_file_is_a_mapping_of_flags(tmp_path):
     path = tmp_path / "model.yaml"
     path.write_text("num-layers: 4\nswiglu: true\nbf16: false\nspec: [a, b]\nlr: null\n")

@@ -29,6 +29,16 @@ MODELS = {
     ),
     "one in three not rotated": ({**ROPE, "--no-rope-freq": 3}, {"attention@3": [3, 6]}),
     "experts": ({**EXPERTS, "--moe-layer-freq": "[0,1,1,0,1,1]"}, {"mlp@2": [2, 3, 5, 6]}),
+    "experts that Megatron runs again": (
+        {
+            **EXPERTS,
+            "--moe-layer-freq": "[0,1,1,0,1,1]",
+            "--moe-token-dispatcher-type": "alltoall",
+            "--recompute-granularity": "selective",
+            "--recompute-modules": "moe",
+        },
+        {"mlp@2": [2, 3, 5, 6]},
+    ),
     "experts in every other layer": (
         {**ROPE, **WINDOWS, **EXPERTS, "--moe-layer-freq": 2, "--window-attn-skip-freq": 2},
         {"attention@2": [2, 4, 6], "mlp@2": [2, 4, 6]},

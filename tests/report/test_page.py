@@ -269,7 +269,7 @@ def test_a_budget_of_nothing_is_drawn(tmp_path):
 def test_a_trace_of_nothing_but_memory_that_ran_out_is_drawn(tmp_path):
     failed = {**microbatch(1), "kind": "out_of_memory", "memory_margin": 0.03}
     result = report(write_trace(tmp_path / "t.jsonl", [RUN, failed]), "-o", tmp_path / "r.html")
-    assert result.exit_code == 0 and "1 figures in" in result.stdout
+    assert result.exit_code == 0 and "1 figure in" in result.stdout
     assert "1 record of memory that ran out" in (tmp_path / "r.html").read_text()
 
 

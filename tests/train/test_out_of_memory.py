@@ -37,6 +37,21 @@ def test_a_restart_without_a_trace_plans_otherwise_for_what_ran_out_of_memory(tm
     assert all(r["predicted_peak_bytes"] < least for r in after)
 
 
+def test_a_document_that_no_plan_fits_is_not_helped_by_another_start(tmp_path):
+    """The plan of least peak is tried, with a warning; another start would try it again."""
+    write_documents(tmp_path / "corpus", [1500] * 20)
+    costs = write_costs(tmp_path / "costs.json", scale_bytes=10, static_bytes=1e6)
+    flags = ["--data-path", tmp_path / "corpus", "--split", "100,0,0", "--paradyse"]
+    flags += ["--micro-batch-size", 1, "--seq-length", 2048]
+    flags += ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+    flags += ["--paradyse-policy", "optimal", "--paradyse-cost-model", costs]
+    flags += ["--paradyse-accept-costs", "--paradyse-memory-budget", "9MB"]
+    flags += ["--save", tmp_path / "saved", "--save-interval", 100]
+    run = attempt(tmp_path, *flags, ranks=2)
+    said = ": no plan fits it: use more ranks, more memory or a shorter --seq-length"
+    assert run.code == 2 and said in run.stderr, run.stderr[-3000:]
+
+
 def test_what_corrections_had_raised_is_not_chosen_again_by_a_start_without_them(tmp_path):
     """Eight short documents teach that bytes are eight times those of the file; the ninth is long.
 
