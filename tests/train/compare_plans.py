@@ -84,7 +84,7 @@ def gradients(args, model, batches):
         forward_step_func=forward_step,
         data_iterator=iter([dict(batch) for batch in batches]),
         model=model,
-        num_microbatches=NUM_MICROBATCHES,
+        num_microbatches=len(batches),
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=False,

@@ -26,7 +26,7 @@ def test_loss_logits_and_every_gradient_equal_stock_megatron(model, tmp_path):
     ranks, tolerance, flags = MODELS[model]
     # The script attaches the tiles itself, beside a model without.
     flags = [*flags, "--paradyse", "--paradyse-head-tile", "off", "--num-layers", 2]
-    batch = 2 if "--micro-batch-size" in flags else 4  # two microbatches
+    batch = 3 if "--micro-batch-size" in flags else 6  # three microbatches
     code, stdout, stderr = run_forked(
         "tests.train.compare_edges",
         [str(tolerance), *with_defaults([*flags, "--global-batch-size", batch])],
