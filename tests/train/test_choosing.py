@@ -22,7 +22,7 @@ from tests.train.harness import (
 )
 from tests.train.synthetic_costs import write_costs
 
-ITERATIONS = 6  # benchmarks/loss_curves.py: 200
+ITERATIONS = 4  # benchmarks/loss_curves.py: 200
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
 ONE_EACH = ["--micro-batch-size", 1, "--global-batch-size", 2, "--lr", "1e-3"]
