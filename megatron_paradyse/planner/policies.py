@@ -94,7 +94,12 @@ class CostPolicy:
 
     def has_room(self, peak_bytes: int) -> bool:
         """Whether a plan of so large an estimated peak fits."""
-        return peak_bytes <= with_margin(self.memory.budget_bytes, self.memory.margin)
+        return peak_bytes <= self._room
+
+    @property
+    def _room(self) -> int:
+        """The bytes that a plan's estimated peak may reach."""
+        return with_margin(self.memory.budget_bytes, self.memory.margin)
 
     def predict(
         self, plan: Plan, batch_size: int, seq_length: int, *, row: Row | None = None
@@ -145,8 +150,7 @@ class CostPolicy:
         load: Load | None = None,
     ) -> Problem:
         """The numbers of one microbatch, as the planner sees them; load: of a packed one."""
-        memory = self.memory
-        budget = with_margin(memory.budget_bytes, memory.margin)
+        memory, budget = self.memory, self._room
         kept = memory.embedding_kept(seq_length, batch_size)
         others, tail = 0, 0
         if not forward_only and memory.budget_bytes < UNLIMITED:  # else there is nothing to share

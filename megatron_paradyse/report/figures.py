@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_paradyse.report import cost_figures, plan_figures, run_figures
 from megatron_paradyse.report.content import THIS_RUN, Content
 from megatron_paradyse.report.style import Look, make_figure, save_png, short, to_svg
-from megatron_paradyse.units import format_count
+from megatron_paradyse.units import counted, format_count
 
 WIDE, NARROW = Look(), Look(narrow=True)
 NEEDS_COSTS = "give the fitted cost file as --costs"
@@ -110,7 +110,7 @@ def _memory_words(content: Content) -> str:
     failed = content.num_out_of_memory
     said = "The trace tells no budget" if budget is None else f"Budget {budget / 2**20:,.0f} MiB"
     return (
-        f"{said}; {failed} record{'' if failed == 1 else 's'} of memory that ran out. "
+        f"{said}; {counted(failed, 'record')} of memory that ran out. "
         "Peaks are of one rank, everything alive included; before the optimizer has made its "
         "states, in its first step, they lie below their prediction."
     )

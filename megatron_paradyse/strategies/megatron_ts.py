@@ -39,7 +39,7 @@ from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
 from megatron_paradyse.strategies.second_run import is_second_run, without_values
-from megatron_paradyse.strategies.softmax_offset import own_offset
+from megatron_paradyse.strategies.softmax_offset import in_float
 
 
 def attention(
@@ -57,7 +57,8 @@ def attention(
     spans = whole(microbatch)
     q, k = normalise_and_rotate(q, k, weights, shape, microbatch, spans)
     task = AttentionTask(shape, microbatch, first_head=rank * shape.num_heads // p)
-    out = local_attention(q, k, v, spans=spans, task=task, offset=own_offset(weights))
+    offset = in_float(weights.softmax_offset)
+    out = local_attention(q, k, v, spans=spans, task=task, offset=offset)
     del q, k, v
     out = to_rows(out, microbatch).flatten(2)
     return _RowLinear.apply(out, weights.proj, group, None)

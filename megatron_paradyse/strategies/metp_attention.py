@@ -133,12 +133,11 @@ class _Layer:
         lse: Tensor,
         *,
         owner: int,
-        grad_offset: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        """Add the gradient of x to grad_x; return the block's, packed, and those of the norms.
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Add the gradient of x to grad_x; return the block's, those of norms and of the offset.
 
-        All are sums over the rank's tokens: what the ring attention returns for k and v already
-        holds what the queries of other ranks contribute. grad_offset, of the block's heads, is set.
+        The block's is packed. All are sums over the rank's tokens: what the ring attention returns
+        for k and v already holds what the queries of other ranks contribute.
         """
         qkv, proj, *bias = block
         rows, grad_rows = x.flatten(0, 1), grad.flatten(0, 1)
@@ -152,11 +151,8 @@ class _Layer:
         q = q.detach()
         del mixed, k, v
         grad_out = (grad_rows @ proj).view(out.shape)
-        of_offset = offset_gradient(
-            grad_out, out, lse, self.of_block(weights.softmax_offset, owner)
-        )
-        if of_offset is not None and grad_offset is not None:
-            grad_offset.copy_(of_offset)
+        offset = self.of_block(weights.softmax_offset, owner)
+        of_offset = offset_gradient(grad_out, out, lse, offset)
         grad_q, grad_kv = self.ring_gradients(grad_out, q, kv, out, lse, owner=owner)
         del q, kv, grad_out
         grads = (grad_q, grad_kv[0], grad_kv[1])
@@ -170,7 +166,7 @@ class _Layer:
         set_product_(grad_proj, grad_rows.t(), out.view(len(rows), -1))
         if grad_bias:
             torch.sum(grad_mixed, 0, dtype=grad_x.dtype, out=grad_bias[0])
-        return grad_block, *of_norms
+        return grad_block, of_norms, of_offset
 
 
 class _Root(Function):
@@ -230,24 +226,24 @@ class CirculatingAttention(Function):
         wide = accumulation_dtype(x.dtype)
         grad_x = torch.zeros_like(x, dtype=wide)
         grads = {name: torch.zeros_like(norm, dtype=wide) for name, norm in norms.items()}
-        offset = weights.softmax_offset
-        grad_offset = None if offset is None else torch.empty_like(offset)
+        of_offsets = []
         sums = SumsToOwners(layer.group)
         for owner, block in blocks:
-            grad_block, *of_norms = layer.block_gradients(
+            grad_block, of_norms, of_offset = layer.block_gradients(
                 block, grad_x, x, weights, list(norms.values()), grad, outs[owner], lses[owner],
-                owner=owner, grad_offset=layer.of_block(grad_offset, owner),
+                owner=owner,
             )  # fmt: skip
             for total, part in zip(grads.values(), of_norms, strict=True):
                 total += part
+            of_offsets.append(of_offset)
             sums.begin(grad_block, owner)
             del block, grad_block
         of_qkv, grads["proj"], *of_bias = unpack(sums.result(), own)
         grads["qkv"] = align_gradient(of_qkv, layer.shape, layer.group)
         if of_bias:
             grads["qkv_bias"] = align_gradient(of_bias[0], layer.shape, layer.group)
-        if grad_offset is not None:
-            grads["softmax_offset"] = grad_offset
+        if weights.softmax_offset is not None:
+            grads["softmax_offset"] = torch.cat(of_offsets)
         of_weights = (
             None if tensor is None else grads[field.name].to(tensor.dtype)
             for field, tensor in zip(fields(weights), tensors, strict=True)

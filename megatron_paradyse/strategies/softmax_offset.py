@@ -31,13 +31,8 @@ def check_takes_offset(strategy: Strategy) -> None:
         )
 
 
-def own_offset(weights: AttentionWeights) -> Tensor | None:
-    """Of the rank's n/p heads, in float32 (float64)."""
-    return in_float(weights.softmax_offset)
-
-
 def in_float(offset: Tensor | None) -> Tensor | None:
-    """In the accumulation dtype."""
+    """In the accumulation dtype: float32, or float64."""
     if offset is None or offset.dtype == torch.float64:
         return offset
     return offset.float()
@@ -45,7 +40,7 @@ def in_float(offset: Tensor | None) -> Tensor | None:
 
 def whole_offset(weights: AttentionWeights, group: ProcessGroup) -> Tensor | None:
     """Of all n heads. Sends (p-1) n/p values in 4 bytes, both ways."""
-    offset = own_offset(weights)
+    offset = in_float(weights.softmax_offset)
     return None if offset is None else gather_sequence(offset, group)
 
 

@@ -29,7 +29,7 @@ from megatron_paradyse.strategies.contract import (
 )
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
-from megatron_paradyse.strategies.softmax_offset import own_offset
+from megatron_paradyse.strategies.softmax_offset import in_float
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
 from megatron_paradyse.strategies.zero_tiles import zero_mlp_in_tiles
 
@@ -53,7 +53,7 @@ def attention(
     num_heads, num_kv_heads = shape.num_heads // p, num_kv_heads_sent(shape, p) // p
     q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     task = AttentionTask(shape, microbatch, first_head=rank * num_heads)
-    offset = own_offset(weights)
+    offset = in_float(weights.softmax_offset)
     out = local_attention(q, k, v, spans=whole(microbatch), task=task, offset=offset)
     del packed, q, k, v
     out = to_rows(out, microbatch)
