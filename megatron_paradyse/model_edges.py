@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
 )
@@ -36,8 +36,8 @@ def attach_edges(
     in any case.
     """
     for module in (m for chunk in model_chunks for m in chunk.modules()):
-        if type(module) is RotaryEmbedding:
-            module.__class__ = OneTableRotaryEmbedding
+        if type(module) in ONE_TABLE:
+            module.__class__ = ONE_TABLE[type(module)]
         if isinstance(module, GPTModel | BertModel) and head_tile != OFF:
             tile = _tile(module.config, module.vocab_size, head_tile)
             if module.pre_process:
@@ -201,8 +201,29 @@ class OneTableRotaryEmbedding(RotaryEmbedding):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         if self._table is None or self._table.shape[0] < max_seq_len:
             self._table = None  # before the longer one is made
-            self._table = self.get_emb(max_seq_len)
+            self._table = self._make_table(max_seq_len)
         return self._table[:max_seq_len]
+
+    def _make_table(self, max_seq_len: int) -> Tensor:
+        return self.get_emb(max_seq_len)
+
+
+class OneTableYarnRotaryEmbedding(OneTableRotaryEmbedding, YarnRotaryEmbedding):
+    """YaRN's angles in one table as well, and the factor of their cosine and sine."""
+
+    def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
+        found = super().forward(max_seq_len, offset, packed_seq, cp_group)
+        return found if isinstance(found, tuple) else (found, self._factor)
+
+    def _make_table(self, max_seq_len: int) -> Tensor:
+        table, self._factor = self.get_emb(max_seq_len)
+        return table
+
+
+ONE_TABLE = {
+    RotaryEmbedding: OneTableRotaryEmbedding,
+    YarnRotaryEmbedding: OneTableYarnRotaryEmbedding,
+}
 
 
 def forget_angles(model_chunks: list) -> None:
