@@ -44,7 +44,7 @@ class CoreAttention(MegatronModule):
     """Local attention of a rank's heads in memory linear in the sequence length.
 
     Takes and gives what Megatron's DotProductAttention does: query [s, b, n/p, d], key and value
-    [s, b, g/p, d] -> [s, b, n/p * d].
+    [s, b, g/p, d] -> [s, b, n/p * d]. Of latent attention (k_channels) it only has the offset.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class CoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection=None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ):
         super().__init__(config=config)
         self.layer_number = layer_number

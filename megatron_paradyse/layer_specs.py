@@ -18,6 +18,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
@@ -27,9 +28,17 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models.gpt import default_layer_spec
 
+from megatron_paradyse.attention import SwitchableSelfAttention
 from megatron_paradyse.core_attention import CoreAttention, TorchNorm
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.submodules import SwitchableLayer, SwitchableMLP, SwitchableSelfAttention
+from megatron_paradyse.latent_attention import SwitchableLatentAttention
+from megatron_paradyse.submodules import SwitchableLayer, SwitchableMLP
+
+# Of Megatron's attentions: ours, and its norms of queries and keys
+ATTENTIONS = {
+    SelfAttention: (SwitchableSelfAttention, ("q_layernorm", "k_layernorm")),
+    MLASelfAttention: (SwitchableLatentAttention, ("q_layernorm", "kv_layernorm")),
+}
 
 
 def gpt_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -72,20 +81,21 @@ def _switchable_layer(spec: ModuleSpec, model) -> ModuleSpec:
 
 
 def _switchable_attention(spec: ModuleSpec, model) -> ModuleSpec:
-    if spec.module is not SelfAttention:
+    if spec.module not in ATTENTIONS:
         raise UserError(f"--paradyse cannot switch {spec.module.__name__}: use self-attention")
+    module, norms = ATTENTIONS[spec.module]
     old = spec.submodules
     core = old.core_attention
     fused_kernel = model.attention_backend not in (AttnBackend.local, AttnBackend.unfused)
-    if core is DotProductAttention and fused_kernel:
+    # Latent attention cannot be built on Megatron's own without TransformerEngine.
+    if core is DotProductAttention and (fused_kernel or spec.module is MLASelfAttention):
         core = CoreAttention
     submodules = dataclasses.replace(
         old,
         core_attention=core,
-        q_layernorm=norm_for(old.q_layernorm, model),
-        k_layernorm=norm_for(old.k_layernorm, model),
+        **{name: norm_for(getattr(old, name), model) for name in norms},
     )
-    return ModuleSpec(module=SwitchableSelfAttention, params=spec.params, submodules=submodules)
+    return ModuleSpec(module=module, params=spec.params, submodules=submodules)
 
 
 def _switchable_mlp(builder):

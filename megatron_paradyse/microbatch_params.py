@@ -75,7 +75,7 @@ class PlannedMicrobatch(PackedSeqParams):
         if self.row is None:
             return table
         known = self._angles.get(by_rows)
-        if known is None or known[0] is not table:
+        if known is None or not known[0].is_set_to(table):
             places = to_device(self.row.places(by_rows=by_rows), table.device)
             known = self._angles[by_rows] = table, table.index_select(0, places)
         return known[1]

@@ -19,6 +19,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -33,8 +34,12 @@ def attach_edges(
     """Let the chunks' edges go in tiles of head_tile tokens, "auto" or "off"; returns the chunks.
 
     positions_restart: sequences may hold several documents. The RoPE table is one for all lengths
-    in any case.
+    in any case, and for all layers of a chunk with latent attention.
     """
+    for chunk in model_chunks:
+        latent = [m for m in chunk.modules() if isinstance(m, MultiLatentAttention)]
+        for module in latent:
+            module.rotary_pos_emb = latent[0].rotary_pos_emb
     for module in (m for chunk in model_chunks for m in chunk.modules()):
         if type(module) in ONE_TABLE:
             module.__class__ = ONE_TABLE[type(module)]

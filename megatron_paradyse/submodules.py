@@ -1,4 +1,4 @@
-"""Megatron's transformer layer, attention and MLP, each able to run the strategy of a plan.
+"""Megatron's transformer layer and MLP, each able to run the strategy of a plan.
 
 The parameters are Megatron's own. Where the plan says megatron_ts, Megatron's own forward runs;
 elsewhere a strategy reaches the same parameters.
@@ -13,16 +13,12 @@ from types import SimpleNamespace
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_paradyse.core_attention import CoreAttention
 from megatron_paradyse.microbatch_params import PlannedMicrobatch
-from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.parameters import (
     add_from_the_start,
     announce_use,
@@ -31,11 +27,10 @@ from megatron_paradyse.parameters import (
     of_strategy,
 )
 from megatron_paradyse.plan import MEGATRON_TS
-from megatron_paradyse.shapes import attention_shape, mlp_shape, only_megatrons_mlp
+from megatron_paradyse.shapes import mlp_shape, only_megatrons_mlp
 from megatron_paradyse.strategies import base_name, get_strategy, offloads, recomputes
-from megatron_paradyse.strategies.contract import AttentionWeights, Microbatch, MlpWeights
+from megatron_paradyse.strategies.contract import MlpWeights
 from megatron_paradyse.strategies.host import kept_on_host
-from megatron_paradyse.strategies.order import in_order
 from megatron_paradyse.strategies.second_run import (
     has_values,
     is_second_run,
@@ -43,7 +38,6 @@ from megatron_paradyse.strategies.second_run import (
     with_values_of,
     without_values,
 )
-from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 from megatron_paradyse.strategies.tiled_mlp import goes_in_tiles, mlp_in_tiles
 
 HALVES = ("attention", "mlp")
@@ -203,106 +197,6 @@ class _WithoutValues(Function):
         return grad
 
 
-class SwitchableSelfAttention(SelfAttention):
-    """Self-attention that runs the strategy that the microbatch's plan names for its layer."""
-
-    attn_mask_type: AttnMaskType
-
-    def forward(
-        self,
-        hidden_states,
-        attention_mask,
-        *args,
-        rotary_pos_emb=None,
-        packed_seq_params=None,
-        **kwargs,
-    ):
-        planned = packed_seq_params
-        if not isinstance(planned, PlannedMicrobatch):
-            planned, strategy = None, MEGATRON_TS
-        else:
-            strategy = base_name(planned.plan[self.layer_number].attention)
-        if strategy == MEGATRON_TS and self._megatron_can(planned):
-            if planned is not None and isinstance(self.core_attention, CoreAttention):
-                rotary_pos_emb = _per_row(planned, rotary_pos_emb)
-            elif planned is not None:
-                packed_seq_params = planned.for_kernels(hidden_states.device)
-            with self._without_padding(attention_mask):
-                return super().forward(
-                    hidden_states,
-                    attention_mask,
-                    *args,
-                    rotary_pos_emb=rotary_pos_emb,
-                    packed_seq_params=packed_seq_params,
-                    **kwargs,
-                )
-        skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
-        weights = self._weights()  # first: what is read after it has been gathered
-        chosen = get_strategy(strategy)
-        if weights.softmax_offset is not None:
-            check_takes_offset(chosen)
-        out = chosen.attention(
-            normalised(hidden_states, self.linear_qkv, self.config),
-            weights,
-            attention_shape(self, training=self.training),
-            self._microbatch(planned, hidden_states, None if skips_rope else rotary_pos_emb),
-            self.pg_collection.tp,
-        )
-        return out, bias_of(self.linear_proj)
-
-    @contextlib.contextmanager
-    def _without_padding(self, attention_mask):
-        """Of "padding" TransformerEngine demands a mask, and a BERT has none where nothing is."""
-        declared = self.attn_mask_type
-        if attention_mask is None and declared == AttnMaskType.padding:
-            self.attn_mask_type = AttnMaskType.no_mask
-        try:
-            yield
-        finally:
-            self.attn_mask_type = declared
-
-    def _megatron_can(self, planned: PlannedMicrobatch | None) -> bool:
-        """Whether Megatron's own forward can run it; else megatron_ts of this package does.
-
-        A core attention other than ours takes packed documents in the order of its rows, and not
-        in every version with a softmax that has one more logit.
-        """
-        if planned is None or planned.row is None or isinstance(self.core_attention, CoreAttention):
-            return True
-        return self.config.softmax_type == "vanilla" and in_order(microbatch_of(planned.row))
-
-    def _weights(self) -> AttentionWeights:
-        q_norm, k_norm, core = self.q_layernorm, self.k_layernorm, self.core_attention
-        announce_use(self.linear_qkv, self.linear_proj, q_norm, k_norm, core)
-        offset = getattr(core, "softmax_offset", None)
-        return AttentionWeights(
-            qkv=of_strategy(self.linear_qkv.weight, self.config),
-            proj=of_strategy(self.linear_proj.weight, self.config),
-            qkv_bias=bias_of(self.linear_qkv),
-            q_norm=getattr(q_norm, "weight", None),
-            q_norm_bias=getattr(q_norm, "bias", None),
-            k_norm=getattr(k_norm, "weight", None),
-            k_norm_bias=getattr(k_norm, "bias", None),
-            softmax_offset=None if offset is None else offset.flatten(),
-        )
-
-    def _microbatch(self, planned, hidden_states, rotary_pos_emb) -> Microbatch:
-        if isinstance(rotary_pos_emb, tuple):
-            rotary_pos_emb = rotary_pos_emb[0]
-        rows, batch_size = hidden_states.shape[:2]
-        rope = None
-        if rotary_pos_emb is not None:
-            rope = planned.angles(rotary_pos_emb)[:, 0, 0, :]
-        return Microbatch(
-            seq_length=rows * self.pg_collection.tp.size(),
-            batch_size=batch_size,
-            documents=planned.documents,
-            shards=planned.shards,
-            rope=rope,
-            dropout_seed=planned.dropout_seed(self.layer_number),
-        )
-
-
 class SwitchableMLP(MLP):
     """An MLP that runs the strategy that its layer was given for this microbatch.
 
@@ -333,10 +227,3 @@ class SwitchableMLP(MLP):
             self.tp_group,
         )
         return out, bias_of(self.linear_fc2)
-
-
-def _per_row(planned: PlannedMicrobatch, table):
-    """RoPE's table, or that of queries and that of keys -> the angles of every row gathered."""
-    if isinstance(table, tuple):
-        return tuple(_per_row(planned, part) for part in table)
-    return None if table is None else planned.angles(table, by_rows=True)

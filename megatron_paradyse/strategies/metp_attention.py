@@ -194,7 +194,7 @@ class CirculatingAttention(Function):
         blocks = broadcast_blocks(layer.own_block(weights), group)
         x = layer.balance(x.detach()).contiguous()
         rows = x.flatten(0, 1)  # [s/p, b, h] -> [s/p b, h]
-        total = torch.zeros_like(rows, dtype=accumulation_dtype(x.dtype))
+        total = rows.new_zeros(len(rows), len(weights.proj), dtype=accumulation_dtype(x.dtype))
         outs, lses = [], []
         for owner, (qkv, proj, *bias) in blocks:
             q, k, v = layer.heads(linear(x, qkv, *bias), weights)
@@ -209,7 +209,7 @@ class CirculatingAttention(Function):
             del qkv, proj, bias
         ctx.layer = layer
         ctx.save_for_backward(x, *tensors, *outs, *lses)
-        y = total.to(x.dtype).view(x.shape)
+        y = total.to(x.dtype).view(*x.shape[:2], -1)
         del total  # which may be wider
         return layer.balance(y)
 

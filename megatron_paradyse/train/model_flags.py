@@ -73,7 +73,8 @@ def check_model(args: argparse.Namespace) -> None:
         )
     refused: dict[str, tuple[object, str]] = {
         "context_parallel_size": (1, "--paradyse shares sequences over the tensor-parallel group"),
-        "multi_latent_attention": (False, "latent attention has no switchable strategy"),
+        "mla_down_proj_fusion": (False, "strategies have the down projections apart"),
+        "cache_mla_latents": (False, "it is of inference"),
         "mtp_num_layers": (None, "multi-token prediction is not supported"),
         "fp8": (None, DTYPES),
         "fp4": (None, DTYPES),

@@ -194,7 +194,7 @@ def _strategy(stack: list[FrameType], plan_names: tuple[str, ...]) -> str | None
     for frame in stack:
         name, file = frame.f_code.co_qualname, _file(frame)
         module = frame.f_locals.get("self") if name.startswith("Switchable") else None
-        if name == "SwitchableSelfAttention.forward":
+        if name in ("SwitchableSelfAttention.forward", "SwitchableLatentAttention.forward"):
             strategy = frame.f_locals.get("strategy", "megatron_ts")
             return f"{strategy}'s attention, layer {getattr(module, 'layer_number', '?')}"
         if name == "SwitchableMLP.forward":

@@ -1,0 +1,77 @@
+"""Multi-latent attention with every strategy equals the definition in float64, and Megatron's."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+from megatron_paradyse.packing.row import contiguous
+from megatron_paradyse.strategies import get_strategy, strategy_names
+from megatron_paradyse.strategies.contract import Microbatch
+from tests.latent_layers import LatentCase, run, worst_error
+from tests.packing.rows import zigzag
+from tests.strategies.harness import run_ranks
+
+TOLERANCE = 1e-6  # angles, cosine and sine are of float32
+VARIANTS = {
+    "plain": {},
+    "no rank of queries": {"q_rank": None, "norm": None},
+    "YaRN, wide values": {"rope": "yarn", "value": 14, "norm": "LayerNorm"},
+    "offset, window": {"softmax": "learnable", "window": 5, "value": 4},
+    "dropout, padding": {"dropout": 0.3, "padded": True},
+    "of TransformerEngine": {"engine": True, "rope": "yarn"},
+}
+
+
+def cases(p: int) -> dict[str, LatentCase]:
+    found = {}
+    for strategy, (name, options) in itertools.product(strategy_names(), VARIANTS.items()):
+        found[f"{strategy}, {name}"] = LatentCase(strategy, p, **options)
+    for strategy in strategy_names(packed=True):
+        for name, row in (("in order", contiguous((9, 3, 5), p)), ("dealt", zigzag((13, 2, 7), p))):
+            found[f"{strategy}, packed {name}"] = LatentCase(strategy, p, row=row, rope="yarn")
+    return {name: case for name, case in found.items() if _takes(case)}
+
+
+def _takes(case: LatentCase) -> bool:
+    takes = get_strategy(case.strategy).takes
+    if takes is None:
+        return True
+    row = case.row
+    if row is None:
+        return False
+    microbatch = Microbatch(row.seq_length, 1, documents=case.documents, shards=row.shards)
+    return takes(microbatch, case.p)
+
+
+CASES = {p: cases(p) for p in (1, 2, 4)}
+
+
+@functools.cache
+def results(p: int):
+    return run_ranks(p, run, CASES[p])
+
+
+@pytest.mark.parametrize(
+    ("p", "name"), [(p, name) for p, of in CASES.items() for name in of], ids=str
+)
+def test_every_strategy_equals_the_definition(p, name):
+    error, of = worst_error(CASES[p][name], results(p)[name])
+    assert error < TOLERANCE, (of, error)
+
+
+OF_MEGATRON = {
+    name: LatentCase("megatron_ts", 1, **options)
+    for name, options in VARIANTS.items()
+    if not {"softmax", "dropout", "engine"} & {*options}
+}
+
+
+def test_the_definition_equals_megatrons_own_module():
+    """On one rank; its attention is the test's, for it has none without TransformerEngine."""
+    found = run_ranks(1, functools.partial(run, megatrons=True), OF_MEGATRON)
+    for name, case in OF_MEGATRON.items():
+        error, of = worst_error(case, found[name])
+        assert error < TOLERANCE, (name, of, error)
