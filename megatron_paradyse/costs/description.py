@@ -19,6 +19,7 @@ MASKS = (CAUSAL, "bidirectional")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by dtype
 DEVICE_KINDS = ("cpu", "cuda")
 ROTARY = ("rope", "yarn")  # position embeddings by angles
+LATENT_ROTATED = "qk_pos_emb_head_dim"  # as a kind of attention tells it that is latent
 SOURCES = ("measured", "stand-in", "simulated")
 MAX_RANKS = 1 << 20
 # Two devices of one name may differ by what driver and firmware reserve.
@@ -123,6 +124,15 @@ class Description:
         """Keys that a query sees, where every attention has that window."""
         names = [name for name in self.layer_kinds.halves() if half_of(name) == ATTENTION]
         return common_window(self.windows.get(name) for name in names)
+
+    @property
+    def rotated_channels(self) -> int:
+        """Channels of a head that RoPE turns, at most; of a latent attention those told apart."""
+        told = [has.get(LATENT_ROTATED) for has in (self.halves or {}).values()]
+        of_latents = [channels for channels in told if channels is not None]
+        if of_latents:
+            return max(of_latents)
+        return self.model.head_dim if self.model.position_embedding in ROTARY else 0
 
     def window(self, operation: str) -> float:
         """Keys that a query of its attention sees: an attention's or a whole layer's."""

@@ -6,7 +6,7 @@ Training (train/choosing.py) and the commands that tell beforehand what training
 
 from __future__ import annotations
 
-from megatron_paradyse.costs.description import ELEMENT_BYTES, ROTARY
+from megatron_paradyse.costs.description import ELEMENT_BYTES
 from megatron_paradyse.costs.layers import HALVES, MLP
 from megatron_paradyse.costs.packed import LOCAL
 from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
@@ -130,9 +130,8 @@ class FilePolicies:
 
     @property
     def _angle_bytes_per_position(self) -> int:
-        """Of RoPE's table of angles in float32: at most, where only a part of a head turns."""
-        shape = self.costs.file.table.description.model
-        return 4 * shape.head_dim if shape.position_embedding in ROTARY else 0
+        """Of RoPE's table of angles in float32."""
+        return 4 * self.costs.file.table.description.rotated_channels
 
     @property
     def _input_bytes_per_token(self) -> float:

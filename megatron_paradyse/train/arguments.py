@@ -13,6 +13,7 @@ from megatron_paradyse.train.document_flags import prepare_documents
 from megatron_paradyse.train.model_flags import (
     check_bert,
     check_edges,
+    check_latent,
     check_model,
     check_ranks,
     check_schedule,
@@ -103,6 +104,7 @@ def before_validation(args: argparse.Namespace) -> None:
     check_model(args)
     complete_window(args)
     check_bert(args)
+    check_latent(args)
     check_edges(args)
     check_strategies(args)
     spec = SPECS[args.paradyse_model]

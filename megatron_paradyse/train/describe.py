@@ -80,7 +80,7 @@ def model_shape(num_layers: int) -> ModelShape:
         hidden_size=args.hidden_size,
         num_heads=heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
-        head_dim=args.kv_channels,
+        head_dim=head_dim(args),
         ffn_size=args.ffn_hidden_size,
         gated=bool(args.swiglu),
         vocab_size=args.padded_vocab_size,
@@ -88,6 +88,13 @@ def model_shape(num_layers: int) -> ModelShape:
         biases=bool(args.add_bias_linear),
         position_embedding=args.position_embedding_type.removesuffix("_absolute"),
     )
+
+
+def head_dim(args: argparse.Namespace) -> int:
+    """Of a latent attention that of the widest of query and value, as strategies have both."""
+    if not args.multi_latent_attention:
+        return args.kv_channels
+    return max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
 
 
 def _name(value: object) -> str:

@@ -148,6 +148,34 @@ def check_bert(args: argparse.Namespace) -> None:
         )
 
 
+def check_latent(args: argparse.Namespace) -> None:
+    """Of --multi-latent-attention, which rotates by --rope-type."""
+    if not args.multi_latent_attention:
+        return
+    if args.paradyse_model == BERT:
+        raise UserError(
+            "--multi-latent-attention with a BERT, whose layer in Megatron has none: leave it out"
+        )
+    if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
+        raise UserError(
+            f"--position-embedding-type {args.position_embedding_type} with "
+            "--multi-latent-attention, which rotates by --rope-type: give "
+            "--position-embedding-type rope"
+        )
+    p, positions = args.tensor_model_parallel_size, args.qk_pos_emb_head_dim
+    if args.transformer_impl != "local":
+        return
+    for name, size in (("q_lora_rank", args.q_lora_rank), ("kv_lora_rank", args.kv_lora_rank)):
+        columns = (size or 0) + (positions if name == "kv_lora_rank" else 0)
+        if columns % p:
+            more = f" and --qk-pos-emb-head-dim {positions}" if columns != size else ""
+            raise UserError(
+                f"--{name.replace('_', '-')} {size}{more} do not divide by "
+                f"--tensor-model-parallel-size {p}, over which --transformer-impl local shares "
+                "them: give multiples"
+            )
+
+
 def check_edges(args: argparse.Namespace) -> None:
     settings = args.paradyse_settings
     _check_own_modules(args)

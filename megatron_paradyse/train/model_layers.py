@@ -12,6 +12,8 @@ from megatron_paradyse.errors import UserError
 
 EXPERTS, WINDOWS, UNROTATED = "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"
 OF_ATTENTION = (WINDOWS, UNROTATED)
+# Sizes of latent attention, which rotates in every layer.
+OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class ModelLayers:
             given[EXPERTS] = lambda freq, number: (number - 1) % freq == 0
         if args.window_size and args.window_attn_skip_freq is not None:
             given[WINDOWS] = lambda freq, number: number % freq != 0
-        if args.no_rope_freq:
+        if args.no_rope_freq and not args.multi_latent_attention:
             given[UNROTATED] = lambda freq, number: number % freq == 0
         patterns = {name: _pattern(args, name, numbers, has) for name, has in given.items()}
         return cls(numbers, patterns)
@@ -69,7 +71,9 @@ class ModelLayers:
 
     def _attention(self, args: argparse.Namespace, place: int) -> dict[str, int]:
         found = {"qk_norm": int(args.qk_layernorm)}
-        if args.position_embedding_type in ROTARY:
+        if args.multi_latent_attention:
+            found |= {name: getattr(args, name) or 0 for name in OF_LATENTS}
+        elif args.position_embedding_type in ROTARY:
             found["rotated"] = 1 - self._has(UNROTATED, place, default=0)
         if args.window_size and self._has(WINDOWS, place, default=1) and args.window_size[0] >= 0:
             found[WINDOW] = args.window_size[0] + 1  # the query's own token is seen too
