@@ -21,6 +21,7 @@ from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.shapes import attention_shape
 from megatron_paradyse.strategies import base_name, get_strategy
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
+from megatron_paradyse.strategies.latents import check_takes_latents
 from megatron_paradyse.strategies.order import in_order
 from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 
@@ -52,16 +53,18 @@ class SwitchableAttention:
         chosen = get_strategy(strategy)
         if weights.softmax_offset is not None:
             check_takes_offset(chosen)
+        if shape.latent is not None:
+            check_takes_latents(chosen)
         out = chosen.attention(x, weights, shape, microbatch, self.pg_collection.tp)
         return out, bias_of(self.linear_proj)
 
     def _megatron_can(self, planned: PlannedMicrobatch) -> bool:
-        """Whether a core attention other than ours can run it.
+        """Whether Megatron's own forward can run it; else megatron_ts of this package does.
 
-        It takes packed documents in the order of its rows, and not in every version with a softmax
-        that has one more logit.
+        A core attention other than ours takes packed documents in the order of its rows, and not
+        in every version with a softmax that has one more logit.
         """
-        if planned.row is None:
+        if planned.row is None or isinstance(self.core_attention, CoreAttention):
             return True
         return self.config.softmax_type == "vanilla" and in_order(microbatch_of(planned.row))
 
@@ -101,10 +104,8 @@ class SwitchableSelfAttention(SwitchableAttention, SelfAttention):
         **kwargs,
     ):
         planned, strategy = self._chosen(packed_seq_params)
-        ours = isinstance(self.core_attention, CoreAttention)
-        megatrons = planned is None or ours or self._megatron_can(planned)
-        if strategy == MEGATRON_TS and megatrons:
-            if planned is not None and ours:
+        if strategy == MEGATRON_TS and (planned is None or self._megatron_can(planned)):
+            if planned is not None and isinstance(self.core_attention, CoreAttention):
                 rotary_pos_emb = _per_row(planned, rotary_pos_emb)
             elif planned is not None:
                 packed_seq_params = planned.for_kernels(hidden_states.device)

@@ -14,6 +14,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
+from megatron_paradyse.attention import SwitchableSelfAttention
 from megatron_paradyse.core_attention import CoreAttention
 from megatron_paradyse.microbatch_params import planned_microbatch
 from megatron_paradyse.packing.row import Row, contiguous
@@ -23,7 +24,6 @@ from megatron_paradyse.strategies.second_run import second_run, without_values
 from megatron_paradyse.submodules import (
     SwitchableLayer,
     SwitchableMLP,
-    SwitchableSelfAttention,
 )
 
 FUSED = SimpleNamespace(gradient_accumulation_fusion=True)

@@ -29,6 +29,7 @@ from megatron_paradyse.strategies.contract import (
     check_layout,
 )
 from megatron_paradyse.strategies.dropout import keep_mask
+from megatron_paradyse.strategies.latents import of_values
 from megatron_paradyse.strategies.local_attention import (
     AttentionTask,
     accumulation_dtype,
@@ -59,7 +60,7 @@ def attention(
     offset = whole_offset(weights, group)
     out = _RowAttention.apply(AttentionTask(shape, microbatch), group, q, k, v, offset)
     del q, k, v
-    return zero_proj(out, proj, weights, group)
+    return zero_proj(of_values(out, shape), proj, weights, group)
 
 
 class _RowAttention(Function):
@@ -199,4 +200,5 @@ STRATEGY = Strategy(
     check=check_layout,
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
+    takes_latents=True,
 )

@@ -42,6 +42,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Channels of an attention over latents (latents.py): of c_kv, and of each head."""
+
+    keys: int  # of c_kv; c_q has what c_kv and c_pe leave of the input
+    content: int  # of a query or key without positions
+    positions: int  # of c_pe, and of each query beside its content
+    value: int
+
+    @property
+    def head_dim(self) -> int:
+        return max(self.content + self.positions, self.value)
+
+
+@dataclass(frozen=True)
 class AttentionShape:
     """What is fixed about a layer's attention for the whole run."""
 
@@ -57,6 +71,7 @@ class AttentionShape:
     qk_norm: str | None = None  # None, "layernorm", "rmsnorm" or "l2"
     qk_norm_eps: float = 1e-5
     qk_norm_plus_one: bool = False  # the norm's weight is stored less one
+    latent: LatentSizes | None = None  # x are latents, of which weights.qkv and kv_up make heads
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -114,6 +129,7 @@ class AttentionWeights:
     k_norm: Tensor | None = None
     k_norm_bias: Tensor | None = None
     softmax_offset: Tensor | None = None  # [n / p], logits of a key without a value, by head
+    kv_up: Tensor | None = None  # of c_kv, where qkv is of c_q and makes queries alone (latents.py)
 
 
 @dataclass(frozen=True)
@@ -168,6 +184,7 @@ class Strategy:
     takes(microbatch, p) says whether it can run the microbatch; None: it can run any.
     tiled_mlp: the MLP that recomputes on long sequences; None: mlp, tile by tile (tiled_mlp.py).
     takes_offset: whether attention heeds AttentionWeights.softmax_offset.
+    takes_latents: whether attention heeds AttentionShape.latent.
     """
 
     name: str  # as code and flags write it: megatron_ts
@@ -178,6 +195,7 @@ class Strategy:
     takes: Callable[[Microbatch, int], bool] | None = None
     tiled_mlp: MlpFunction | None = None
     takes_offset: bool = False
+    takes_latents: bool = False
 
 
 def documents_stay(microbatch: Microbatch, p: int) -> bool:

@@ -22,6 +22,7 @@ from megatron_paradyse.strategies.contract import (
     check_layout,
     documents_stay,
 )
+from megatron_paradyse.strategies.latents import of_values
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.softmax_offset import whole_offset
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
@@ -48,7 +49,7 @@ def attention(
     task, offset = AttentionTask(shape, microbatch), whole_offset(weights, group)
     out = local_attention(q, k, v, spans=spans, task=task, offset=offset)
     del q, k, v
-    return zero_proj(out, proj, weights, group)
+    return zero_proj(of_values(out, shape), proj, weights, group)
 
 
 STRATEGY = Strategy(
@@ -60,4 +61,5 @@ STRATEGY = Strategy(
     takes=documents_stay,
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
+    takes_latents=True,
 )

@@ -25,6 +25,7 @@ from megatron_paradyse.strategies.contract import (
     Strategy,
     check_layout,
 )
+from megatron_paradyse.strategies.latents import of_values
 from megatron_paradyse.strategies.local_attention import AttentionTask
 from megatron_paradyse.strategies.ring_attention import ring_attention
 from megatron_paradyse.strategies.softmax_offset import whole_offset
@@ -61,7 +62,7 @@ def attention(
         group=group,
         offset=whole_offset(weights, group),
     )
-    y = zero_proj(out, proj, weights, group)
+    y = zero_proj(of_values(out, shape), proj, weights, group)
     return swap_halves(y, group) if swaps else y
 
 
@@ -73,4 +74,5 @@ STRATEGY = Strategy(
     check=check_layout,
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
+    takes_latents=True,
 )

@@ -28,6 +28,7 @@ from megatron_paradyse.strategies.collectives import (
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
     AttentionWeights,
+    LatentSizes,
     Microbatch,
     MlpShape,
     MlpWeights,
@@ -36,6 +37,7 @@ from megatron_paradyse.strategies.contract import (
 )
 from megatron_paradyse.strategies.feedforward import activate, activation_gradient
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
+from megatron_paradyse.strategies.latents import latent_heads, of_values, split_latents
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
 from megatron_paradyse.strategies.second_run import is_second_run, without_values
@@ -51,16 +53,19 @@ def attention(
 ) -> Tensor:
     """[s/p, b, h] -> [s/p, b, h]. Sends 2 (p-1) s/p b h values forward, 3 of these backward."""
     p, rank = group.size(), group.rank()
-    qkv = _ColumnLinear.apply(x, weights.qkv, weights.qkv_bias, group)
-    q, k, v = _heads_of_rank(to_positions(qkv, microbatch), shape, group)
-    del qkv
+    if shape.latent is None:
+        qkv = _ColumnLinear.apply(x, weights.qkv, weights.qkv_bias, group)
+        q, k, v = _heads_of_rank(to_positions(qkv, microbatch), shape, group)
+        del qkv
+    else:
+        q, k, v = _heads_of_latents(x, weights, shape.latent, microbatch, group)
     spans = whole(microbatch)
     q, k = normalise_and_rotate(q, k, weights, shape, microbatch, spans)
     task = AttentionTask(shape, microbatch, first_head=rank * shape.num_heads // p)
     offset = in_float(weights.softmax_offset)
     out = local_attention(q, k, v, spans=spans, task=task, offset=offset)
     del q, k, v
-    out = to_rows(out, microbatch).flatten(2)
+    out = to_rows(of_values(out, shape), microbatch).flatten(2)
     return _RowLinear.apply(out, weights.proj, group, None)
 
 
@@ -98,6 +103,25 @@ def _heads_of_rank(qkv: Tensor, shape: AttentionShape, group: ProcessGroup) -> t
     first = rank % (p // g) * num_heads
     parts = (heads[:, :, first : first + num_heads], heads[:, :, -2:-1], heads[:, :, -1:])
     return tuple(part.contiguous() for part in parts)
+
+
+def _heads_of_latents(
+    x: Tensor,
+    weights: AttentionWeights,
+    sizes: LatentSizes,
+    microbatch: Microbatch,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the rank's heads; the latents are gathered, fewer values than the layer's input."""
+    assert microbatch.rope is not None
+    c_q, c_kv, c_pe = split_latents(x, sizes)
+    parts = (
+        _ColumnLinear.apply(c_q, weights.qkv, None, group),
+        _ColumnLinear.apply(c_kv, weights.kv_up, None, group),
+        gather_sequence(c_pe.contiguous(), group),
+    )
+    q, kv, c_pe = (to_positions(part, microbatch) for part in parts)
+    return latent_heads(q, kv, c_pe, sizes, num_rotated=microbatch.rope.shape[-1])
 
 
 class _ColumnLinear(Function):
@@ -161,4 +185,5 @@ STRATEGY = Strategy(
     mlp=mlp,
     check=check,
     takes_offset=True,
+    takes_latents=True,
 )

@@ -83,4 +83,5 @@ STRATEGY = Strategy(
     check=check,
     tiled_mlp=mlp,  # which goes in blocks of features already
     takes_offset=True,
+    takes_latents=True,
 )

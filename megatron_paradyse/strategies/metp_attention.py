@@ -7,6 +7,7 @@ hop: at one block per hop they would reach the ranks at different times. The byt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 from torch.nn.functional import linear
 
 from megatron_paradyse.strategies.aligned_heads import (
@@ -28,6 +30,7 @@ from megatron_paradyse.strategies.blocks import ring_spans, swaps_halves
 from megatron_paradyse.strategies.collectives import swap_halves
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
+from megatron_paradyse.strategies.latents import latent_heads, of_values, split_latents
 from megatron_paradyse.strategies.local_attention import AttentionTask, accumulation_dtype
 from megatron_paradyse.strategies.ring_attention import ring_backward, ring_forward
 from megatron_paradyse.strategies.second_run import is_second_run
@@ -66,19 +69,69 @@ class _Layer:
         return swap_halves(x, self.group) if swaps else x
 
     def own_block(self, weights: AttentionWeights) -> Block:
-        """The rank's aligned qkv rows, its proj columns, and if there is one the qkv bias."""
-        tensors = [align(weights.qkv.detach(), self.shape, self.group), weights.proj.detach()]
+        """The rank's proj columns, its aligned qkv rows, and if there is one the qkv bias.
+
+        Over latents: the proj columns, and the rows of queries and of keys and values.
+        """
+        proj = weights.proj.detach()
+        if weights.kv_up is not None:
+            return proj, weights.qkv.detach(), weights.kv_up.detach()
+        tensors = [proj, align(weights.qkv.detach(), self.shape, self.group)]
         if weights.qkv_bias is not None:
             tensors.append(align(weights.qkv_bias.detach(), self.shape, self.group))
         return tuple(tensors)
 
-    def heads(self, qkv: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor, Tensor]:
-        """A block's [s/p, b, (n/p + 2m) d] -> q [s/p, b, n/p, d], k and v [s/p, b, m, d]."""
-        q, k, v = split_heads(
-            qkv,
-            heads_per_group=heads_per_slot(self.shape, self.group.size()),
-            head_dim=self.shape.head_dim,
+    def project(self, x: Tensor, ups: Sequence[Tensor]) -> Tensor:
+        """x [s/p, b, i] by what a block has besides proj: see heads."""
+        if self.shape.latent is None:
+            return linear(x, *ups)
+        *latents, c_pe = split_latents(x, self.shape.latent)
+        products = [linear(c, up) for c, up in zip(latents, ups, strict=True)]
+        return torch.cat((*products, c_pe), dim=-1)
+
+    def project_back(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        grad_x: Tensor,
+        ups: Sequence[Tensor],
+        grads: Sequence[Tensor],
+    ) -> None:
+        """Add to grad_x and set grads, given that of project's output; all have b s/p rows."""
+        if self.shape.latent is None:
+            add_product_(grad_x, grad, ups[0])
+            set_product_(grads[0], grad.t(), x)
+            if len(grads) == 2:
+                torch.sum(grad, 0, dtype=grad_x.dtype, out=grads[1])
+            return
+        *of_products, of_positions = grad.split(
+            (len(ups[0]), len(ups[1]), self.shape.latent.positions), dim=-1
         )
+        latents, totals = (split_latents(t, self.shape.latent) for t in (x, grad_x))
+        for part, c, total, up, grad_up in zip(
+            of_products, latents[:2], totals[:2], ups, grads, strict=True
+        ):
+            add_product_(total, part, up)
+            set_product_(grad_up, part.t(), c)
+        totals[2].add_(of_positions)
+
+    def heads(self, qkv: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor, Tensor]:
+        """A block's [s/p, b, (n/p + 2m) d] -> q [s/p, b, n/p, d], k and v [s/p, b, m, d].
+
+        Over latents: of the products of c_q and c_kv, and c_pe.
+        """
+        sizes, p = self.shape.latent, self.group.size()
+        if sizes is None:
+            heads = heads_per_slot(self.shape, p)
+            q, k, v = split_heads(qkv, heads_per_group=heads, head_dim=self.shape.head_dim)
+        else:
+            assert self.microbatch.rope is not None
+            of_queries = self.shape.num_heads // p * (sizes.content + sizes.positions)
+            of_keys = self.shape.num_heads // p * (sizes.content + sizes.value)
+            q, kv, c_pe = qkv.split((of_queries, of_keys, sizes.positions), dim=-1)
+            num_rotated = self.microbatch.rope.shape[-1]
+            q, k, v = latent_heads(q, kv, c_pe, sizes, num_rotated=num_rotated)
+            del kv, c_pe
         del qkv
         spans = self.spans_of_ranks[self.group.rank()]
         q, k = normalise_and_rotate(q, k, weights, self.shape, self.microbatch, spans)
@@ -139,10 +192,10 @@ class _Layer:
         The block's is packed. All are sums over the rank's tokens: what the ring attention returns
         for k and v already holds what the queries of other ranks contribute.
         """
-        qkv, proj, *bias = block
+        proj, *ups = block
         rows, grad_rows = x.flatten(0, 1), grad.flatten(0, 1)
         with torch.enable_grad():
-            mixed = _Root.apply(x.new_empty(0, requires_grad=True), linear(x, qkv, *bias))
+            mixed = _Root.apply(x.new_empty(0, requires_grad=True), self.project(x, ups))
             q, k, v = self.heads(mixed, weights)
         # The graph outlives its tensors, which the ring attention would else find in the way.
         inputs = [get_gradient_edge(tensor) for tensor in (mixed, *norms)]
@@ -150,7 +203,9 @@ class _Layer:
         kv = torch.stack((k.detach(), v.detach()))
         q = q.detach()
         del mixed, k, v
-        grad_out = (grad_rows @ proj).view(out.shape)
+        grad_out = (grad_rows @ proj).view(*out.shape[:3], -1)
+        if grad_out.shape != out.shape:  # values have fewer channels than queries
+            grad_out = F.pad(grad_out, (0, out.shape[-1] - grad_out.shape[-1]))
         offset = self.of_block(weights.softmax_offset, owner)
         of_offset = offset_gradient(grad_out, out, lse, offset)
         grad_q, grad_kv = self.ring_gradients(grad_out, q, kv, out, lse, owner=owner)
@@ -159,13 +214,10 @@ class _Layer:
         grad_mixed, *of_norms = torch.autograd.grad(outputs, inputs, grads)
         del grads, grad_q, grad_kv
         grad_mixed = grad_mixed.flatten(0, 1)
-        add_product_(grad_x.view(rows.shape), grad_mixed, qkv)
         grad_block = new_packed(block, grad_x.dtype)
-        grad_qkv, grad_proj, *grad_bias = unpack(grad_block, block)
-        set_product_(grad_qkv, grad_mixed.t(), rows)
-        set_product_(grad_proj, grad_rows.t(), out.view(len(rows), -1))
-        if grad_bias:
-            torch.sum(grad_mixed, 0, dtype=grad_x.dtype, out=grad_bias[0])
+        grad_proj, *grad_ups = unpack(grad_block, block)
+        self.project_back(grad_mixed, rows, grad_x.view(rows.shape), ups, grad_ups)
+        set_product_(grad_proj, grad_rows.t(), of_values(out, self.shape).reshape(len(rows), -1))
         return grad_block, of_norms, of_offset
 
 
@@ -196,17 +248,17 @@ class CirculatingAttention(Function):
         rows = x.flatten(0, 1)  # [s/p, b, h] -> [s/p b, h]
         total = rows.new_zeros(len(rows), len(weights.proj), dtype=accumulation_dtype(x.dtype))
         outs, lses = [], []
-        for owner, (qkv, proj, *bias) in blocks:
-            q, k, v = layer.heads(linear(x, qkv, *bias), weights)
+        for owner, (proj, *ups) in blocks:
+            q, k, v = layer.heads(layer.project(x, ups), weights)
             kv = torch.stack((k, v))
             del k, v
             offset = layer.of_block(weights.softmax_offset, owner)
             out, lse = ring_forward(q, kv, **layer.ring(owner), offset=offset)
             del q, kv
-            add_product_(total, out.view(len(rows), -1), proj.t())
+            add_product_(total, of_values(out, shape).reshape(len(rows), -1), proj.t())
             outs.append(out)
             lses.append(lse)
-            del qkv, proj, bias
+            del proj, ups
         ctx.layer = layer
         ctx.save_for_backward(x, *tensors, *outs, *lses)
         y = total.to(x.dtype).view(*x.shape[:2], -1)
@@ -238,10 +290,13 @@ class CirculatingAttention(Function):
             of_offsets.append(of_offset)
             sums.begin(grad_block, owner)
             del block, grad_block
-        of_qkv, grads["proj"], *of_bias = unpack(sums.result(), own)
-        grads["qkv"] = align_gradient(of_qkv, layer.shape, layer.group)
-        if of_bias:
-            grads["qkv_bias"] = align_gradient(of_bias[0], layer.shape, layer.group)
+        grads["proj"], *of_ups = unpack(sums.result(), own)
+        if weights.kv_up is not None:
+            grads["qkv"], grads["kv_up"] = of_ups
+        else:
+            names = ("qkv", "qkv_bias")[: len(of_ups)]
+            for name, of_up in zip(names, of_ups, strict=True):
+                grads[name] = align_gradient(of_up, layer.shape, layer.group)
         if weights.softmax_offset is not None:
             grads["softmax_offset"] = torch.cat(of_offsets)
         of_weights = (

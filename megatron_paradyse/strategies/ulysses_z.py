@@ -27,6 +27,7 @@ from megatron_paradyse.strategies.contract import (
     Strategy,
     check_layout,
 )
+from megatron_paradyse.strategies.latents import of_values
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
 from megatron_paradyse.strategies.softmax_offset import in_float
@@ -56,7 +57,7 @@ def attention(
     offset = in_float(weights.softmax_offset)
     out = local_attention(q, k, v, spans=whole(microbatch), task=task, offset=offset)
     del packed, q, k, v
-    out = to_rows(out, microbatch)
+    out = to_rows(of_values(out, shape), microbatch)
     out = transpose_blocks(out.unflatten(0, (p, -1)), group)  # [p, s/p, b, n/p, d]
     return zero_proj(out.permute(1, 2, 0, 3, 4).flatten(2, 3), proj, weights, group)
 
@@ -113,4 +114,5 @@ STRATEGY = Strategy(
     check=check,
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
+    takes_latents=True,
 )

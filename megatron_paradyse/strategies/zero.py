@@ -26,12 +26,14 @@ from megatron_paradyse.strategies.collectives import (
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
     AttentionWeights,
+    LatentSizes,
     Microbatch,
     MlpShape,
     MlpWeights,
 )
 from megatron_paradyse.strategies.feedforward import activate, activation_gradient
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
+from megatron_paradyse.strategies.latents import latent_heads, split_latents
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 from megatron_paradyse.strategies.second_run import is_second_run, without_values
 
@@ -49,11 +51,30 @@ def zero_qkv(
 
     All heads, normalised and rotated.
     """
-    qkv = zero_linear(x, gather_weight(weights.qkv, group), weights.qkv, weights.qkv_bias, group)
-    q, k, v = split_heads(qkv, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim)
-    del qkv
+    if shape.latent is None:
+        gathering = gather_weight(weights.qkv, group)
+        qkv = zero_linear(x, gathering, weights.qkv, weights.qkv_bias, group)
+        q, k, v = split_heads(qkv, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim)
+        del qkv
+    else:
+        q, k, v = _heads_of_latents(x, weights, shape.latent, microbatch, group)
     q, k = normalise_and_rotate(q, k, weights, shape, microbatch, spans)
     return q, k, v
+
+
+def _heads_of_latents(
+    x: Tensor,
+    weights: AttentionWeights,
+    sizes: LatentSizes,
+    microbatch: Microbatch,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert weights.kv_up is not None and microbatch.rope is not None
+    c_q, c_kv, c_pe = split_latents(x, sizes)
+    gathering, coming = (gather_weight(w, group) for w in (weights.qkv, weights.kv_up))
+    q = zero_linear(c_q, gathering, weights.qkv, None, group)
+    kv = zero_linear(c_kv, coming, weights.kv_up, None, group)
+    return latent_heads(q, kv, c_pe, sizes, num_rotated=microbatch.rope.shape[-1])
 
 
 def zero_proj(

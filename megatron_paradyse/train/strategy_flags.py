@@ -20,6 +20,7 @@ from megatron_paradyse.strategies import (
     parse_strategy_name,
 )
 from megatron_paradyse.strategies.contract import AttentionShape
+from megatron_paradyse.strategies.latents import check_takes_latents
 from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.units import parse_bytes
@@ -48,6 +49,8 @@ def check_strategies(args: argparse.Namespace) -> None:
         get_strategy(name).check(shape, args.tensor_model_parallel_size)
         if args.softmax_type != "vanilla":
             check_takes_offset(get_strategy(name))
+        if args.multi_latent_attention:
+            check_takes_latents(get_strategy(name))
     others = [name for name in names if parse_strategy_name(name)[0] != MEGATRON_TS]
     problem = only_megatron_ts(args) or _only_megatrons_mlp(args)
     if problem is not None and others:
