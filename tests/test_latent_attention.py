@@ -6,7 +6,11 @@ import functools
 import itertools
 
 import pytest
+import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
+from megatron_paradyse.latent_attention import SwitchableLatentAttention
+from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.strategies import get_strategy, strategy_names
 from megatron_paradyse.strategies.contract import Microbatch
@@ -75,3 +79,19 @@ def test_the_definition_equals_megatrons_own_module():
     for name, case in OF_MEGATRON.items():
         error, of = worst_error(case, found[name])
         assert error < TOLERANCE, (name, of, error)
+
+
+def test_the_layers_of_a_model_share_one_table_of_angles(monkeypatch):
+    """Each of Megatron's layers would have its own, of the longest length."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    layers = [bare_attention(YarnRotaryEmbedding(4, use_cpu_initialization=True)) for _ in range(3)]
+    attach_edges([torch.nn.ModuleList(layers)], head_tile="off")
+    tables = [layer.rotary_pos_emb(7)[0].untyped_storage().data_ptr() for layer in layers]
+    assert len(set(tables)) == 1
+
+
+def bare_attention(rotary) -> SwitchableLatentAttention:
+    module = object.__new__(SwitchableLatentAttention)
+    torch.nn.Module.__init__(module)
+    module.rotary_pos_emb = rotary
+    return module

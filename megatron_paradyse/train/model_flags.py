@@ -29,6 +29,13 @@ def check_schedule(args: argparse.Namespace) -> None:
                 f"--lr-warmup-{unit} {warmup} with a learning rate of {total} {unit}: give fewer, "
                 f"or more --train-{unit} or --lr-decay-{unit}"
             )
+    interval = args.eval_interval
+    if not (interval and interval > 0) and not (args.skip_train or args.full_validation):
+        given = "is missing" if interval is None else f"{interval} is no interval"
+        raise UserError(
+            f"--eval-interval {given}, and Megatron counts evaluations by it even with "
+            "--eval-iters 0: give --eval-interval 1000"
+        )
     phases = args.phase_transition_iterations
     if phases and not args.train_samples:
         raise UserError(
@@ -168,11 +175,11 @@ def check_latent(args: argparse.Namespace) -> None:
     for name, size in (("q_lora_rank", args.q_lora_rank), ("kv_lora_rank", args.kv_lora_rank)):
         columns = (size or 0) + (positions if name == "kv_lora_rank" else 0)
         if columns % p:
-            more = f" and --qk-pos-emb-head-dim {positions}" if columns != size else ""
+            more = f" plus --qk-pos-emb-head-dim {positions}" if columns != size else ""
             raise UserError(
-                f"--{name.replace('_', '-')} {size}{more} do not divide by "
+                f"--{name.replace('_', '-')} {size}{more} is no multiple of "
                 f"--tensor-model-parallel-size {p}, over which --transformer-impl local shares "
-                "them: give multiples"
+                "them: give a multiple"
             )
 
 

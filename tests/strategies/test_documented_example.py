@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from unittest.mock import patch
 
+from tests import latent_layers
 from tests.strategies.cases import AttentionCase, MlpCase
 from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
@@ -25,6 +26,17 @@ def _example():
 def _run(group, case):
     with patch("tests.strategies.layers.get_strategy", lambda name: _example()):
         return run_case(group, case)
+
+
+def _run_on_latents(group, case):
+    with patch("megatron_paradyse.attention.get_strategy", lambda name: _example()):
+        return latent_layers.run(group, case)
+
+
+def test_documented_strategy_takes_latents():
+    case = latent_layers.LatentCase("gather_z", 2, softmax="learnable")
+    found = run_ranks(2, _run_on_latents, {"latents": case})["latents"]
+    assert latent_layers.worst_error(case, found)[0] < 1e-6
 
 
 def test_documented_strategy_matches_the_reference():

@@ -15,6 +15,7 @@ import megatron_paradyse.strategies as registry
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name, strategy_names
 from megatron_paradyse.strategies.contract import AttentionShape
+from megatron_paradyse.strategies.latents import check_takes_latents
 from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 
 FOLDER = Path(registry.__file__).parent
@@ -73,6 +74,14 @@ def test_a_strategy_that_knows_no_offset_of_the_softmax_is_refused(name):
     check_takes_offset(get_strategy(name))
     with pytest.raises(UserError, match=f"strategy {re.escape(name)} knows nothing of --softmax-t"):
         check_takes_offset(replace(get_strategy(name), takes_offset=False))
+
+
+@pytest.mark.parametrize("name", [*registry.BUILT_IN, "metp+recompute", "megatron_cz+offload"])
+def test_a_strategy_that_knows_no_latents_is_refused(name):
+    """It would take them for the layer's input."""
+    check_takes_latents(get_strategy(name))
+    with pytest.raises(UserError, match=f"strategy {re.escape(name)} knows nothing of --multi-la"):
+        check_takes_latents(replace(get_strategy(name), takes_latents=False))
 
 
 def test_asking_for_names_imports_no_torch():

@@ -47,6 +47,13 @@ LLAMA = [
     "--untie-embeddings-and-output-weights",
 ]
 
+LATENT = [
+    *("--multi-latent-attention", "--q-lora-rank", "24", "--kv-lora-rank", "16"),
+    *("--qk-head-dim", "12", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "16", "--qk-layernorm"),
+    *("--position-embedding-type", "rope", "--no-rope-fusion", "--disable-bias-linear"),
+    *("--swiglu", "--normalization", "RMSNorm", "--untie-embeddings-and-output-weights"),
+]
+
 
 @dataclass
 class Run:

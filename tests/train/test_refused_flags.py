@@ -11,7 +11,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.train import plugin
 from megatron_paradyse.train.auto_costs import SAID_ERROR
-from tests.train.harness import with_defaults, write_documents
+from tests.train.harness import LATENT, with_defaults, write_documents
 
 PACKED = ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", "4K"]
 PACKED += ["--micro-batch-size", 1]
@@ -46,6 +46,17 @@ REFUSED = {
     "--phase-transition-iterations 2 with --step-batch-size-schedule": [
         "--phase-transition-iterations", "2", "--train-samples", 64,
         "--step-batch-size-schedule", "0:2",
+    ],
+    "--mla-down-proj-fusion True": [*LATENT, "--mla-down-proj-fusion"],
+    "--cache-mla-latents True": [*LATENT, "--cache-mla-latents"],
+    "--position-embedding-type mrope with --multi-latent-attention, which rotates by": [
+        *LATENT, "--position-embedding-type", "mrope", "--mrope-section", 1, 1, 2,
+    ],
+    "--kv-lora-rank 15 plus --qk-pos-emb-head-dim 8 is no multiple of --tensor-model-para": [
+        *LATENT, "--kv-lora-rank", 15, "--tensor-model-parallel-size", 2, "--sequence-parallel",
+    ],
+    "--q-lora-rank 25 is no multiple of --tensor-model-parallel-size 2, over": [
+        *LATENT, "--q-lora-rank", 25, "--tensor-model-parallel-size", 2, "--sequence-parallel",
     ],
     "--rampup-batch-size 2 2 8: Megatron 0.19 does not read it: .* --step-batch-size-schedule": [
         "--rampup-batch-size", 2, 2, 8,
@@ -101,6 +112,14 @@ def test_a_window_is_what_transformer_engine_makes_of_it(given, kept, monkeypatc
     args = parsed(monkeypatch, "--window-size", given)
     args.data_path = [str(tmp_path / "corpus")]
     assert validated(args).window_size == kept
+
+
+@pytest.mark.parametrize(("interval", "said"), [(None, "is missing"), (0, "0 is no interval")])
+def test_megatron_divides_by_the_interval_of_evaluations(interval, said, monkeypatch):
+    args = parsed(monkeypatch)
+    args.eval_interval = interval
+    with pytest.raises(UserError, match=f"--eval-interval {said}, .*: give --eval-interval 1000"):
+        validated(args)
 
 
 def parsed(monkeypatch, *flags):

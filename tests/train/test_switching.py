@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_paradyse.strategies import strategy_names
-from tests.train.harness import LLAMA, run_forked, train, with_defaults, write_documents
+from tests.train.harness import LATENT, LLAMA, run_forked, train, with_defaults, write_documents
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
@@ -88,6 +88,7 @@ MACHINERY = {
     ]),
     "norms that a spec leaves out": (2, [*TP2, "--qk-l2-norm"]),
     "positions of YaRN": (2, [*TP2, *YARN]),
+    "latent attention": (4, [*TP2, *LATENT, "--pipeline-model-parallel-size", 2]),
 }  # fmt: skip
 
 
@@ -99,3 +100,25 @@ def test_switching_under_megatrons_own_machinery(machinery, data, tmp_path):
     run = train(tmp_path / "random", *data, *flags, *RANDOM, *SOME_OFFLOAD, ranks=ranks)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(run.values(name), fixed.values(name), rtol=1e-4)
+
+
+OF_LATENTS = {
+    "YaRN, packed": [
+        "--paradyse-sequences", "packed", "--paradyse-pack-tokens", 96, "--micro-batch-size", 1,
+        "--rope-type", "yarn", "--rotary-scaling-factor", 8, "--max-position-embeddings", 256,
+    ],
+    "overlapped distributed optimizer": [
+        "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+        "--ddp-bucket-size", 2000, "--rope-type", "rope",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", OF_LATENTS)
+def test_latent_attention_trains_on_two_ranks_as_on_one(flags, data, tmp_path):
+    """Megatron's own cannot be built without TransformerEngine; tests/test_latent_attention.py."""
+    flags = [*data, *LATENT, *OF_LATENTS[flags]]
+    one = train(tmp_path / "one", *flags, ranks=1)
+    two = train(tmp_path / "two", *flags, *TP2, *RANDOM, *SOME_OFFLOAD, ranks=2)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(two.values(name), one.values(name), rtol=1e-4)
