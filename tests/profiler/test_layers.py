@@ -21,6 +21,8 @@ LENGTH = 128
 ROPE = {"--position-embedding-type": "rope", "--no-rope-fusion": ""}
 WINDOWS = {"--window-size": "31,0"}
 EXPERTS = {"--num-experts": 4, "--moe-router-topk": 2, "--disable-bias-linear": ""}
+LATENT = {"--multi-latent-attention": "", "--q-lora-rank": 24, "--kv-lora-rank": 16}
+LATENT |= {"--qk-head-dim": 12, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 16, **ROPE}
 # flags, and the layers that differ from the first
 MODELS = {
     "windows": (
@@ -42,6 +44,10 @@ MODELS = {
     "experts in every other layer": (
         {**ROPE, **WINDOWS, **EXPERTS, "--moe-layer-freq": 2, "--window-attn-skip-freq": 2},
         {"attention@2": [2, 4, 6], "mlp@2": [2, 4, 6]},
+    ),
+    "latent attention with windows": (
+        {**WINDOWS, "--window-attn-skip-freq": 2, **LATENT},
+        {"attention@2": [2, 4, 6]},
     ),
     "alike": ({**EXPERTS, **WINDOWS}, {}),
 }
@@ -85,6 +91,7 @@ def test_layers_are_told_apart_as_megatron_builds_them(flags, others, tmp_path):
 def test_a_list_of_fewer_layers_is_refused(name):
     given = {"num_experts": 4, "moe_layer_freq": 1, "window_size": (31, 0)}
     given |= {"window_attn_skip_freq": None, "no_rope_freq": None, name: [0, 1]}
+    given |= {"multi_latent_attention": False}
     args = argparse.Namespace(**given)
     assert ModelLayers.of_arguments(args, 2).patterns == {name: (0, 1)}
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} tells of 2 layers, and there"):
@@ -104,7 +111,7 @@ def test_a_model_of_the_inverse_pattern_is_another_model(name, told):
     given = {"num_experts": 4, "moe_layer_freq": 1, "window_size": (31, 0), "qk_layernorm": False}
     given |= {"window_attn_skip_freq": None, "no_rope_freq": None, "moe_ffn_hidden_size": 64}
     given |= {"moe_router_topk": 2, "moe_shared_expert_intermediate_size": None}
-    given |= {"position_embedding_type": "rope"}
+    given |= {"position_embedding_type": "rope", "multi_latent_attention": False}
     described = []
     for pattern in ([1, 0, 0, 0], [0, 1, 1, 1]):
         args = argparse.Namespace(**given | {name: pattern})
@@ -113,6 +120,19 @@ def test_a_model_of_the_inverse_pattern_is_another_model(name, told):
         described.append(dataclasses.replace(DESCRIPTION, **told_of))
     assert described[0].other_layers == described[1].other_layers
     assert told in differences(*described)
+
+
+def test_latents_of_another_size_are_another_model():
+    given = {"multi_latent_attention": True, "num_experts": None, "window_size": None}
+    given |= {"no_rope_freq": None, "qk_layernorm": True, "kv_lora_rank": 16, "q_lora_rank": None}
+    given |= {"qk_head_dim": 12, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    described = []
+    for size in (16, 32):
+        args = argparse.Namespace(**given | {"kv_lora_rank": size})
+        halves = ModelLayers.of_arguments(args, 4).halves(args)
+        described.append(dataclasses.replace(DESCRIPTION, halves=halves))
+    assert differences(*described) == ["attention.kv_lora_rank: 16 in the file, 32 in the run"]
+    assert described[0].rotated_channels == 8
 
 
 def test_a_profile_measures_the_halves_of_each_kind(tmp_path):

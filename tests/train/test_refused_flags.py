@@ -55,6 +55,9 @@ REFUSED = {
     "--kv-lora-rank 15 plus --qk-pos-emb-head-dim 8 is no multiple of --tensor-model-para": [
         *LATENT, "--kv-lora-rank", 15, "--tensor-model-parallel-size", 2, "--sequence-parallel",
     ],
+    "--qk-layernorm without --q-lora-rank, where Megatron's --transformer-impl local": [
+        "--multi-latent-attention", "--qk-layernorm", "--position-embedding-type", "rope",
+    ],
     "--q-lora-rank 25 is no multiple of --tensor-model-parallel-size 2, over": [
         *LATENT, "--q-lora-rank", 25, "--tensor-model-parallel-size", 2, "--sequence-parallel",
     ],
