@@ -126,12 +126,15 @@ class Description:
         return common_window(self.windows.get(name) for name in names)
 
     @property
+    def latents(self) -> Mapping[str, int] | None:
+        """What halves tell of latent attention, which all layers have or none."""
+        return next((has for has in (self.halves or {}).values() if LATENT_ROTATED in has), None)
+
+    @property
     def rotated_channels(self) -> int:
-        """Channels of a head that RoPE turns, at most; of a latent attention those told apart."""
-        told = [has.get(LATENT_ROTATED) for has in (self.halves or {}).values()]
-        of_latents = [channels for channels in told if channels is not None]
-        if of_latents:
-            return max(of_latents)
+        """Channels of a head that RoPE turns, at most."""
+        if self.latents is not None:
+            return self.latents[LATENT_ROTATED]
         return self.model.head_dim if self.model.position_embedding in ROTARY else 0
 
     def window(self, operation: str) -> float:

@@ -59,9 +59,10 @@ class FilePolicies:
     ):
         self.settings, self.costs, self.budget_bytes = settings, costs, budget_bytes
         self.model = costs.file.require_model()
-        shape = costs.file.table.description.model
+        description = costs.file.table.description
+        shape = description.model
         self.num_layers = num_layers or shape.num_layers
-        self.kinds = costs.file.table.description.layer_kinds
+        self.kinds = description.layer_kinds
         beyond = [number for number in settings.layers or {} if number > self.num_layers]
         if beyond:
             raise UserError(
@@ -74,7 +75,8 @@ class FilePolicies:
                 f"tell the kinds of {self.num_layers}: profile the model with that many"
             )
         self._found: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
-        self._depth = parameters(shape, self.num_layers) / parameters(shape, shape.num_layers)
+        whole = parameters(description, shape.num_layers)
+        self._depth = parameters(description, self.num_layers) / whole
         self._megatron_mlp, self._experts_shared = megatron_mlp, experts_shared
         if settings.host_memory is not None:
             host_bytes = parse_bytes(settings.host_memory)

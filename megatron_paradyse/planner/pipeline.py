@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_paradyse.costs.description import ModelShape
+from collections.abc import Mapping
+
+from megatron_paradyse.costs.description import LATENT_ROTATED, Description, ModelShape
 
 UNLIMITED = 1 << 62  # the bytes of a CPU without --paradyse-memory-budget
 KEPT_SHARE = 0.75  # of the room of several microbatches: what may be kept between their walks
@@ -51,12 +53,26 @@ def shares(room_bytes: int, num_in_flight: int) -> tuple[int, int]:
     return (num_in_flight - 1) * each, max(room_bytes, 0) - num_in_flight * each
 
 
-def parameters(shape: ModelShape, num_layers: int, *, edge: bool = True) -> int:
+def parameters(description: Description, num_layers: int, *, edge: bool = True) -> int:
     """About how many a stage of so many layers has, over all ranks; edge: embedding or head.
 
     Matrices only, a vocabulary's once: what a cost file's description tells.
     """
-    h, d = shape.hidden_size, shape.head_dim
-    attention = 2 * h * d * (shape.num_heads + shape.num_kv_heads)
+    shape = description.model
+    h = shape.hidden_size
     mlp = (3 if shape.gated else 2) * h * shape.ffn_size
-    return num_layers * (attention + mlp) + (h * shape.vocab_size if edge else 0)
+    layer = _of_attention(shape, description.latents) + mlp
+    return num_layers * layer + (h * shape.vocab_size if edge else 0)
+
+
+def _of_attention(shape: ModelShape, latents: Mapping[str, int] | None) -> int:
+    h, n = shape.hidden_size, shape.num_heads
+    if latents is None:
+        return 2 * h * shape.head_dim * (n + shape.num_kv_heads)
+    keys, positions, value = (
+        latents[name] for name in ("kv_lora_rank", LATENT_ROTATED, "v_head_dim")
+    )
+    content, queries = latents["qk_head_dim"], latents["q_lora_rank"]
+    query = n * (content + positions)
+    of_queries = queries * (h + query) if queries else h * query
+    return of_queries + h * (keys + positions) + keys * n * (content + value) + n * value * h

@@ -83,16 +83,17 @@ def make_setup(
     grid = grid or Grid()
     settings = _settings(costs, flags, config)
     read = read_costs(settings, packed=packed)
-    shape = read.file.table.description.model
+    description = read.file.table.description
+    shape = description.model
     num_layers = shape.num_layers if num_layers is None else num_layers
     if not 1 <= num_layers <= MAX_LAYERS:
         raise UserError(
             f"a model has 1 to {MAX_LAYERS:,} layers, got --num-layers {num_layers}: give another"
         )
-    budget_bytes, budget = _budget(settings, read.file.table.description.hardware)
+    budget_bytes, budget = _budget(settings, description.hardware)
     given = settings.head_tile != AUTO or flags.get("head_tile") is not None
     settings = _with_tile_of(read.file, settings, given=given)
-    experts = bool(read.file.table.description.num_experts)
+    experts = bool(description.num_experts)
     part = f"--pipeline-stages {grid.num_stages}" if grid.num_stages > 1 else ""
     part = part or (f"--num-layers {num_layers}" if num_layers != shape.num_layers else "")
     if experts and part and static_memory is None:
@@ -105,8 +106,8 @@ def make_setup(
     )
     layers = _layers(num_layers, grid)
     first, last = grid.stage == 1, grid.stage == grid.num_stages
-    own = parameters(shape, len(layers), edge=first or last)
-    share = own / parameters(shape, num_layers) if grid.num_stages > 1 else 1.0
+    own = parameters(description, len(layers), edge=first or last)
+    share = own / parameters(description, num_layers) if grid.num_stages > 1 else 1.0
     stage = policies.stage(
         share=share,
         static_bytes=None if static_memory is None else parse_bytes(static_memory),

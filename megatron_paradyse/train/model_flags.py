@@ -169,6 +169,11 @@ def check_latent(args: argparse.Namespace) -> None:
             "--multi-latent-attention, which rotates by --rope-type: give "
             "--position-embedding-type rope"
         )
+    if args.rotary_interleaved:
+        raise UserError(
+            "--rotary-interleaved with --multi-latent-attention, whose pairs of channels lie side "
+            "by side anyway: leave it out"
+        )
     p, positions = args.tensor_model_parallel_size, args.qk_pos_emb_head_dim
     if args.transformer_impl != "local":
         return

@@ -55,6 +55,9 @@ REFUSED = {
     "--kv-lora-rank 15 plus --qk-pos-emb-head-dim 8 is no multiple of --tensor-model-para": [
         *LATENT, "--kv-lora-rank", 15, "--tensor-model-parallel-size", 2, "--sequence-parallel",
     ],
+    "--rotary-interleaved with --multi-latent-attention, whose pairs": [
+        *LATENT, "--rotary-interleaved",
+    ],
     "--qk-layernorm without --q-lora-rank, where Megatron's --transformer-impl local": [
         "--multi-latent-attention", "--qk-layernorm", "--position-embedding-type", "rope",
     ],
