@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from megatron_paradyse.attention import SwitchableAttention
 from megatron_paradyse.core_attention import CoreAttention
+from megatron_paradyse.microbatch_params import PlannedMicrobatch
 from megatron_paradyse.parameters import announce_use, normalised, of_strategy
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.shapes import attention_shape
@@ -49,10 +50,8 @@ class SwitchableLatentAttention(SwitchableAttention, MLASelfAttention):
                 hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
             )
         self._announce_use()  # first: what is read after it has been gathered
-        if planned is None or planned.row is None:
-            table, factor = self._angles(len(hidden_states) * self.pg_collection.tp.size())
-        else:
-            table, factor = self._angles(max(planned.row.lengths))
+        seq_length = len(hidden_states) * self.pg_collection.tp.size()
+        table, factor = self.angles(planned, seq_length)
         return self._run(
             strategy,
             self._latents(hidden_states),
@@ -77,9 +76,10 @@ class SwitchableLatentAttention(SwitchableAttention, MLASelfAttention):
     def _linear_q(self):
         return self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
 
-    def _angles(self, length: int) -> tuple[Tensor, float]:
-        """RoPE's table [length, 1, 1, d_rot], and the factor of its cosine and sine."""
-        found = self.rotary_pos_emb(length)
+    def angles(self, planned: PlannedMicrobatch | None, seq_length: int) -> tuple[Tensor, float]:
+        """RoPE's table [longest document, 1, 1, d_rot], and the factor of its cosine and sine."""
+        row = None if planned is None else planned.row
+        found = self.rotary_pos_emb(seq_length if row is None else max(row.lengths))
         return found if isinstance(found, tuple) else (found, 1.0)
 
     def _latents(self, x: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ def layer_sizes(d: Description) -> LayerSizes:
         p=d.p,
         element_bytes=ELEMENT_BYTES.get(d.dtype, WIDEST),
         causal=d.attention_mask == CAUSAL,
+        narrow_values=d.latents is not None and d.latents["v_head_dim"] < m.head_dim,
     )
 
 
@@ -98,7 +99,8 @@ def extra_bytes(
         if load.documents > 1:
             backward = z.wide(heads)
         if not load.in_order and base != LOCAL:
-            kept = INDEX_BYTES * z.s + (z.q if base == "megatron_ts" else 0)
+            in_order = z.q if base == "megatron_ts" and not z.narrow_values else 0
+            kept = INDEX_BYTES * z.s + in_order
             forward = heads
     else:
         most = max(z.s - z.s // z.p, 1)

@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from megatron_paradyse.costs.layers import LAYER, half_of
 from megatron_paradyse.costs.table import EMBEDDING, HEAD
+from megatron_paradyse.latent_attention import SwitchableLatentAttention
 from megatron_paradyse.microbatch_params import PlannedMicrobatch
 from megatron_paradyse.model_edges import losses_in_tiles
 from megatron_paradyse.packing.row import Row
@@ -86,6 +87,8 @@ class Operations:
         with torch.no_grad():
             self._layer_kwargs = self._until_first_layer(self._batch)
         self._template = self._layer_kwargs.pop("hidden_states").detach().clone()
+        if isinstance(model.layer.self_attention, SwitchableLatentAttention):
+            model.layer.self_attention.angles(None, seq_length)  # made now, as other models' are
 
     def get(self, operation: str, strategy: str, row: Row | None = None) -> Operation:
         """The operation under a strategy; embedding and head know none.
@@ -116,6 +119,9 @@ class Operations:
         assert self.size == (row.seq_length, 1)
         planned = dataclasses.replace(planned, row=row, documents=(row.documents,))
         table = self._layer_kwargs.get("rotary_pos_emb")
+        attention = self._model.layer.self_attention
+        if isinstance(attention, SwitchableLatentAttention):
+            table, _ = attention.angles(planned, row.seq_length)
         for part in table if isinstance(table, tuple) else (table,):
             if part is not None:
                 for by_rows in (False, True):

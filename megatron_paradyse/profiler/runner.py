@@ -158,7 +158,8 @@ class Runner:
                 self._operations = Operations(self._model, *at)
             self._at = at
         row = point.row if isinstance(point, RowPoint) else None
-        return self._operations.get(point.operation, point.strategy, row)
+        with self._meter:  # which must know the angles of a row that all layers share
+            return self._operations.get(point.operation, point.strategy, row)
 
     def _forget(self) -> None:
         """Drop the tensors of a length, and what a failure may have left in gradients."""

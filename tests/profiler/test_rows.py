@@ -14,10 +14,11 @@ from megatron_paradyse.packing.load import load_of
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.profiler.row_points import point_of_key, row_points, rows_of
 from tests.costs.synthetic import DESCRIPTION
+from tests.profiler.test_layers import LATENT, ROPE
 from tests.profiler.test_profile import run_profile
 
 LENGTHS = (64, 128, 256)
-NAMES = ("megatron_cz", "ulysses_z+recompute", "ulysses_z")
+NAMES = ("megatron_cz", "ulysses_z+recompute", "ulysses_z", "megatron_ts")
 
 WINDOW = 24
 MODELS = {
@@ -27,6 +28,8 @@ MODELS = {
         "--window-size": f"{WINDOW - 1},0",
         "--window-attn-skip-freq": "[0,1,0,1,0,1]",
     },
+    "RoPE": ROPE,
+    "latents": {**LATENT, "--disable-bias-linear": ""},
 }
 
 
@@ -44,7 +47,12 @@ def test_rows_of_every_base_strategy_and_of_local_z_are_measured_once(profiled):
     wanted = list(row_points(dict.fromkeys(LENGTHS, True), NAMES, table.description))
     found = {(m.strategy, m.load): m for m in table.rows}
     assert found.keys() == {(point.strategy, point.load) for point in wanted}
-    assert {m.strategy for m in table.rows} == {"megatron_cz", "ulysses_z", "local_z"}
+    assert {m.strategy for m in table.rows} == {
+        "megatron_cz",
+        "ulysses_z",
+        "megatron_ts",
+        "local_z",
+    }
     assert all(m.is_ok for m in table.rows)
     assert not any(event.get("resumed") for event in first)
     assert all(event["resumed"] for event in second if "resumed" in event)
@@ -53,9 +61,14 @@ def test_rows_of_every_base_strategy_and_of_local_z_are_measured_once(profiled):
 def test_measured_bytes_are_within_the_predicted_ones_and_kept_bytes_are_them(profiled):
     table, _ = profiled
     model = fit_table(table)
+    rotates = table.description.model.position_embedding == "rope"
     for m in table.rows:
         costs = RowCosts(model, m.load)(m.strategy, ATTENTION, m.load.seq_length)
-        assert costs.kept_bytes == pytest.approx(m.kept_bytes, rel=0.02), m
+        more = m.strategy == "megatron_ts" and not m.load.in_order and rotates
+        if more:  # Megatron keeps queries and keys before RoPE, of rows in order alone
+            assert costs.kept_bytes >= 0.98 * m.kept_bytes, m
+        else:
+            assert costs.kept_bytes == pytest.approx(m.kept_bytes, rel=0.02), m
         for name in ("forward_bytes", "backward_bytes"):
             found = costs.kept_bytes + getattr(costs, name)
             assert found >= 0.98 * (m.kept_bytes + getattr(m, name)), (name, m)
