@@ -46,6 +46,7 @@ class LatentCase:
     dropout: float = 0.0
     row: Row | None = None
     padded: bool = False
+    dtype: torch.dtype = torch.float64
     engine: bool = False  # whole down projections and norms inside linears, as TransformerEngine's
 
     @property
@@ -217,7 +218,7 @@ def build(case: LatentCase, *, megatrons: bool = False) -> Any:
         spec.module = spec.module.__mro__[2]
         spec.submodules.core_attention = PlainCore
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double()
+    module = build_module(spec, config=config, layer_number=1, pg_collection=groups).to(case.dtype)
     for name, parameter in module.named_parameters():
         whole, dim = case.whole[name], getattr(parameter, "partition_dim", 0)
         shards = whole.shape[dim] // parameter.shape[dim]
@@ -249,7 +250,8 @@ def run(group, case: LatentCase, *, megatrons: bool = False) -> dict[str, Tensor
     choice = LayerChoice(case.strategy, "megatron_ts")
     padded = case.documents if case.row is None else None
     planned = planned_microbatch(None, case.row, padded, plan=Plan({1: choice}), seed=SEED)
-    x, grad = (_rows(case.whole[name], case, group.rank()) for name in ("input", "grad"))
+    whole = (case.whole[name].to(case.dtype) for name in ("input", "grad"))
+    x, grad = (_rows(tensor, case, group.rank()) for tensor in whole)
     x.requires_grad_()
     out, _ = module(x, None, packed_seq_params=None if megatrons else planned)
     out.backward(grad)
@@ -270,7 +272,14 @@ def _rows(whole: Tensor, case: LatentCase, rank: int) -> Tensor:
 
 def worst_error(case: LatentCase, found: list[dict[str, Tensor]]) -> tuple[float, str]:
     """Largest relative error of all ranks' parts, and of what."""
-    errors = {}
+    errors = errors_of(case, found)
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+def errors_of(case: LatentCase, found: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Relative error of each tensor, the largest that a rank's part has."""
+    errors: dict[str, float] = {}
     for name, whole in oracle(case).items():
         for rank, part in enumerate(one[name] for one in found):
             if name in ("output", "input"):
@@ -279,6 +288,6 @@ def worst_error(case: LatentCase, found: list[dict[str, Tensor]]) -> tuple[float
                 dim = next((d for d in range(whole.dim()) if part.shape[d] != whole.shape[d]), 0)
                 shards = whole.shape[dim] // part.shape[dim]
                 expected = whole.chunk(shards, dim)[rank % shards]
-            errors[name] = float((part - expected).norm() / expected.norm())
-    worst = max(errors, key=errors.__getitem__)
-    return errors[worst], worst
+            error = float((part.double() - expected).norm() / expected.norm())
+            errors[name] = max(errors.get(name, 0.0), error)
+    return errors

@@ -14,7 +14,7 @@ from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.strategies import get_strategy, strategy_names
 from megatron_paradyse.strategies.contract import Microbatch
-from tests.latent_layers import LatentCase, run, worst_error
+from tests.latent_layers import LatentCase, errors_of, run, worst_error
 from tests.packing.rows import zigzag
 from tests.strategies.harness import run_ranks
 
@@ -27,6 +27,8 @@ VARIANTS = {
     "dropout, padding": {"dropout": 0.3, "padded": True},
     "of TransformerEngine": {"engine": True, "rope": "yarn"},
 }
+
+HALVES = {"in bfloat16": {}, "in bfloat16, YaRN, wide": {"value": 14, "rope": "yarn"}}
 
 
 def cases(p: int) -> dict[str, LatentCase]:
@@ -50,12 +52,20 @@ def _takes(case: LatentCase) -> bool:
     return takes(microbatch, case.p)
 
 
+def half_cases(p: int) -> dict[str, LatentCase]:
+    return {
+        f"{strategy}, {name}": LatentCase(strategy, p, dtype=torch.bfloat16, **options)
+        for strategy, (name, options) in itertools.product(strategy_names(), HALVES.items())
+    }
+
+
 CASES = {p: cases(p) for p in (1, 2, 4)}
+HALF_CASES = {p: half_cases(p) for p in CASES}
 
 
 @functools.cache
 def results(p: int):
-    return run_ranks(p, run, CASES[p])
+    return run_ranks(p, run, CASES[p] | HALF_CASES[p])
 
 
 @pytest.mark.parametrize(
@@ -79,6 +89,19 @@ def test_the_definition_equals_megatrons_own_module():
     for name, case in OF_MEGATRON.items():
         error, of = worst_error(case, found[name])
         assert error < TOLERANCE, (name, of, error)
+
+
+@pytest.mark.parametrize("options", HALVES)
+@pytest.mark.parametrize("p", [2, 4])
+def test_in_bfloat16_no_strategy_errs_twice_as_much_as_one_process(p, options):
+    def errors(p: int, strategy: str) -> dict[str, float]:
+        name = f"{strategy}, {options}"
+        return errors_of(HALF_CASES[p][name], results(p)[name])
+
+    expected = errors(1, "megatron_ts")
+    for strategy in strategy_names():
+        found = errors(p, strategy)
+        assert all(found[of] <= 2 * expected[of] for of in expected), (strategy, found, expected)
 
 
 def test_the_layers_of_a_model_share_one_table_of_angles(monkeypatch):
