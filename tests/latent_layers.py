@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
+import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +28,12 @@ from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.dropout import keep_mask
 from megatron_paradyse.strategies.reference import visible_pairs
+from tests.train.harness import run_forked
 
 H, N, S, B = 24, 4, 16, 2
 EPS = 1e-5
 SEED = 5
+CASES = "cases"  # a file
 
 
 @dataclass(frozen=True)
@@ -262,6 +268,30 @@ def run(group, case: LatentCase, *, megatrons: bool = False) -> dict[str, Tensor
         name = name.replace("linear_q_up_proj.layer_norm_", "q_layernorm.")
         found[name.replace("linear_kv_up_proj.layer_norm_", "kv_layernorm.")] = parameter.grad
     return found
+
+
+def run_cases(cases: dict[str, LatentCase], p: int, *, megatrons: bool = False) -> dict[str, list]:
+    """What each of p ranks found of every case, on ranks that have Megatron imported already."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / CASES).write_bytes(pickle.dumps((cases, megatrons)))
+        code, _, stderr = run_forked(
+            "tests.latent_layers", [name], ranks=p, folder=folder, timeout_seconds=240
+        )
+        assert code == 0, stderr[-4000:]
+        by_rank = [pickle.loads((folder / f"rank{r}").read_bytes()) for r in range(p)]
+    return {name: [found[name] for found in by_rank] for name in cases}
+
+
+def main() -> None:
+    """A rank of run_cases."""
+    folder = Path(sys.argv[1])
+    cases, megatrons = pickle.loads((folder / CASES).read_bytes())
+    torch.distributed.init_process_group("gloo")
+    rank, p = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group = torch.distributed.new_group(list(range(p)))
+    found = {name: run(group, case, megatrons=megatrons) for name, case in cases.items()}
+    (folder / f"rank{rank}").write_bytes(pickle.dumps(found))
 
 
 def _rows(whole: Tensor, case: LatentCase, rank: int) -> Tensor:

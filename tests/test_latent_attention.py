@@ -14,9 +14,8 @@ from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.strategies import get_strategy, strategy_names
 from megatron_paradyse.strategies.contract import Microbatch
-from tests.latent_layers import LatentCase, errors_of, run, worst_error
+from tests.latent_layers import LatentCase, errors_of, run_cases, worst_error
 from tests.packing.rows import zigzag
-from tests.strategies.harness import run_ranks
 
 TOLERANCE = 1e-6  # angles, cosine and sine are of float32
 VARIANTS = {
@@ -65,7 +64,7 @@ HALF_CASES = {p: half_cases(p) for p in CASES}
 
 @functools.cache
 def results(p: int):
-    return run_ranks(p, run, CASES[p] | HALF_CASES[p])
+    return run_cases(CASES[p] | HALF_CASES[p], p)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ OF_MEGATRON = {
 
 def test_the_definition_equals_megatrons_own_module():
     """On one rank; its attention is the test's, for it has none without TransformerEngine."""
-    found = run_ranks(1, functools.partial(run, megatrons=True), OF_MEGATRON)
+    found = run_cases(OF_MEGATRON, 1, megatrons=True)
     for name, case in OF_MEGATRON.items():
         error, of = worst_error(case, found[name])
         assert error < TOLERANCE, (name, of, error)
