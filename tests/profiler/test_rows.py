@@ -18,7 +18,7 @@ from tests.profiler.test_layers import LATENT, ROPE
 from tests.profiler.test_profile import run_profile
 
 LENGTHS = (64, 128, 256)
-NAMES = ("megatron_cz", "ulysses_z+recompute", "ulysses_z", "megatron_ts")
+NAMES = ("megatron_cz", "ulysses_z", "megatron_ts")
 
 WINDOW = 24
 MODELS = {

@@ -88,7 +88,6 @@ MACHINERY = {
     ]),
     "norms that a spec leaves out": (2, [*TP2, "--qk-l2-norm"]),
     "positions of YaRN": (2, [*TP2, *YARN]),
-    "latent attention": (4, [*TP2, *LATENT, "--pipeline-model-parallel-size", 2]),
 }  # fmt: skip
 
 
