@@ -7,6 +7,7 @@ every rank, or gathered. What strategies make of them: strategies/latents.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -119,12 +120,20 @@ class SwitchableLatentAttention(SwitchableAttention, MLASelfAttention):
             positions=config.qk_pos_emb_head_dim,
             value=config.v_head_dim,
         )
-        return dataclasses.replace(
-            attention_shape(self, training=self.training),
-            num_kv_heads=config.num_attention_heads,
-            head_dim=sizes.head_dim,
-            softmax_scale=self.softmax_scale,
-            rope_scale=rope_scale,
-            qk_norm=None,  # the latents have been normalised
-            latent=sizes,
-        )
+        shape = attention_shape(self, training=self.training)
+        return _over_latents(shape, sizes, self.softmax_scale, rope_scale)
+
+
+@functools.cache
+def _over_latents(
+    shape: AttentionShape, sizes: LatentSizes, softmax_scale: float, rope_scale: float
+) -> AttentionShape:
+    return dataclasses.replace(
+        shape,
+        num_kv_heads=shape.num_heads,
+        head_dim=sizes.head_dim,
+        softmax_scale=softmax_scale,
+        rope_scale=rope_scale,
+        qk_norm=None,  # the latents have been normalised
+        latent=sizes,
+    )

@@ -99,8 +99,8 @@ def extra_bytes(
         if load.documents > 1:
             backward = z.wide(heads)
         if not load.in_order and base != LOCAL:
-            in_order = z.q if base == "megatron_ts" and not z.narrow_values else 0
-            kept = INDEX_BYTES * z.s + in_order
+            copy = z.q if base == "megatron_ts" and not z.narrow_values else 0
+            kept = INDEX_BYTES * z.s + copy
             forward = heads
     else:
         most = max(z.s - z.s // z.p, 1)

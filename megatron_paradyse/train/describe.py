@@ -21,6 +21,7 @@ from megatron_paradyse.costs.description import (
     tile_text,
 )
 from megatron_paradyse.machine import cpu_name
+from megatron_paradyse.strategies.contract import LatentSizes
 from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_kind import MASKS
 from megatron_paradyse.train.model_layers import ModelLayers
@@ -94,7 +95,13 @@ def head_dim(args: argparse.Namespace) -> int:
     """Of a latent attention that of the widest of query and value, as strategies have both."""
     if not args.multi_latent_attention:
         return args.kv_channels
-    return max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+    sizes = LatentSizes(
+        keys=args.kv_lora_rank,
+        content=args.qk_head_dim,
+        positions=args.qk_pos_emb_head_dim,
+        value=args.v_head_dim,
+    )
+    return sizes.head_dim
 
 
 def _name(value: object) -> str:
