@@ -78,6 +78,16 @@ TWO_RANKS = {
     "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
     "gated attention": "--attention-output-gate",
     "multi-token prediction": f"{ROPE} --mtp-num-layers 1",
+    "multi-token prediction, of a LLaMA": f"{' '.join(LLAMA)} --mtp-num-layers 2",
+    "multi-token prediction, one layer twice": f"{ROPE} --mtp-num-layers 2 "
+    "--mtp-use-repeated-layer",
+    "multi-token prediction, detached": f"{ROPE} --mtp-num-layers 1 --mtp-detach-heads",
+    "multi-token prediction, all layers again": f"{ROPE} --mtp-num-layers 1 {FULL} uniform",
+    "multi-token prediction, some layers again": f"{ROPE} --mtp-num-layers 1 {FULL} block",
+    "multi-token prediction, experts": f"{ROPE} {MOE} --mtp-num-layers 1",
+    "multi-token prediction, windows": f"{ROPE} --mtp-num-layers 2 --window-size 8,0 "
+    "--window-attn-skip-freq 2",
+    "multi-token prediction, saved": f"{ROPE} --mtp-num-layers 1 {PER_SAVE}",
     "MuP": "--use-mup",
     "hybrid pattern": "--hybrid-layer-pattern *-*-",
     "untied, own learning rate": "--untie-embeddings-and-output-weights --decoupled-lr 1e-3",
@@ -129,6 +139,10 @@ FOUR_RANKS = {
     "--overlap-param-gather",
     "pipeline": PP2,
     "pipeline, untied": f"{PP2} --untie-embeddings-and-output-weights",
+    "pipeline, multi-token prediction": f"{PP2} {ROPE} --mtp-num-layers 1",
+    "pipeline, interleaved, multi-token prediction": f"{VP2} {ROPE} --mtp-num-layers 1",
+    "pipeline, multi-token prediction by a layout": f"{PP2} {ROPE} --mtp-num-layers 1 "
+    "--pipeline-model-parallel-layout Ett|ttmL",
     "pipeline, interleaved": VP2,
     "pipeline, interleaved, all layers again": f"{VP2} {FULL} uniform",
     "pipeline, one layer first": f"{PP2} --decoder-first-pipeline-num-layers 1",

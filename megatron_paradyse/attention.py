@@ -35,11 +35,15 @@ class SwitchableAttention:
     linear_proj: Any
     pg_collection: Any
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.plan_number = self.layer_number  # prediction.py sets others
+
     def _chosen(self, packed_seq_params) -> tuple[PlannedMicrobatch | None, str]:
         """The planned microbatch, None of one without a plan, and its strategy for this layer."""
         if not isinstance(packed_seq_params, PlannedMicrobatch):
             return None, MEGATRON_TS
-        return packed_seq_params, base_name(packed_seq_params.plan[self.layer_number].attention)
+        return packed_seq_params, base_name(packed_seq_params.plan[self.plan_number].attention)
 
     def _run(
         self,
@@ -85,7 +89,7 @@ class SwitchableAttention:
             documents=planned.documents,
             shards=planned.shards,
             rope=None if table is None else planned.angles(table)[:, 0, 0, :],
-            dropout_seed=planned.dropout_seed(self.layer_number),
+            dropout_seed=planned.dropout_seed(self.plan_number),
         )
 
 

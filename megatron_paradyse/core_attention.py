@@ -61,7 +61,7 @@ class CoreAttention(MegatronModule):
         v_channels: int | None = None,
     ):
         super().__init__(config=config)
-        self.layer_number = layer_number
+        self.layer_number = self.plan_number = layer_number  # prediction.py sets the second
         self.attn_mask_type = attn_mask_type
         self.tp_group = pg_collection.tp
         self.softmax_offset: Tensor | None = None  # [n/p]
@@ -82,7 +82,7 @@ class CoreAttention(MegatronModule):
         packed_seq_params=None,
     ):
         planned = packed_seq_params
-        seed = planned.dropout_seed(self.layer_number) if planned is not None else 0
+        seed = planned.dropout_seed(self.plan_number) if planned is not None else 0
         microbatch = Microbatch(
             query.shape[0],
             query.shape[1],

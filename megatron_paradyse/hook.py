@@ -9,16 +9,18 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.parallel_state import get_data_parallel_rank, get_global_memory_buffer
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import get_args
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.microbatch_params import planned_microbatch, row_of
+from megatron_paradyse.microbatch_params import PlannedMicrobatch, planned_microbatch, row_of
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.plan import Plan
@@ -59,26 +61,28 @@ class Observer(Protocol):
         ...
 
     def forward_ends(self, output: Tensor) -> None:
-        """After it, with its output [s/p, b, h]."""
+        """After it, with its output [s/p, b, h], or that of the multi-token prediction after it."""
         ...
 
 
 class MicrobatchHook:
-    """Forward pre-hook of one TransformerBlock."""
+    """Forward pre-hook of a TransformerBlock, for its layers and those of a prediction after it."""
 
     def __init__(
         self,
         block: TransformerBlock,
         policy: Policy,
         *,
+        layers: list,
         observer: Observer | None,
         verify: bool,
     ):
         self._policy, self._observer, self._verify = policy, observer, verify
         self._outcome = getattr(policy, "outcome", None)  # of a policy that chooses by cost
-        self._layer_numbers = tuple(layer.layer_number for layer in block.layers)
+        self._layer_numbers = tuple(layer.plan_number for layer in layers)
         self._shards = block.tp_group.size() if block.config.sequence_parallel else 1
         self._iteration, self._microbatch = -1, -1
+        self._current: PlannedMicrobatch | None = None
 
     def __call__(self, block: TransformerBlock, args, kwargs):
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
@@ -92,15 +96,19 @@ class MicrobatchHook:
         if self._outcome is not None:
             _drop_other_buffers(seq_length * hidden[0].numel())
         padded = _documents(kwargs.get("attention_mask"))
-        kwargs["packed_seq_params"] = planned_microbatch(
-            original, row, padded, plan=planned.plan, seed=seed
-        )
+        self._current = planned_microbatch(original, row, padded, plan=planned.plan, seed=seed)
+        kwargs["packed_seq_params"] = self._current
         if self._observer is not None and torch.is_grad_enabled():
             self._observer.begins(planned, hidden)
         return args, kwargs
 
-    def after(self, block: TransformerBlock, args, output) -> None:
-        """Forward hook of the same block."""
+    def before_prediction(self, prediction: MultiTokenPredictionBlock, args, kwargs):
+        """Forward pre-hook of the prediction that follows the block."""
+        kwargs["packed_seq_params"], self._current = self._current, None
+        return args, kwargs
+
+    def after(self, block: TransformerBlock | MultiTokenPredictionBlock, args, output) -> None:
+        """Forward hook of what runs last."""
         if self._observer is not None and torch.is_grad_enabled():
             self._observer.forward_ends(output)
 
@@ -212,21 +220,35 @@ def attach_hooks(
 ) -> list:
     """Register the hook on every transformer block of every model chunk; returns the chunks."""
     for chunk in model_chunks:
-        for module in chunk.modules():
-            if isinstance(module, TransformerBlock):
-                policy = policy_of(module)
-                if not len(module.layers):
-                    continue  # a pipeline stage of an embedding or a loss alone
-                for place, layer in enumerate(module.layers):
-                    layer.megatron_recomputes = _recomputed_by_megatron(module.config, place)
-                hook = MicrobatchHook(module, policy, observer=observer, verify=verify)
-                module.register_forward_pre_hook(hook, with_kwargs=True)
-                module.register_forward_hook(hook.after)
+        for block in _of_kind(chunk, TransformerBlock):
+            policy = policy_of(block)
+            prediction = next(iter(_of_kind(chunk, MultiTokenPredictionBlock)), None)
+            layers = [*block.layers]
+            for place, layer in enumerate(layers):
+                layer.megatron_recomputes = _recomputed_by_megatron(block.config, place)
+            for following in prediction.layers if prediction is not None else ():
+                layer = following.mtp_model_layer
+                layer.megatron_recomputes = _recomputed_by_megatron(block.config, inf)
+                layers.append(layer)
+            if not layers:
+                continue  # a pipeline stage of an embedding or a loss alone
+            hook = MicrobatchHook(block, policy, layers=layers, observer=observer, verify=verify)
+            block.register_forward_pre_hook(hook, with_kwargs=True)
+            if prediction is not None:
+                prediction.register_forward_pre_hook(hook.before_prediction, with_kwargs=True)
+            (prediction or block).register_forward_hook(hook.after)
     return model_chunks
 
 
-def _recomputed_by_megatron(config, place: int) -> bool:
-    """Whether --recompute-granularity full takes the layer at this place of its block."""
+def _of_kind(chunk, kind: type) -> list:
+    return [module for module in chunk.modules() if isinstance(module, kind)]
+
+
+def _recomputed_by_megatron(config, place: float) -> bool:
+    """Whether --recompute-granularity full takes the layer at this place of its block.
+
+    Those of multi-token prediction are beyond every place that a block's number of layers reaches.
+    """
     if config.recompute_granularity != "full":
         return False
     return config.recompute_method != "block" or place < config.recompute_num_layers

@@ -60,13 +60,13 @@ def bert_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubm
 def _switchable_block(config, spec, vp_stage: int | None) -> TransformerBlockSubmodules:
     model = config.transformer
     block = _get_block_submodules(model, spec, vp_stage)
-    layers = [_switchable_layer(spec, model) for spec in block.layer_specs]
+    layers = [switchable_layer(spec, model) for spec in block.layer_specs]
     return TransformerBlockSubmodules(
         layer_specs=layers, layer_norm=norm_for(block.layer_norm, model)
     )
 
 
-def _switchable_layer(spec: ModuleSpec, model) -> ModuleSpec:
+def switchable_layer(spec: ModuleSpec, model) -> ModuleSpec:
     if spec.module is not TransformerLayer:
         raise UserError(f"--paradyse cannot switch layers of type {spec.module.__name__}: drop it")
     old = spec.submodules

@@ -29,10 +29,22 @@ class RowParams(PackedSeqParams):
     """How a packed microbatch reaches the model: its row, for which max_seqlen_q is the longest."""
 
     row: Row | None = None
+    _following: tuple[Tensor, Tensor] | None = field(init=False, default=None)
 
     def __post_init__(self):
         assert self.row is not None
         self.max_seqlen_q = self.max_seqlen_kv = max(self.row.lengths)  # Megatron's RoPE table
+
+    def following(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For every row the row of its document's next token, and where there is none: both [s].
+
+        The first int64, 0 where there is none; made once for all tensors of a microbatch.
+        """
+        assert self.row is not None
+        if self._following is None:
+            rows = to_device(self.row.following(), device)
+            self._following = rows.clamp(min=0), rows < 0
+        return self._following
 
 
 @dataclass
@@ -62,9 +74,9 @@ class PlannedMicrobatch(PackedSeqParams):
         """What each rank's rows hold of packed documents (strategies/contract.py)."""
         return None if self.row is None else self.row.shards
 
-    def dropout_seed(self, layer_number: int) -> int:
+    def dropout_seed(self, plan_number: int) -> int:
         """The seed of a layer's attention dropout, alike on every rank of the group."""
-        return self.seed * 4096 + layer_number
+        return self.seed * 4096 + plan_number
 
     def angles(self, table: Tensor, *, by_rows: bool = False) -> Tensor:
         """RoPE's table [longest, 1, 1, d_rot] -> angles [s, 1, 1, d_rot], anew at each document.

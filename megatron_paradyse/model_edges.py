@@ -45,7 +45,7 @@ def attach_edges(
             module.__class__ = ONE_TABLE[type(module)]
         if isinstance(module, GPTModel | BertModel) and head_tile != OFF:
             tile = _tile(module.config, module.vocab_size, head_tile)
-            if module.pre_process:
+            if module.pre_process or getattr(module, "mtp_process", False):
                 _tile_embedding(module.embedding, tile, positions_restart)
             if module.post_process:
                 _become(module.output_layer, TiledOutputLayer, tile)
@@ -76,9 +76,19 @@ class TiledOutputLayer(ColumnParallelLinear):
     tile: int
 
     def forward(
-        self, input_, weight=None, runtime_gather_output=None, *, labels=None, loss_mask=None
+        self,
+        input_,
+        weight=None,
+        runtime_gather_output=None,
+        *,
+        labels=None,
+        loss_mask=None,
+        predicted=None,
     ):
-        """Without labels as Megatron's. With labels [b, s]: losses [b, s] of input_ [s/p, b, h]."""
+        """Without labels as Megatron's. With labels [b, s]: losses [b, s] of input_ [s/p, b, h].
+
+        predicted [b, s]: filled with the likeliest labels.
+        """
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
         assert self.sequence_parallel or self.tp_group.size() == 1, "input_ is the rank's chunk"
@@ -94,6 +104,7 @@ class TiledOutputLayer(ColumnParallelLinear):
             take_weight_gradient=functools.partial(
                 _take_weight_gradient, weight, fused=self.gradient_accumulation_fusion
             ),
+            predicted=predicted,
         )
 
 

@@ -61,6 +61,11 @@ class SwitchableLayer(TransformerLayer):
         self.recompute_mlp = False  # it would run the MLP again without its plan
         add_from_the_start(self)
 
+    @property
+    def plan_number(self) -> int:
+        """In plans: layer_number, unless prediction.py says otherwise."""
+        return self.self_attention.plan_number
+
     def forward(self, *args, **kwargs):
         planned = kwargs.get("packed_seq_params")
         if not isinstance(planned, PlannedMicrobatch):
@@ -95,18 +100,18 @@ class SwitchableLayer(TransformerLayer):
             return False  # Megatron runs the whole layer again anyway
         if half == "mlp" and self._always_recomputes_mlp:
             return True
-        return recomputes(getattr(planned.plan[self.layer_number], half))
+        return recomputes(getattr(planned.plan[self.plan_number], half))
 
     def _offloads(self, planned: PlannedMicrobatch, half: str) -> bool:
         """Whether the input of a half that recomputes, or of the layer, waits in host memory."""
-        return offloads(getattr(planned.plan[self.layer_number], half))
+        return offloads(getattr(planned.plan[self.plan_number], half))
 
     def _attention_half(self, kwargs, hidden):
         return self._forward_attention(hidden, **kwargs)[0]
 
     def _mlp_half(self, kwargs, hidden):
         planned = kwargs["packed_seq_params"]
-        name = planned.plan[self.layer_number].mlp
+        name = planned.plan[self.plan_number].mlp
         in_tiles = self._always_recomputes_mlp or recomputes(name) or not self.training
         self._switch_mlp(name, in_tiles=in_tiles)
         let_go = _notes_let_go(self.mlp)

@@ -52,6 +52,7 @@ def tiled_cross_entropy(
     bias: Tensor | None = None,
     token_weights: Tensor | None = None,
     take_weight_gradient: Callable[[Tensor], Tensor | None] | None = None,
+    predicted: Tensor | None = None,
 ) -> Tensor:
     """x [s/p, b, h], weight [v/p, h], bias [v/p], labels [b, s] -> losses [b, s].
 
@@ -59,13 +60,15 @@ def tiled_cross_entropy(
     token_weights [b, s]: what the gradient of the losses will be a multiple of.
     take_weight_gradient: gets the weight's gradient in float32 at least and returns the one for
     autograd (default: in the weight's dtype).
+    predicted [b, s] int64: filled with each token's likeliest label.
 
     Backward: grad_x [s/p, b, h] and the whole gradient of the rank's shard. Sends (p-1) s/p b h
-    values for x, as many for its gradient, and 2 (p-1) s b for the softmax; when tiles run again, x
-    and the softmax once more. Holds, besides x and its gradient, the tile's buffers and, from
-    forward to backward, the gradient of the weight in float32.
+    values for x, as many for its gradient, and 2 (p-1) s b for the softmax (with predicted 2 more);
+    when tiles run again, x and the softmax once more. Holds, besides x and its gradient, the tile's
+    buffers and, from forward to backward, the gradient of the weight in float32.
     """
-    head = _Head(group, tile, take_weight_gradient or (lambda grad: grad.to(weight.dtype)))
+    take_weight_gradient = take_weight_gradient or (lambda grad: grad.to(weight.dtype))
+    head = _Head(group, tile, take_weight_gradient, predicted)
     wanted = torch.is_grad_enabled() and token_weights is not None and x.dtype != torch.float16
     return _TiledCrossEntropy.apply(
         x, weight, bias, labels, token_weights if wanted else None, head
@@ -77,6 +80,7 @@ class _Head:
     group: ProcessGroup
     tile: int
     take_weight_gradient: Callable[[Tensor], Tensor | None]
+    predicted: Tensor | None
 
 
 @dataclass
@@ -128,6 +132,8 @@ def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) 
     for rows, x_tile in _gathered_tiles(x, head):
         logits = F.linear(x_tile, weight, bias)  # [p t, b, v/p]
         targets = _Targets.of(of_tile(labels, rows, p), weight.shape[0], head.group.rank())
+        if losses is not None and head.predicted is not None:
+            put_tile(head.predicted, rows, p, _likeliest(logits, head.group))
         exponentials, factor, loss = _exponentials_(logits, targets, head.group)
         if losses is not None:
             put_tile(losses, rows, p, loss)
@@ -198,6 +204,16 @@ def _exponentials_(logits, targets, group) -> tuple[Tensor, Tensor, Tensor]:
     by_rank = all_gather(torch.stack((lse, of_target))[None], group)  # [p, 2, p t, b]
     lse = torch.logsumexp(by_rank[:, 0], 0)
     return exponentials, torch.exp(top - lse), lse - by_rank[:, 1].sum(0)
+
+
+def _likeliest(logits: Tensor, group: ProcessGroup) -> Tensor:
+    """[p t, b, v/p] -> the label of the largest logit of all of v [p t, b]."""
+    top, place = logits.max(-1)
+    if group.size() == 1:
+        return place
+    place = place + group.rank() * logits.shape[-1]
+    tops, places = all_gather(top[None], group), all_gather(place[None], group)  # [p, p t, b]
+    return places.gather(0, tops.argmax(0, keepdim=True)).squeeze(0)
 
 
 def _logits_gradient_(exponentials, factor, of_token, targets, *, out) -> Tensor:

@@ -63,6 +63,18 @@ class Row:
         """
         return _places(self, by_rows)
 
+    def following(self) -> np.ndarray:
+        """For every row the row of its document's next token, -1 at ends and in padding.
+
+        int64 [s].
+        """
+        positions = np.concatenate([np.arange(a, b) for shard in self.shards for a, b in shard])
+        rows = np.empty(self.seq_length + 1, np.int64)
+        rows[positions] = np.arange(self.seq_length)
+        goes_on = np.arange(self.seq_length) < self.num_tokens
+        goes_on[np.cumsum(self.lengths) - 1] = False
+        return np.where(goes_on[positions], rows[positions + 1], -1)
+
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
         """Per rank what it holds of documents: (document, start, stop), counted inside it."""

@@ -100,7 +100,7 @@ class Operations:
         if operation == HEAD:
             return Operation(self._input, self._head)
         layer, half = self._model.layer_of(operation), half_of(operation)
-        plan = uniform_plan([layer.layer_number], strategy)
+        plan = uniform_plan([layer.plan_number], strategy)
         planned = dataclasses.replace(self._layer_kwargs["packed_seq_params"], plan=plan)
         if row is not None:
             planned = self._packed(planned, row)

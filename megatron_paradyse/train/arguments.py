@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_paradyse import prediction
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.setting_kinds import SWITCH
 from megatron_paradyse.settings import FIELDS, FIXED, WITHOUT_FLAG, Settings, make_settings
@@ -15,6 +16,8 @@ from megatron_paradyse.train.model_flags import (
     check_edges,
     check_latent,
     check_model,
+    check_prediction,
+    check_prediction_stage,
     check_ranks,
     check_schedule,
     complete_window,
@@ -105,6 +108,7 @@ def before_validation(args: argparse.Namespace) -> None:
     complete_window(args)
     check_bert(args)
     check_latent(args)
+    check_prediction(args)
     check_edges(args)
     check_strategies(args)
     spec = SPECS[args.paradyse_model]
@@ -132,6 +136,9 @@ def after_validation(args: argparse.Namespace) -> None:
             "Megatron skips by reading batches of a fixed length: leave --iterations-to-skip and "
             "--result-rejected-tracker-filename out"
         )
+    check_prediction_stage(args)
+    if args.mtp_num_layers:
+        prediction.install()
     check_one_size(args)
     args.paradyse_samples = samples_of(args)
     if args.paradyse_settings.sequences != FIXED:

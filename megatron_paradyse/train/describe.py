@@ -23,6 +23,7 @@ from megatron_paradyse.costs.description import (
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.strategies.contract import LatentSizes
 from megatron_paradyse.train.megatron_version import megatron_version
+from megatron_paradyse.train.model_flags import check_costs_know
 from megatron_paradyse.train.model_kind import MASKS
 from megatron_paradyse.train.model_layers import ModelLayers
 
@@ -49,6 +50,7 @@ def describe(num_layers: int) -> Description:
 def told_options(model: ModelShape) -> dict[str, Any]:
     """What else costs depend on, of the parsed arguments: OPTIONAL_KEYS and OTHER_LAYERS."""
     args = get_args()
+    check_costs_know(args)
     window = args.window_size
     which = "some" if args.window_attn_skip_freq else "all"
     layers = ModelLayers.of_arguments(args, model.num_layers)

@@ -164,7 +164,8 @@ def _fixed_batch(data_iterator, vp_stage) -> dict:
             args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
         ),
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=bool(args.mtp_num_layers)
+        and mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),

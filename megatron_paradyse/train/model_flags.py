@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
 from megatron_paradyse.edges.tiles import OFF
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
@@ -82,7 +85,6 @@ def check_model(args: argparse.Namespace) -> None:
         "context_parallel_size": (1, "--paradyse shares sequences over the tensor-parallel group"),
         "mla_down_proj_fusion": (False, "strategies have the down projections apart"),
         "cache_mla_latents": (False, "it is of inference"),
-        "mtp_num_layers": (None, "multi-token prediction is not supported"),
         "fp8": (None, DTYPES),
         "fp4": (None, DTYPES),
         "te_precision_config_file": (None, DTYPES),
@@ -112,6 +114,53 @@ def check_model(args: argparse.Namespace) -> None:
         if value != allowed:
             flag = FLAG_OF.get(name) or "--" + name.replace("_", "-")
             raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
+
+
+def num_prediction_layers(args: argparse.Namespace) -> int:
+    """Layers of multi-token prediction, which plans count after the decoder's."""
+    return 1 if args.mtp_num_layers and args.mtp_use_repeated_layer else args.mtp_num_layers or 0
+
+
+def check_prediction(args: argparse.Namespace) -> None:
+    """Of multi-token prediction (--mtp-num-layers)."""
+    number = args.mtp_num_layers
+    if number is None:
+        return
+    if number < 1:
+        raise UserError(
+            f"--mtp-num-layers {number} predicts nothing: give 1 or more, or leave it out"
+        )
+    if args.paradyse_model == BERT:
+        raise UserError(f"--mtp-num-layers {number} with a BERT: leave --mtp-num-layers out")
+    many = args.recompute_num_layers
+    full = args.recompute_granularity == "full" and args.recompute_method == "uniform"
+    if full and many not in (None, 1):
+        raise UserError(
+            f"--recompute-num-layers {many} with --mtp-num-layers {number}, whose layers Megatron "
+            "recomputes one by one: give --recompute-num-layers 1"
+        )
+
+
+def check_costs_know(args: argparse.Namespace) -> None:
+    """UserError where costs would tell nothing of a part of the model."""
+    if args.mtp_num_layers:
+        raise UserError(
+            f"--mtp-num-layers {args.mtp_num_layers}: costs tell nothing of its layers: leave it "
+            "out, or train with --paradyse-policy fixed:STRATEGY or plan:FILE"
+        )
+
+
+def check_prediction_stage(args: argparse.Namespace) -> None:
+    """UserError where a layout has multi-token prediction apart from the loss."""
+    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    if not args.mtp_num_layers or layout is None:
+        return
+    last = PipelineParallelLayerLayout(layout, stages).layout[-1][-1]
+    if LayerType.mtp not in last:
+        raise UserError(
+            f"--pipeline-model-parallel-layout {layout}: multi-token prediction (m) in another "
+            "stage than the loss (L): put both into the last, as in Et|tmL"
+        )
 
 
 def complete_window(args: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 Megatron's loop counts documents, as without packing: consumed samples, the learning rate's schedule
 and the log follow get_num_microbatches(), which does not change. Only the schedule of forward and
 backward passes runs another number, the same on every replica and pipeline stage; while it runs,
-get_num_microbatches() says so.
+get_num_microbatches() says so. What the log divides by that number afterwards is scaled to it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
+from torch import Tensor
 
 from megatron_paradyse.train.packed_batch import PackedStep
 
@@ -48,7 +51,17 @@ def _counted(count: int) -> Iterator[None]:
     counter = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     documents = counter.num_micro_batches
     counter.num_micro_batches = count
+    before = _predicted_losses().clone()
     try:
         yield
     finally:
         counter.num_micro_batches = documents
+    losses = _predicted_losses()
+    if losses.numel():
+        of_step = losses - before if before.numel() else losses.clone()
+        losses += of_step * (documents / count - 1)
+
+
+def _predicted_losses() -> Tensor:
+    """Sums over microbatches, one for each layer of multi-token prediction; of none yet."""
+    return MTPLossLoggingHelper.tracker.get("loss_values", torch.empty(0))

@@ -22,6 +22,7 @@ from megatron_paradyse.strategies import (
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.strategies.latents import check_takes_latents
 from megatron_paradyse.strategies.softmax_offset import check_takes_offset
+from megatron_paradyse.train.model_flags import check_costs_know, num_prediction_layers
 from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.units import parse_bytes
 
@@ -85,6 +86,8 @@ def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple
     """Every strategy that a plan may name; settings that the policy does not read are refused."""
     if settings.memory_budget is not None:
         parse_bytes(settings.memory_budget)
+    if cost_policy_kind(settings):
+        check_costs_know(args)
     if cost_policy_kind(settings) and settings.cost_model is None:
         check_policy(settings)
         return settings.strategies or ()
@@ -106,7 +109,7 @@ def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple
             f"{settings.policy}, which does not choose by cost: leave it out"
         )
     if isinstance(policy, PlanFilePolicy) and args.num_layers:
-        policy.check_layers(args.num_layers)
+        policy.check_layers(args.num_layers + num_prediction_layers(args))
     return policy.strategies
 
 

@@ -196,7 +196,7 @@ def _strategy(stack: list[FrameType], plan_names: tuple[str, ...]) -> str | None
         module = frame.f_locals.get("self") if name.startswith("Switchable") else None
         if name in ("SwitchableSelfAttention.forward", "SwitchableLatentAttention.forward"):
             strategy = frame.f_locals.get("strategy", "megatron_ts")
-            return f"{strategy}'s attention, layer {getattr(module, 'layer_number', '?')}"
+            return f"{strategy}'s attention, layer {getattr(module, 'plan_number', '?')}"
         if name == "SwitchableMLP.forward":
             return f"{getattr(module, 'strategy', '?')}'s MLP"
         if not shared and "megatron_paradyse/strategies/" in file:

@@ -69,13 +69,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _oracle(case: Case):
-    """Losses [b, s], gradients of hidden and weight: one process, plain PyTorch, float64."""
+    """Losses [b, s], gradients of hidden and weight, logits [s, b, v]: plain PyTorch, float64."""
     x, weight, labels, _, grad = _whole(case)
     x, weight = (t.double().requires_grad_() for t in (x, weight))
     embedded = F.embedding(labels, weight).transpose(0, 1) if case.tied else 0
     logits = (x + embedded) @ weight.t()
     losses = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
-    return losses.detach(), *torch.autograd.grad(losses, [x, weight], grad.double())
+    return (
+        losses.detach(),
+        *torch.autograd.grad(losses, [x, weight], grad.double()),
+        logits.detach(),
+    )
 
 
 def _tiled(group, case: Case):
@@ -85,6 +89,7 @@ def _tiled(group, case: Case):
     x = x.chunk(p)[rank].clone().requires_grad_()
     weight = weight.chunk(p)[rank].clone().requires_grad_(not case.frozen)
     hidden = x + tiled_embedding(labels, weight, group, tile=case.tile) if case.tied else x
+    predicted = torch.empty_like(labels)
     losses = tiled_cross_entropy(
         hidden,
         weight,
@@ -92,11 +97,12 @@ def _tiled(group, case: Case):
         group,
         tile=case.tile,
         token_weights=mask.float() if case.weighted else None,
+        predicted=predicted,
     )
     inputs = [x] if case.frozen else [x, weight]
     with count_communication() as sent:
         grads = torch.autograd.grad(losses, inputs, grad)
-    return losses.detach(), *grads, sent.calls["all_gather"]
+    return losses.detach(), *grads, predicted, sent.calls["all_gather"]
 
 
 def _embedded(group, case: Case):
@@ -163,12 +169,14 @@ def _largest_error(mine: torch.Tensor, true: torch.Tensor) -> float:
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_losses_and_gradients_equal_the_oracle(p):
     for name, case in CASES.items():
-        losses, *grads = _oracle(case)
-        for rank, (mine, *my_grads, _) in enumerate(_results(p)[f"_tiled {name}"]):
+        losses, *grads, logits = _oracle(case)
+        for rank, (mine, *my_grads, predicted, _) in enumerate(_results(p)[f"_tiled {name}"]):
             assert mine.dtype == _wide(case.dtype)
             expected = [losses, *(grad.chunk(p)[rank] for grad in grads[: len(my_grads)])]
             for found, true in zip([mine, *my_grads], expected, strict=True):
                 assert _largest_error(found, true) <= TOLERANCES[case.dtype], (name, rank)
+            of_predicted = logits.gather(-1, predicted.t()[..., None]).squeeze(-1)
+            assert _largest_error(of_predicted, logits.amax(-1)) <= TOLERANCES[case.dtype], name
 
 
 def test_tiles_run_again_exactly_when_the_gradient_is_no_multiple_of_the_mask():

@@ -32,6 +32,12 @@ def test_places_count_from_the_start_of_each_document():
     assert row.places() is row.places()
 
 
+def test_rows_that_follow_hold_the_next_token_of_the_document():
+    assert ZIGZAG.following().tolist() == [1, 4, 3, -1, 5, 2, 7, -1]
+    row = Row((5, 1), (((0, 2), (5, 7)), ((2, 5), (7, 8))))  # with padding
+    assert row.following().tolist() == [1, 4, -1, -1, 5, 6, -1, -1]
+
+
 @pytest.mark.parametrize("row", [ZIGZAG, contiguous((3, 5, 1), 4), contiguous((7,), 2)])
 @pytest.mark.parametrize(
     ("causal", "window"), [(False, None), (True, None), *((True, w) for w in (1, 2, 3, 7))]

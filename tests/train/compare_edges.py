@@ -22,12 +22,16 @@ LENGTHS = (
 )  # of the first, b = 1: fits into one tile; the last tile of the others is odd
 
 
+LOGGED = ("loss_values", "correct_values", "total_values")  # of more tokens predicted
+
+
 def main() -> None:
     tolerance = float(sys.argv.pop(1))
     plugin.install()
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.utils import get_model_config
     from megatron.training import initialize, training
     from megatron.training.argument_utils import (
@@ -71,8 +75,13 @@ def main() -> None:
         long = sum(
             batch["lengths"].numel() * (batch["tokens"].shape[1] - 1) > TILE for batch in batches
         )
+        long *= 1 + (args.mtp_num_layers or 0)
         assert run_tiles.call_count == (long if name == "tiles" else 0), run_tiles.call_count
         results[name] = {"loss": loss, "logits": _logits(model[0], batches[-1]), **grads}
+        tracker = MTPLossLoggingHelper.tracker
+        logged = {key: value.clone() for key, value in tracker.items() if key in LOGGED}
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
+        results[name].update(logged)
     worst = max(_error(results["tiles"][key], true) for key, true in results["stock"].items())
     if torch.distributed.get_rank() == 0:
         print(f"worst of {len(results['stock'])}: {worst:.1e}", flush=True)

@@ -60,7 +60,7 @@ def plans_to_compare(num_layers: int) -> dict[str, list[Plan]]:
     return {
         **{name: [plan] for name, plan in uniform.items()},
         "metp+offload": [Plan(dict.fromkeys(numbers, LayerChoice("metp+offload", "metp+offload")))],
-        "offload beside others": [Plan({i: offloading[i] for i in numbers})],
+        "offload beside others": [Plan({i: offloading[(i - 1) % 4 + 1] for i in numbers})],
         "mixed over layers": [by_layer],
         "mixed over layers and operations": [by_operation[1]],
         "another at every microbatch": by_operation,
@@ -150,7 +150,7 @@ def main() -> None:
         for mine, theirs in zip(model[0].parameters(), stock[0].parameters(), strict=True):
             theirs.data.copy_(mine.data)
         results["stock Megatron"] = seeded(stock)
-    compared = plans_to_compare(args.num_layers)
+    compared = plans_to_compare(args.num_layers + (args.mtp_num_layers or 0))
     for name, plans in compared.items():
         policy.choose(plans)
         results[name] = seeded(model)

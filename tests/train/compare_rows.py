@@ -9,10 +9,12 @@ say, and as Megatron's own packed sequences with and without padding between doc
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron_paradyse.hook import attach_hooks
@@ -116,9 +118,10 @@ def main() -> None:
     policy, p = ChosenPolicy(), groups.tp.size()
     attach_hooks([model], policy_of=lambda _: policy)
     text = torch.randint(args.vocab_size, (64,), generator=torch.Generator().manual_seed(1))
+    num_layers = args.num_layers + (args.mtp_num_layers or 0)
     for name, case in cases(p).items():
         expected = _results(stock, _losses_one_by_one(stock, case.row, text, p), groups.tp)
-        for label, plan in plans(case, p, args.num_layers).items():
+        for label, plan in plans(case, p, num_layers).items():
             policy.choose([plan])
             got = _results(model, _losses_of_row(model, case, text), groups.tp)
             errors = {k: float((got[k] - v).norm() / v.norm()) for k, v in expected.items()}
@@ -128,35 +131,46 @@ def main() -> None:
             assert errors[worst] <= TOLERANCE, (name, label, worst, errors[worst])
 
 
-def _losses_of_row(model, case: Case, text: Tensor) -> Tensor:
+def _losses_of_row(model, case: Case, text: Tensor) -> Iterator[Tensor]:
     """Of every document's tokens, in the order of positions."""
     rows, num_tokens = torch.tensor(case.rows), case.row.num_tokens
     places = torch.tensor(case.row.places(by_rows=True))
     losses = model(
         text[rows][None], places[None], None, labels=text[rows + 1][None],
-        packed_seq_params=case.params,
+        loss_mask=(rows < num_tokens).float()[None], packed_seq_params=case.params,
     )  # fmt: skip
-    return losses[0][rows.argsort()][:num_tokens]
+    MTPLossAutoScaler.set_loss_scale(torch.ones(()))
+    yield losses[0][rows.argsort()][:num_tokens]
 
 
-def _losses_one_by_one(model, row: Row, text: Tensor, p: int) -> Tensor:
-    losses = []
+def _losses_one_by_one(model, row: Row, text: Tensor, p: int) -> Iterator[Tensor]:
+    """The same in turn; a prediction of more tokens weighs as much as it would in all of the row.
+
+    That is, per token: as many as the decoder's tokens over as many as are predicted.
+    """
+    of_row = row.num_tokens / (row.num_tokens - len(row.lengths))
     for start, stop in row.documents:
         end = start - (start - stop) // p * p  # padded, as sequence parallelism wants it
         positions = torch.arange(end - start)[None]
-        of_document = model(
-            text[None, start:end], positions, None, labels=text[None, start + 1 : end + 1]
-        )
-        losses.append(of_document[0, : stop - start])
-    return torch.cat(losses)
+        losses = model(
+            text[None, start:end], positions, None, labels=text[None, start + 1 : end + 1],
+            loss_mask=(positions < stop - start).float(),
+        )  # fmt: skip
+        alone = (stop - start) / max(stop - start - 1, 1)
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(of_row / alone))
+        yield losses[0, : stop - start]
 
 
-def _results(model, losses: Tensor, group) -> dict[str, Tensor]:
+def _results(model, losses: Iterable[Tensor], group) -> dict[str, Tensor]:
     """The losses, and the gradient of every parameter, complete over the group."""
-    weights = torch.linspace(0.5, 1.5, len(losses))
     model.zero_grad()
-    (losses * weights).sum().backward()
-    results = {"losses": losses.detach()}
+    done: list[Tensor] = []
+    for part in losses:
+        first = sum(map(len, done))
+        weights = 0.5 + torch.arange(first, first + len(part)) / 24
+        (part * weights).sum().backward()
+        done.append(part.detach())
+    results = {"losses": torch.cat(done)}
     for name, parameter in model.named_parameters():
         grad = parameter.grad.clone()
         if getattr(parameter, "sequence_parallel", False):

@@ -15,6 +15,7 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 def main() -> None:
     plugin.install()
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import training
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_and_validate_args
@@ -31,19 +32,26 @@ def main() -> None:
     positions = torch.arange(args.seq_length).expand(2, -1)
     losses = model(tokens, positions, None, labels=labels)
     losses.mean().backward()
+    logged = MTPLossLoggingHelper.tracker.get("loss_values", torch.empty(0))
 
     weights = {
         name: value.detach().double().requires_grad_() for name, value in model.named_parameters()
     }
-    plain = plain_losses(
+    num_predictions = args.mtp_num_layers or 0
+    plain, *predicted = plain_losses(
         weights,
         tokens,
         labels,
         num_layers=args.num_layers,
         num_heads=args.num_attention_heads,
+        num_predictions=num_predictions,
     )
-    plain.mean().backward()
+    means = [of_layer.mean() for of_layer in predicted]
+    share = args.mtp_loss_scaling_factor / max(num_predictions, 1)
+    (plain.mean() + share * sum(means)).backward()
     errors = {"loss": relative_error(losses, plain)}
+    for number, (mine, mean) in enumerate(zip(logged, means, strict=True), 1):
+        errors[f"loss of prediction {number}"] = relative_error(mine, mean)
     for name, parameter in model.named_parameters():
         errors[name] = relative_error(parameter.grad, weights[name].grad)
     worst = max(errors, key=errors.get)

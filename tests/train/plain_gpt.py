@@ -6,15 +6,35 @@ import torch
 import torch.nn.functional as F
 
 
-def plain_losses(weights: dict[str, torch.Tensor], tokens, labels, *, num_layers, num_heads):
-    """Per-token losses [b, s] of a LayerNorm, GELU, learned-position, tied-embedding GPT."""
+def plain_losses(
+    weights: dict[str, torch.Tensor], tokens, labels, *, num_layers, num_heads, num_predictions=0
+) -> list[torch.Tensor]:
+    """Per-token losses [b, s] of a LayerNorm, GELU, tied-embedding GPT; positions learned or none.
+
+    Then those of each layer of multi-token prediction [b, s - 1], [b, s - 2] and so on.
+    """
     embedding = weights["embedding.word_embeddings.weight"]
-    positions = weights["embedding.position_embeddings.weight"]
-    x = embedding[tokens] + positions[: tokens.shape[1]]  # [b, s, h]
+    x = embedding[tokens]  # [b, s, h]
+    positions = weights.get("embedding.position_embeddings.weight")
+    if positions is not None:
+        x = x + positions[: tokens.shape[1]]
     visible = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
     for layer in range(num_layers):
         x = _layer(x, _below(weights, f"decoder.layers.{layer}."), num_heads, visible)
     x = _norm(x, weights, "decoder.final_layernorm")
+    losses = [_of_head(x, embedding, labels)]
+    for layer in range(num_predictions):
+        x, tokens, labels, visible = x[:, :-1], tokens[:, 1:], labels[:, 1:], visible[1:, 1:]
+        w = _below(weights, f"mtp.layers.{layer}.")
+        both = torch.cat((_norm(embedding[tokens], w, "enorm"), _norm(x, w, "hnorm")), -1)
+        x = F.linear(both, w["eh_proj.weight"])
+        x = _layer(x, _below(w, "mtp_model_layer."), num_heads, visible)
+        x = _norm(x, w, "final_layernorm")
+        losses.append(_of_head(x, embedding, labels))
+    return losses
+
+
+def _of_head(x, embedding, labels):
     return F.cross_entropy((x @ embedding.T).transpose(1, 2), labels, reduction="none")
 
 

@@ -74,6 +74,7 @@ def test_fixed_sequences_have_the_batch_size_of_an_evaluation(trains, expected, 
         eval_micro_batch_size=4,
         seq_length=8,
         create_attention_mask_in_dataloader=False,
+        mtp_num_layers=None,
         pipeline_model_parallel_size=1,
     )
     names = ("is_pipeline_first_stage", "is_pipeline_last_stage", "get_tensor_model_parallel_group")
@@ -274,3 +275,31 @@ def test_the_detector_of_stragglers_times_reading_and_the_forward_apart(monkeypa
     gpt.forward_step(None, lambda *of, **how: happened.append("forward"))
     assert happened[:3] == ["start, data True", "read", "stop"]
     assert happened[3].startswith("start") and happened[4:] == ["forward", "stop"]
+
+
+def test_logged_losses_of_more_tokens_are_means_over_packed_microbatches(monkeypatch):
+    """Megatron divides their sums by the number of documents, and a step had 2 microbatches."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from megatron_paradyse.train import packed_steps
+
+    class Counter:
+        num_micro_batches = 8
+
+        def get(self):
+            return self.num_micro_batches
+
+    monkeypatch.setattr(packed_steps.calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", Counter())
+    monkeypatch.setattr(packed_steps, "PackedStep", lambda shares: [None] * 2)
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+
+    def schedule(*, data_iterator, num_microbatches):
+        losses = MTPLossLoggingHelper.tracker.setdefault("loss_values", torch.zeros(2))
+        for _ in range(get_num_microbatches()):
+            losses += torch.tensor([3.0, 5.0])
+
+    for step in (1, 2):  # a step that is run again adds to the first
+        packed_steps.run_packed(schedule, data_iterator=None, num_microbatches=8)
+        losses = MTPLossLoggingHelper.tracker["loss_values"] / get_num_microbatches()
+        assert losses.tolist() == [3.0 * step, 5.0 * step]

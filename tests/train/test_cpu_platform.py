@@ -18,6 +18,7 @@ def test_megatron_on_cpu_equals_plain_pytorch(spec, tmp_path):
     flags = ["--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 4]
     if spec == "paradyse":
         flags += ["--paradyse", "--paradyse-sequences", "fixed"]
+        flags += ["--mtp-num-layers", 2, "--position-embedding-type", "none"]
     module, argv = "tests.train.compare_with_plain", with_defaults(flags)
     code, stdout, stderr = run_forked(module, argv, ranks=1, folder=tmp_path, timeout_seconds=120)
     assert code == 0, stderr[-3000:]

@@ -16,7 +16,7 @@ MODELS = {
     "tp1, tied": (1, 1e-5, []),
     "tp2, tied, positions learned": (2, 1e-5, TP2),
     "tp2, tied, one sequence": (2, 1e-5, [*TP2, *ROPE, "--micro-batch-size", 1]),
-    "tp4, untied": (4, 1e-5, [*TP4, *LLAMA]),
+    "tp4, untied, more tokens predicted": (4, 1e-5, [*TP4, *LLAMA, "--mtp-num-layers", 2]),
     "tp2, untied, bfloat16": (2, 1e-2, [*TP2, *LLAMA, "--bf16"]),
 }
 

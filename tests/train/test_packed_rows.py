@@ -8,7 +8,12 @@ from tests.train.harness import LLAMA, run_forked, with_defaults
 
 YARN = ["--position-embedding-type", "yarn", "--rotary-scaling-factor", 8]
 OF_LLAMA = [*LLAMA, *YARN, "--qk-layernorm", "--softmax-type", "learnable"]
-MODELS = {"gpt": (4, []), "llama": (2, OF_LLAMA)}
+MORE_TOKENS = ["--mtp-num-layers", 1, "--position-embedding-type", "rope", "--num-layers", 2]
+MODELS = {
+    "gpt": (4, ["--num-layers", 3]),
+    "llama": (2, ["--num-layers", 3, *OF_LLAMA]),
+    "more tokens predicted": (4, MORE_TOKENS),
+}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -18,7 +23,7 @@ def test_rows_equal_their_documents_under_every_plan(model, tmp_path):
     flags = [*flags, "--tensor-model-parallel-size", ranks, "--sequence-parallel", "--paradyse"]
     code, stdout, stderr = run_forked(
         "tests.train.compare_rows",
-        with_defaults([*flags, "--num-layers", 3, "--global-batch-size", 2]),
+        with_defaults([*flags, "--global-batch-size", 2]),
         ranks=ranks,
         folder=tmp_path,
         timeout_seconds=120,

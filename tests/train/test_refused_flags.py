@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 import pytest
@@ -47,6 +48,9 @@ REFUSED = {
         "--phase-transition-iterations", "2", "--train-samples", 64,
         "--step-batch-size-schedule", "0:2",
     ],
+    "--mtp-num-layers 0 predicts nothing": ["--mtp-num-layers", 0],
+    "--mtp-num-layers 1 with a BERT": ["--mtp-num-layers", 1, "--paradyse-model", "bert"],
+    "--mtp-num-layers 1: costs tell nothing of its layers": ["--mtp-num-layers", 1, *OPTIMAL],
     "--mla-down-proj-fusion True": [*LATENT, "--mla-down-proj-fusion"],
     "--cache-mla-latents True": [*LATENT, "--cache-mla-latents"],
     "--position-embedding-type mrope with --multi-latent-attention, which rotates by": [
@@ -202,7 +206,10 @@ OF_A_CHECKPOINT = {
     "--paradyse with --tensor-model-parallel-size 2 needs --sequence-parallel": {
         "tensor_model_parallel_size": 2
     },
-    "--mtp-num-layers 1 with --paradyse": {"mtp_num_layers": 1},
+    "--recompute-num-layers 2 with --mtp-num-layers 1, whose layers Megatron recomputes": {
+        "mtp_num_layers": 1, "recompute_granularity": "full", "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    },
     "--position-embedding-type mrope does not run with metp": {"position_embedding_type": "mrope"},
     "--activation-func-clamp-value 7.0 does not run with metp": {
         "activation_func_clamp_value": 7.0
@@ -232,6 +239,18 @@ def test_a_checkpoint_may_give_the_sequence_length(monkeypatch, tmp_path):
         validated(argparse.Namespace(**vars(args)))
     args.seq_length = 64
     assert validated(args).calculate_per_token_loss
+
+
+@pytest.mark.parametrize("layout, apart", [("E|tt|ttm|L", True), ("Et|tmL", False), (None, False)])
+def test_more_tokens_are_predicted_where_the_loss_is(layout, apart):
+    from megatron_paradyse.train.model_flags import check_prediction_stage
+
+    args = argparse.Namespace(
+        mtp_num_layers=1, pipeline_model_parallel_layout=layout, pipeline_model_parallel_size=2
+    )
+    said = r"^--pipeline-model-parallel-layout E.tt.ttm.L: .*: put both into the last"
+    with pytest.raises(UserError, match=said) if apart else contextlib.nullcontext():
+        check_prediction_stage(args)
 
 
 def test_iterations_that_a_tracker_file_names_are_refused(monkeypatch):

@@ -12,7 +12,10 @@ TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
 MODELS = {
     "gpt": (4, TP4),
-    "llama": (2, [*TP2, *LLAMA, "--qk-layernorm", "--softmax-type", "learnable"]),
+    "llama": (2, [
+        *TP2, *LLAMA, "--qk-layernorm", "--softmax-type", "learnable", "--num-layers", 3,
+        "--mtp-num-layers", 1,
+    ]),
     "mqa-dropout": (
         2,
         [*TP2, "--group-query-attention", "--num-query-groups", 1, "--attention-dropout", 0.2,
@@ -76,7 +79,8 @@ MACHINERY = {
         "--recompute-method", "block", "--recompute-num-layers", 1,
     ]),
     "stages without layers": (2, [
-        "--pipeline-model-parallel-size", 2, "--pipeline-model-parallel-layout", "E|tt|tt|L",
+        "--pipeline-model-parallel-size", 2, "--pipeline-model-parallel-layout", "E|tt|tt|mmL",
+        "--mtp-num-layers", 2, "--position-embedding-type", "rope",
     ]),
     "pipeline, offload": (4, [*TP2, "--pipeline-model-parallel-size", 2]),
     "mixture of experts": (2, [
@@ -108,7 +112,7 @@ OF_LATENTS = {
     ],
     "overlapped distributed optimizer": [
         "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
-        "--ddp-bucket-size", 2000, "--rope-type", "rope",
+        "--ddp-bucket-size", 2000, "--rope-type", "rope", "--mtp-num-layers", 1,
     ],
 }  # fmt: skip
 

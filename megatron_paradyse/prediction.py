@@ -1,0 +1,178 @@
+"""Megatron's multi-token prediction (--mtp-num-layers), with layers that switch strategies too.
+
+Megatron builds it beside the decoder, of layer specs of its own, and runs it after the decoder on
+hidden states and the embeddings of tokens that follow. install() puts this package's parts there.
+In plans its layers are those after the decoder's: L + 1, L + 2 and so on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.gpt import gpt_model
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.typed_torch import apply_module
+from megatron.training.models import gpt as gpt_models
+from torch import Tensor
+
+from megatron_paradyse.layer_specs import gpt_layer_spec, norm_for, switchable_layer
+from megatron_paradyse.microbatch_params import PlannedMicrobatch, RowParams
+from megatron_paradyse.model_edges import TiledOutputLayer
+from megatron_paradyse.parameters import announce_use, of_strategy
+from megatron_paradyse.strategies.zero import gather_weight, zero_linear
+
+_installed = False
+
+
+def install() -> None:
+    """Let models of gpt_layer_spec predict more tokens with switchable layers; others stay."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    gpt_models.mtp_block_spec = _with_switchable_layers(gpt_models.mtp_block_spec)
+    multi_token_prediction.roll_tensor = _within_documents(multi_token_prediction.roll_tensor)
+    gpt_model.process_mtp_loss = _in_tiles_if_long(gpt_model.process_mtp_loss)
+
+
+def _with_switchable_layers(build):
+    @functools.wraps(build)
+    def mtp_block_spec(config, *args, **kwargs):
+        block = build(config, *args, **kwargs)
+        if block is None or config.transformer_layer_spec is not gpt_layer_spec:
+            return block
+        layers = [_switchable(spec, config.transformer) for spec in block.layer_specs]
+        return MultiTokenPredictionBlockSubmodules(layer_specs=layers)
+
+    return mtp_block_spec
+
+
+def _switchable(spec: ModuleSpec, model) -> ModuleSpec:
+    old = spec.submodules
+    submodules = dataclasses.replace(
+        old,
+        **{name: norm_for(getattr(old, name), model) for name in ("enorm", "hnorm", "layer_norm")},
+        mtp_model_layer=switchable_layer(old.mtp_model_layer, model),
+    )
+    return ModuleSpec(module=PredictionLayer, params=spec.params, submodules=submodules)
+
+
+class PredictionLayer(MultiTokenPredictionLayer):
+    """Megatron's, whose ranks project their own rows of a long sequence.
+
+    Megatron gathers both inputs, [s, b, 2 h] on every rank, computes its channels of all rows, and
+    gathers these. With more tokens than channels the weight is what takes fewer bytes: 6 h h of it
+    and its gradient are sent in place of 8 s b h, and the whole of it is not more than the inputs.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        attention = self.mtp_model_layer.self_attention
+        number = self.config.num_layers + self.layer_number  # Megatron's begins at 1 again
+        attention.plan_number = attention.core_attention.plan_number = number
+
+    def _concat_embeddings(self, hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
+        """hidden states and embeddings of tokens that follow, both [s/p, b, h] -> [s/p, b, h]."""
+        rows, batch_size, h = hidden_states.shape
+        p = self.tp_group.size()
+        if p == 1 or rows * p * batch_size <= h or InferenceMode.is_active():
+            return super()._concat_embeddings(hidden_states, decoder_input)
+        both = torch.cat(
+            (apply_module(self.enorm)(decoder_input), apply_module(self.hnorm)(hidden_states)), -1
+        )
+        announce_use(self.eh_proj)
+        weight = of_strategy(self.eh_proj.weight, self.config)
+        gathering = gather_weight(weight, self.tp_group)
+        return zero_linear(both, gathering, weight, None, self.tp_group)
+
+
+def _within_documents(roll):
+    @functools.wraps(roll)
+    def roll_tensor(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None):
+        """As Megatron's. In packed rows to the next token of the same document, wherever it is.
+
+        Where documents are padded apart, Megatron's would cut between them as if they were not.
+        """
+        params = packed_seq_params
+        if isinstance(params, PlannedMicrobatch):
+            params = params.original
+        if tensor is None or not isinstance(params, RowParams):
+            if params is not None and params.cu_seqlens_q_padded is not None:
+                params = copy.copy(params)
+                params.cu_seqlens_q = params.cu_seqlens_q_padded
+            return roll(tensor, shifts, dims, cp_group, params)
+        assert shifts == dims == -1, (shifts, dims)
+        rows, ends = params.following(tensor.device)
+        rolled = tensor.index_select(-1, rows).masked_fill_(ends, 0)
+        return rolled, rolled.sum()
+
+    return roll_tensor
+
+
+def _in_tiles_if_long(process):
+    @functools.wraps(process)
+    def process_mtp_loss(*, output_layer, labels, **kwargs):
+        tiled = isinstance(output_layer, TiledOutputLayer) and labels is not None
+        run = _process_in_tiles if tiled and labels.numel() > output_layer.tile else process
+        return run(output_layer=output_layer, labels=labels, **kwargs)
+
+    return process_mtp_loss
+
+
+def _process_in_tiles(
+    *,
+    hidden_states: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    output_layer: TiledOutputLayer,
+    output_weight: Tensor | None,
+    is_training: bool,
+    config,
+    packed_seq_params,
+    **unused,
+) -> Tensor:
+    """Megatron's losses of the tokens that follow, without all logits.
+
+    hidden_states [(1 + k) s/p, b, h] of the decoder and of k layers, labels and loss_mask [b, s] ->
+    the decoder's, whose gradient brings those of the losses.
+    """
+    k, share = config.mtp_num_layers, config.mtp_loss_scaling_factor / config.mtp_num_layers
+    decoder, *predicting = hidden_states.chunk(1 + k)
+    if config.mtp_detach_heads:
+        output_weight = (output_layer.weight if output_weight is None else output_weight).detach()
+    mask = torch.ones_like(labels) if loss_mask is None else loss_mask
+    num_predicted = mask.sum()  # by the decoder
+    for index, hidden in enumerate(predicting):
+        labels, _ = multi_token_prediction.roll_tensor(labels, packed_seq_params=packed_seq_params)
+        mask, count = multi_token_prediction.roll_tensor(mask, packed_seq_params=packed_seq_params)
+        likeliest = torch.empty_like(labels) if is_training else None
+        losses = mask * output_layer(
+            hidden, output_weight, labels=labels, loss_mask=mask, predicted=likeliest
+        )
+        some = count.clamp(min=1)
+        if likeliest is not None:
+            counts = mask.bool()
+            MTPLossLoggingHelper.save_metrics_to_tracker(
+                losses.sum() / some,
+                ((likeliest == labels) & counts).sum(),
+                counts.sum(),
+                index,
+                k,
+                avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            )
+        # The gradients of all tokens are divided by num_predicted later, or are means at once.
+        weight = num_predicted / some if config.calculate_per_token_loss else 1 / some
+        decoder = MTPLossAutoScaler.apply(decoder, share * weight * losses)
+    return decoder
