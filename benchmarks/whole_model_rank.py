@@ -10,10 +10,11 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.iterations import start_rank
-from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, OperationCosts
+from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, PREDICTION, OperationCosts
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner import evaluate
 from megatron_paradyse.planner.from_costs import Stage, cost_source, model_seconds, stage_memory
@@ -30,10 +31,10 @@ def main() -> None:
 
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler import model as profiled
-    from megatron_paradyse.train.model_layers import ModelLayers
+    from megatron_paradyse.train.model_layers import ModelLayers, count_layers
     from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
 
-    num_layers = args.num_layers
+    num_layers = count_layers(args)
     layers = ModelLayers.of_arguments(args, num_layers)
     meter = make_meter()
     model, constants = profiled.build_and_measure(
@@ -83,6 +84,9 @@ class Check:
     def __init__(self, model, meter, before_bytes: int, constants):
         self._model, self._meter = model, meter
         self._operations = model.layers.kinds().operations
+        p = model.config.tensor_model_parallel_size
+        self._input_bytes = model.config.hidden_size * model.config.params_dtype.itemsize / p
+        self._edges = +Counter({EMBEDDING: 1, PREDICTION: model.num_predicting, HEAD: 1})
         self._angle_bytes = (
             4 * model.config.kv_channels if hasattr(model.gpt, "rotary_pos_emb") else 0
         )
@@ -95,7 +99,7 @@ class Check:
 
         with self._meter:
             operations = Operations(self._model, length, 1)
-        needed = sorted(_needed(plans, self._operations))
+        needed = sorted(_needed(plans, self._operations) | {(MODEL, edge) for edge in self._edges})
         runs = {key: operations.get(key[1], key[0]) for key in needed}
         measured = {key: measure_bytes(run, self._meter) for key, run in runs.items()}
         found = {key: sizes for key, (sizes, _) in measured.items()}
@@ -113,7 +117,7 @@ class Check:
             layer_seconds, peak_bytes = self._predicted(plan, length, costs)
             predicted = layer_seconds + optimizer
             measured = statistics.median(times)
-            parts = [(MODEL, EMBEDDING), (MODEL, HEAD), "step"]
+            parts = [*((MODEL, edge) for edge in self._edges.elements()), "step"]
             parts += plan.halves(self._operations)
             processor = sum(busy[part] for part in parts)
             expected_peak = max(peak_bytes, self._static_bytes + self._optimizer_bytes)
@@ -144,6 +148,8 @@ class Check:
             budget_bytes=1 << 62,
             static_bytes=int(self._static_bytes),
             angle_bytes_per_position=self._angle_bytes,
+            num_predicting=self._edges[PREDICTION],
+            input_bytes_per_token=self._input_bytes,
         )
         memory = stage_memory(costs_of, stage)
         policy = OptimalPolicy(
@@ -239,7 +245,7 @@ def _num_runs(once_seconds: float) -> int:
 
 def _needed(plans: list[Plan], operations: OperationsOf) -> set[tuple[str, str]]:
     """Every operation of the plans; of a recomputed one also what it recomputes."""
-    found = {(MODEL, EMBEDDING), (MODEL, HEAD)}
+    found = set()
     for plan in plans:
         for name, operation in plan.halves(operations):
             found |= {(name, operation), (name.removesuffix(RECOMPUTE), operation)}

@@ -26,7 +26,7 @@ MAX_RANKS = 1 << 20
 MEMORY_TOLERANCE = 0.02
 OPTIONAL_KEYS = (
     *("head_tile", "num_experts", "attention_dropout", "hidden_dropout", "attention_window"),
-    "halves",
+    *("mtp_num_layers", "halves"),
 )
 HALVES_KEY, OTHER_LAYERS = "halves", "other_layers"  # the second is missing where there are none
 WINDOW = "window"  # of an attention in halves
@@ -34,7 +34,10 @@ WINDOW = "window"  # of an attention in halves
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The transformer whose layer was measured; sizes are of the whole model, not of a rank."""
+    """The transformer whose layer was measured; sizes are of the whole model, not of a rank.
+
+    num_layers: those of multi-token prediction too, which come last.
+    """
 
     num_layers: int
     hidden_size: int
@@ -69,9 +72,10 @@ class Description:
     date: ISO 8601.
     head_tile: tokens of a tile of the loss head, or "off"; num_experts: 0 of a dense model;
     attention_dropout, hidden_dropout: whether there is any; attention_window: "none", or its size
-        and whether all layers have it; halves: of each kind of attention and MLP (see layers.py)
-        what it has, numbers by name, such as the keys of its window. Files of earlier versions do
-        not tell these, which are then None.
+        and whether all layers have it; mtp_num_layers: how many of the layers are of multi-token
+        prediction; halves: of each kind of attention and MLP (see layers.py) what it has, numbers
+        by name, such as the keys of its window. Files of earlier versions do not tell these, which
+        are then None.
     other_layers: see layers.py; none of a model whose layers are alike.
     """
 
@@ -91,6 +95,7 @@ class Description:
     attention_dropout: bool | None = None
     hidden_dropout: bool | None = None
     attention_window: str | None = None
+    mtp_num_layers: int | None = None
     halves: Mapping[str, Mapping[str, int]] | None = None
     other_layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -108,6 +113,11 @@ class Description:
         for name, count in _counts(self):
             if count < 1:
                 raise UserError(f"{name} must be at least 1, got {count!r:.40}")
+        if not 0 <= (self.mtp_num_layers or 0) < self.model.num_layers:
+            raise UserError(
+                f"mtp_num_layers must be at least 0 and fewer than the {self.model.num_layers} "
+                f"layers, got {self.mtp_num_layers!r:.40}"
+            )
         if self.p > MAX_RANKS:
             raise UserError(f"p must be at most {MAX_RANKS:,}, got {self.p!r:.40}")
         LayerKinds(self.model.num_layers, self.other_layers)  # UserError where they contradict

@@ -5,8 +5,9 @@ are of one rank, the slowest or largest of the grid.
 
 The operations of a layer are "attention" and "mlp", each with its norm and residual, and
 "layer", both together, as a check of their sum; where layers differ, layers.py says which are
-whose. "embedding" and "head" (final norm, output layer and loss) belong to the pseudo-strategy
-"model".
+whose. "embedding", "head" (final norm, output layer and loss) and, with multi-token prediction,
+"prediction" (what a layer of it does besides: a final norm, the embedding of the next tokens, the
+projection of both) belong to the pseudo-strategy "model".
 
 What an operation costs, forward and backward:
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 LAYER_OPERATIONS = (ATTENTION, MLP, LAYER)
 MODEL = "model"  # the pseudo-strategy of the parts that no strategy changes
-EMBEDDING, HEAD = "embedding", "head"
-MODEL_OPERATIONS = (EMBEDDING, HEAD)
+EMBEDDING, PREDICTION, HEAD = "embedding", "prediction", "head"
+MODEL_OPERATIONS = (EMBEDDING, PREDICTION, HEAD)
 
 TIME_QUANTITIES = ("forward_seconds", "backward_seconds")
 BYTE_QUANTITIES = ("kept_bytes", "forward_bytes", "backward_bytes")
@@ -134,6 +135,12 @@ class Measurement:
     @property
     def costs(self) -> OperationCosts:
         return OperationCosts(*(getattr(self, name) for name in QUANTITIES))
+
+
+def edges_of(description: Description) -> tuple[str, ...]:
+    """The operations of "model" that it has."""
+    one = (EMBEDDING, HEAD)
+    return MODEL_OPERATIONS if description.mtp_num_layers else one
 
 
 def measured_quantities(status: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.packed import LOCAL
 from megatron_paradyse.costs.recomputed import recomputed_layer
 from megatron_paradyse.costs.row_costs import RowCosts
-from megatron_paradyse.costs.table import EMBEDDING, HEAD, MLP, MODEL, OperationCosts
+from megatron_paradyse.costs.table import EMBEDDING, HEAD, MLP, MODEL, PREDICTION, OperationCosts
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load, rounded_up
 from megatron_paradyse.packing.row import Row
@@ -38,7 +38,8 @@ class Stage:
     angle_bytes_per_position: of RoPE's table, which every rank has for all positions;
     input_bytes_per_token: of a layer's input on a rank, per token of the microbatch; host_bytes:
     what +offload may take of host memory, None without limit; num_in_flight: forwards that wait for
-    their backward at once; margin: how far a real peak may be above its estimate, as a share of it.
+    their backward at once; margin: how far a real peak may be above its estimate, as a share of it;
+    num_predicting: its layers of multi-token prediction, which a stage with the head has.
     """
 
     budget_bytes: int
@@ -53,6 +54,14 @@ class Stage:
     host_bytes: int | None = None
     num_in_flight: int = 1
     margin: float = 0.0
+    num_predicting: int = 0
+
+    @property
+    def edges(self) -> dict[str, int]:
+        """The operations of the model that it runs, and how often."""
+        counts = {EMBEDDING: self.has_embedding, PREDICTION: self.num_predicting}
+        counts |= {HEAD: self.has_head}
+        return {operation: int(count) for operation, count in counts.items() if count}
 
 
 def cost_source(costs_of: CostsOf, offloaded: Offloaded | None = None) -> CostSource:
@@ -109,6 +118,9 @@ def _takes(strategy: str, load: Load | None) -> bool:
 def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
     """The memory besides the layers, as functions of (s, b).
 
+    What multi-token prediction keeps beside its layers counts from beginning to end, though only
+    its own layers meet all of it: they run when most is kept. In their backward the gradient of all
+    that the head got waits too, one tensor.
     What a layer keeps has its output, not its input. So a stage without the embedding holds the
     input that it received besides, until its backward. Megatron frees the output of a stage without
     the head once that is sent; this counts it until the backward of its last operation.
@@ -123,8 +135,15 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
     def input_bytes(s: int, b: int) -> int:
         return math.ceil(stage.input_bytes_per_token * s * b)
 
+    def waiting_bytes(s: int, b: int) -> int:
+        predicting = stage.num_predicting
+        return (1 + predicting) * input_bytes(s, b) if predicting else 0
+
     def kept(s: int, b: int) -> int:
         begin = of_model(EMBEDDING, s, b).kept_bytes if stage.has_embedding else input_bytes(s, b)
+        if stage.num_predicting:
+            begin += stage.num_predicting * of_model(PREDICTION, s, b).kept_bytes
+            begin += waiting_bytes(s, b)
         buffer = stage.buffer_bytes_per_token if always_gathers(s, b) else 0
         return int(begin) + buffer * s * b + stage.angle_bytes_per_position * s
 
@@ -147,7 +166,12 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         if not stage.has_head:
             return 0
         costs = of_model(HEAD, s, b)
-        return int(costs.kept_bytes + max(costs.forward_bytes, costs.backward_bytes))
+        peak = costs.kept_bytes + max(costs.forward_bytes, costs.backward_bytes)
+        peak = max(0, peak - waiting_bytes(s, b))
+        if stage.num_predicting:
+            costs = of_model(PREDICTION, s, b)
+            peak = max(peak, costs.forward_bytes, costs.backward_bytes)
+        return int(peak)
 
     return StageMemory(
         budget_bytes=stage.budget_bytes,
@@ -165,9 +189,14 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
 
 
 def model_seconds(costs_of: CostsOf, stage: Stage, s: int, b: int) -> float:
-    """Embedding and head, where the stage has them: forward and backward."""
-    parts = [(EMBEDDING, stage.has_embedding), (HEAD, stage.has_head)]
-    return sum(costs_of(MODEL, part, s, b).time_seconds for part, present in parts if present)
+    """All but the layers, forward and backward."""
+    return sum(n * costs_of(MODEL, part, s, b).time_seconds for part, n in stage.edges.items())
+
+
+def prediction_seconds(costs_of: CostsOf, stage: Stage, s: int, b: int) -> float:
+    """What multi-token prediction does beside its layers and the head."""
+    count = stage.num_predicting
+    return count * costs_of(MODEL, PREDICTION, s, b).time_seconds if count else 0.0
 
 
 def _same_pair(attention: str, mlp: str) -> tuple[str, str]:

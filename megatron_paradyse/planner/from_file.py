@@ -114,6 +114,7 @@ class FilePolicies:
             host_bytes=self._host_bytes,
             num_in_flight=num_in_flight,
             margin=self.settings.memory_margin,
+            num_predicting=(description.mtp_num_layers or 0) if has_head else 0,
         )
 
     @property

@@ -143,7 +143,8 @@ def _rows(setup: Setup, parts: PeakParts, one: Forecast) -> Iterator[tuple[str, 
     if parts.in_flight:
         yield "in flight", parts.in_flight, "what other microbatches of the pipeline may hold"
     if setup.stage.has_embedding:
-        yield "embedding", parts.embedding, "its output, masks and tables"
+        more = "; of predictions of more tokens" if setup.stage.num_predicting else ""
+        yield "embedding", parts.embedding, f"its output, masks and tables{more}"
     else:
         yield "input", parts.embedding, "of the stage, from the one before it, and tables"
     if parts.gather_buffer:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_paradyse.costs.description import CAUSAL
-from megatron_paradyse.costs.table import ATTENTION, EMBEDDING, HEAD, MLP, MODEL
+from megatron_paradyse.costs.table import ATTENTION, MLP, MODEL
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.placement import place
@@ -134,10 +135,10 @@ def _forecast(
 
 
 def edge_seconds(setup: Setup, s: int, b: int, *, forward_only: bool = False) -> float:
-    """Embedding and head, where the stage has them."""
-    parts = ((EMBEDDING, setup.stage.has_embedding), (HEAD, setup.stage.has_head))
-    costs = [setup.policies.model.operation(MODEL, part, s, b) for part, there in parts if there]
-    return sum(c.forward_seconds if forward_only else c.time_seconds for c in costs)
+    """Of all but the layers."""
+    of_model = functools.partial(setup.policies.model.operation, MODEL)
+    costs = [(count, of_model(part, s, b)) for part, count in setup.stage.edges.items()]
+    return sum(n * (c.forward_seconds if forward_only else c.time_seconds) for n, c in costs)
 
 
 def alone(problem: Problem, names: Sequence[str] | None = None) -> dict[str, Outcome]:
@@ -200,9 +201,7 @@ def _profiled(setup: Setup, outcome: Outcome, s: int, b: int) -> bool:
     halves = outcome.plan.halves(setup.policies.kinds.operations)
     used = {(operation, name) for name, operation in halves}
     used |= {(operation, part) for operation, name in used for part in names_of_costs(name)}
-    stage = setup.stage
-    used |= {(EMBEDDING, MODEL)} if stage.has_embedding else set()
-    used |= {(HEAD, MODEL)} if stage.has_head else set()
+    used |= {(part, MODEL) for part in setup.stage.edges}
     known = {(fit.operation, fit.strategy) for fit in model.fits}
     ranges = [model.timed_range(name, half, b) for half, name in used if (half, name) in known]
     return all(found is not None and found[0] <= s <= found[1] for found in ranges)

@@ -71,7 +71,9 @@ def heading(setup: Setup) -> str:
 
 def _kinds(setup: Setup) -> str:
     count = len(setup.policies.kinds.first_layers)
-    return f" of {count} kinds" if count > 1 else ""
+    predicting = setup.description.mtp_num_layers
+    more = f", {predicting} of multi-token prediction" if predicting else ""
+    return f"{f' of {count} kinds' if count > 1 else ''}{more}"
 
 
 def _depth(setup: Setup) -> str:

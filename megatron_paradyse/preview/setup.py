@@ -104,7 +104,7 @@ def make_setup(
     policies = FilePolicies(
         settings, read, budget_bytes, num_layers=num_layers, megatron_mlp=experts
     )
-    layers = _layers(num_layers, grid)
+    layers = _layers(num_layers, grid, num_predicting=description.mtp_num_layers or 0)
     first, last = grid.stage == 1, grid.stage == grid.num_stages
     own = parameters(description, len(layers), edge=first or last)
     share = own / parameters(description, num_layers) if grid.num_stages > 1 else 1.0
@@ -165,16 +165,19 @@ def _budget(settings: Settings, hardware: Hardware) -> tuple[int, str]:
     return UNLIMITED, "none: on a CPU only --memory-budget sets one"
 
 
-def _layers(num_layers: int, grid: Grid) -> tuple[int, ...]:
+def _layers(num_layers: int, grid: Grid, *, num_predicting: int) -> tuple[int, ...]:
+    """Of the stage; those of multi-token prediction are in the last one."""
     if not 1 <= grid.stage <= grid.num_stages:
         raise UserError(
             f"pipeline stage {grid.stage} of {grid.num_stages}: stages are numbered from 1: give "
             f"--pipeline-stage 1 to {grid.num_stages}"
         )
-    if num_layers % grid.num_stages:
+    decoding = num_layers - num_predicting
+    if decoding % grid.num_stages:
         raise UserError(
-            f"{num_layers} layers do not divide into {grid.num_stages} pipeline stages: give a "
+            f"{decoding} layers do not divide into {grid.num_stages} pipeline stages: give a "
             "number of stages that divides them"
         )
-    each = num_layers // grid.num_stages
-    return tuple(range((grid.stage - 1) * each + 1, grid.stage * each + 1))
+    each = decoding // grid.num_stages
+    end = num_layers if grid.stage == grid.num_stages else grid.stage * each
+    return tuple(range((grid.stage - 1) * each + 1, end + 1))

@@ -74,6 +74,11 @@ class ProfiledModel:
         """The layer whose half or whole has that name, see costs/layers.py."""
         return self.gpt.decoder.layers[self.layers.numbers.index(layer_of(operation))]
 
+    @property
+    def num_predicting(self) -> int:
+        """Layers of multi-token prediction."""
+        return self.layers.num_predicting
+
     def switches(self, operation: str) -> bool:
         """Whether what it runs depends on the strategy: an MLP of experts stays Megatron's."""
         return half_of(operation) != MLP or isinstance(self.layer_of(operation).mlp, SwitchableMLP)
@@ -137,19 +142,30 @@ def build_and_measure(
     kinds = layers.kinds()
     chosen = tuple(kinds.first_layers.values())
     model, one = _built(layers.only(chosen[:1]), meter)
-    constants = [*one]
-    for number, count in zip(chosen, kinds.counts().values(), strict=True):
+    constants, shares = [*one], {}
+    for number, (kind, count) in zip(chosen, kinds.counts().items(), strict=True):
         more = count - 1 if number == chosen[0] else count  # than the one layer that is there
         if more:
             del model
             gc.collect()
             model, two = _built(layers.only((chosen[0], number)), meter)
-            shares = [max(0.0, b - a) for a, b in zip(one, two, strict=True)]
-            constants = [a + more * share for a, share in zip(constants, shares, strict=True)]
-    if model.layers.numbers not in (chosen, chosen * 2):
+            shares[kind] = [max(0.0, b - a) for a, b in zip(one, two, strict=True)]
+            constants = [a + more * s for a, s in zip(constants, shares[kind], strict=True)]
+    if layers.num_predicting:
         del model
         gc.collect()
-        model, _ = _built(layers.only(chosen), meter)
+        whole: tuple[float, ...]
+        model, whole = _built(layers.only(chosen[:1], predicting=True), meter)
+        for number in model.layers.numbers[1:]:
+            own = shares.get(kinds.operations(number), (0.0,) * len(one))
+            whole = tuple(a - share for a, share in zip(whole, own, strict=True))
+        # What multi-token prediction has besides its layers.
+        constants = [a + max(0.0, w - o) for a, w, o in zip(constants, whole, one, strict=True)]
+    profiled = layers.only(chosen, predicting=bool(layers.num_predicting))
+    if model.layers not in (profiled, layers.only(chosen * 2)):
+        del model
+        gc.collect()
+        model, _ = _built(profiled, meter)
     with meter:
         before = meter.live_bytes
         grow_gather_buffer(model, longest_tokens)

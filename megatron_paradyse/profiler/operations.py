@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_paradyse.costs.layers import LAYER, half_of
-from megatron_paradyse.costs.table import EMBEDDING, HEAD
+from megatron_paradyse.costs.table import EMBEDDING, HEAD, PREDICTION
 from megatron_paradyse.latent_attention import SwitchableLatentAttention
 from megatron_paradyse.microbatch_params import PlannedMicrobatch
 from megatron_paradyse.model_edges import losses_in_tiles
@@ -91,14 +91,16 @@ class Operations:
             model.layer.self_attention.angles(None, seq_length)  # made now, as other models' are
 
     def get(self, operation: str, strategy: str, row: Row | None = None) -> Operation:
-        """The operation under a strategy; embedding and head know none.
+        """The operation under a strategy; those of the model know none.
 
         row: of packed documents, for an operation of a layer, of as many tokens.
         """
         if operation == EMBEDDING:
             return Operation(lambda: None, self._embed)
+        if operation == PREDICTION:
+            return Operation(self._input, self._predict)
         if operation == HEAD:
-            return Operation(self._input, self._head)
+            return Operation(self._inputs, self._head)
         layer, half = self._model.layer_of(operation), half_of(operation)
         plan = uniform_plan([layer.plan_number], strategy)
         planned = dataclasses.replace(self._layer_kwargs["packed_seq_params"], plan=plan)
@@ -131,6 +133,12 @@ class Operations:
     def _input(self) -> Tensor:
         return Source.apply(self._anchor, self._template)
 
+    def _inputs(self) -> Tensor:
+        """Of the head: what each layer of multi-token prediction got, and the last output."""
+        return Source.apply(
+            self._anchor, torch.cat([self._template] * (1 + self._model.num_predicting))
+        )
+
     def _embed(self, _: Tensor | None) -> tuple[Tensor, Any]:
         """Reads the microbatch too, which stays until its loss is computed."""
         batch = self._read(iter([self._raw]))
@@ -158,12 +166,29 @@ class Operations:
             handle.remove()
         return given
 
-    def _head(self, x: Tensor | None) -> tuple[Tensor, Any]:
+    def _predict(self, x: Tensor | None) -> tuple[Tensor, Any]:
+        """What the first layer of multi-token prediction does before its own transformer layer."""
         gpt, batch = self._model.gpt, self._batch
-        hidden = x
-        if gpt.decoder.final_layernorm is not None:
-            hidden = gpt.decoder.final_layernorm(hidden)
-            hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
+        layer = gpt.mtp.layers[0]
+        *_, embedded, hidden = layer._get_embeddings(
+            batch["tokens"],
+            batch["position_ids"],
+            gpt.embedding,
+            _normed(x, gpt.decoder.final_layernorm),
+            self._layer_kwargs["packed_seq_params"],
+        )
+        with _as_in_a_block(self._model.config):
+            return layer._concat_embeddings(hidden, embedded), None
+
+    def _head(self, x: Tensor | None) -> tuple[Tensor, Any]:
+        assert x is not None
+        gpt, batch = self._model.gpt, self._batch
+        norm, hidden = gpt.decoder.final_layernorm, x
+        if self._model.num_predicting:
+            *normed, last = x.chunk(1 + self._model.num_predicting)
+            hidden = torch.cat((*normed, _normed(last, gpt.mtp.layers[-1].final_layernorm)))
+        elif norm is not None:
+            hidden = _normed(x, norm)
         if isinstance(gpt, BertModel):
             losses = gpt.head(hidden, batch["labels"], batch["loss_mask"])
         else:
@@ -179,6 +204,10 @@ class Operations:
                 output_processor=losses_in_tiles(gpt, batch["labels"]),
             )
         return loss_function(batch["loss_mask"], losses)[0], None
+
+
+def _normed(x: Tensor | None, norm) -> Tensor:
+    return make_viewless_tensor(inp=norm(x), requires_grad=True, keep_graph=True)
 
 
 class _FirstLayerReachedError(Exception):

@@ -88,19 +88,21 @@ def points(
     strategies: Sequence[str],
     operations: Sequence[str] = LAYER_OPERATIONS,
     *,
+    edges: Sequence[str] = (EMBEDDING, HEAD),
     check_layers: bool = True,
 ) -> Iterator[Point]:
     """Short ones first, so that longer ones can be foreseen; lengths and whether each is timed.
 
-    operations: of layers. The layer as a whole is a check, at every other timed length of the
-    shorter half: it follows from its halves, under +recompute too (costs/recomputed.py).
+    operations: of layers; edges: of the model. The layer as a whole is a check, at every other
+    timed length of the shorter half: it follows from its halves, under +recompute too
+    (costs/recomputed.py).
     """
     timed = [s for s in lengths if lengths[s]]
     checked = timed[: (len(timed) + 1) // 2 + 1 : 2] if check_layers else []
     for b in batch_sizes:
         for s, is_timed in lengths.items():
-            yield Point(MODEL, EMBEDDING, s, b, is_timed)
-            yield Point(MODEL, HEAD, s, b, is_timed)
+            for edge in edges:
+                yield Point(MODEL, edge, s, b, is_timed)
             for strategy in (name for name in strategies if base_name(name) not in PACKED_ONLY):
                 for operation in operations:
                     if half_of(operation) != LAYER or s in checked:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_paradyse.costs.description import Description
 from megatron_paradyse.costs.rows import RowMeasurement
-from megatron_paradyse.costs.table import BYTES_ONLY, Measurement
+from megatron_paradyse.costs.table import BYTES_ONLY, Measurement, edges_of
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.points import (
     Options,
@@ -47,6 +47,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     from megatron_paradyse.profiler.model import build_and_measure
     from megatron_paradyse.profiler.runner import Runner, empty_measurement
     from megatron_paradyse.train.describe import describe
+    from megatron_paradyse.train.model_layers import count_layers
 
     start = time.monotonic()
     args = parse_and_validate_args()
@@ -55,13 +56,14 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     initialize(args)
     agreement = make_agreement(options.agree_seconds)
     output = Path(options.output)
-    journal = Journal(output, describe(args.num_layers))
+    num_layers = count_layers(args)
+    journal = Journal(output, describe(num_layers))
     _check_same(output, agreement.everyone(len(journal)))
     torch.distributed.barrier()
     meter = make_meter()
     report({"text": "building the model"})
     model, constants = build_and_measure(
-        args.num_layers, meter, longest_tokens=max(lengths) * max(options.batch_sizes)
+        num_layers, meter, longest_tokens=max(lengths) * max(options.batch_sizes)
     )
     rate = host_bytes_per_second()
     journal.complete(dataclasses.replace(constants, host_bytes_per_second=rate))
@@ -170,7 +172,10 @@ def _to_measure(
 ) -> list[Point | RowPoint]:
     operations = description.layer_kinds.measured()
     layers = not options.quick
-    single = points(lengths, options.batch_sizes, strategies, operations, check_layers=layers)
+    edges = edges_of(description)
+    single = points(
+        lengths, options.batch_sizes, strategies, operations, edges=edges, check_layers=layers
+    )
     rows = options.packed and description.p > 1
     return [*single, *(row_points(lengths, strategies, description) if rows else ())]
 

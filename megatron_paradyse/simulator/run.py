@@ -15,14 +15,13 @@ from megatron_paradyse.costs.layers import half_of
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
     ATTENTION,
-    EMBEDDING,
-    HEAD,
     MODEL,
     OK,
     QUANTITIES,
     Constants,
     CostTable,
     Measurement,
+    edges_of,
 )
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.hardware import Device
@@ -85,7 +84,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
         without_values,
     )
     from megatron_paradyse.simulator.traffic import replaced
-    from megatron_paradyse.train.model_layers import ModelLayers
+    from megatron_paradyse.train.model_layers import ModelLayers, count_layers
     from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
 
     start_megatron(flags, p=options.p, rank=options.p - 1)
@@ -95,7 +94,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             f"--num-experts {args.num_experts} is not simulated: which expert gets a token depends "
             "on its values: leave it out, or profile on a device"
         )
-    num_layers = args.num_layers
+    num_layers = count_layers(args)
     layers = ModelLayers.of_arguments(args, num_layers)
     kinds = layers.kinds()
     description = _description(options, num_layers)
@@ -108,12 +107,16 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             stack.enter_context(fused_functions(device))
             stack.enter_context(flash_kernel(device.scores))
         with device:
-            model = build_layers(layers.only(tuple(kinds.first_layers.values())))
+            model = build_layers(
+                layers.only(
+                    tuple(kinds.first_layers.values()), predicting=bool(layers.num_predicting)
+                )
+            )
             before = device.live_bytes
             longest_tokens = max(options.lengths) * max(options.batch_sizes)
             grow_gather_buffer(model, longest_tokens)
             buffer_bytes = device.live_bytes - before
-        numbers = static_numbers(model, tuple(kinds.counts().values()))
+        numbers = static_numbers(model, kinds)
         waiting_bytes = waiting_gradient_bytes(model.chunks[0])
         state_bytes = options.state_bytes or (18 if args.params_dtype.itemsize == 2 else 16)
         rate = options.device.bandwidth_bytes_per_second * options.device.bandwidth_efficiency
@@ -123,7 +126,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             host_bytes_per_second=options.device.host_rate,
             buffer_tokens=longest_tokens,
         )
-        measurements = tuple(_measurements(options, kinds.halves(), model, device, report))
+        measurements = tuple(_measurements(options, description, model, device, report))
         rows: tuple[RowMeasurement, ...] = ()
         if options.packed:
             rows = tuple(simulated_rows(options, description, model, device, report))
@@ -131,17 +134,18 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
 
 
 def _measurements(
-    options: Options, halves: Sequence[str], model, device, report: Report
+    options: Options, description: Description, model, device, report: Report
 ) -> Iterator[Measurement]:
     from megatron_paradyse.profiler.operations import Operations
     from megatron_paradyse.simulator.simulated_rank import read_anywhere
 
+    edges, halves = edges_of(description), description.layer_kinds.halves()
     for b in options.batch_sizes:
         for s in options.lengths:
             report(f"simulating s={s} b={b}")
             with device:
                 operations = Operations(model, s, b, read=read_anywhere)
-            for operation in (EMBEDDING, HEAD):
+            for operation in edges:
                 costs = simulated_costs(operations.get(operation, MODEL), device)
                 yield Measurement(MODEL, operation, s, b, OK, **asdict(costs))
             for strategy in (n for n in options.strategies if base_name(n) not in PACKED_ONLY):

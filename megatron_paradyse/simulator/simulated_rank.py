@@ -11,6 +11,7 @@ import copy
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,6 +23,7 @@ from megatron.training.arguments import parse_and_validate_args
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_paradyse.costs.layers import LayerKinds
 from megatron_paradyse.edges import cross_entropy
 from megatron_paradyse.profiler.model import ProfiledModel, model_configuration
 from megatron_paradyse.simulator.traffic import Place
@@ -140,9 +142,15 @@ def read_anywhere(raw: Iterator[dict]) -> dict:
     return derive_batch(payload[:, 1:], lengths, max_position=last)
 
 
-def static_numbers(model: ProfiledModel, counts: Sequence[int]) -> int:
-    """Parameters that this rank holds of a model with so many layers like each of this one's."""
-    everything = sum(p.numel() for p in unwrap_model(model.chunks[0]).parameters())
-    for layer, count in zip(model.gpt.decoder.layers, counts, strict=True):
-        everything += (count - 1) * sum(p.numel() for p in layer.parameters())
+def static_numbers(model: ProfiledModel, kinds: LayerKinds) -> int:
+    """Parameters that this rank holds of the whole model, of which this one has all kinds."""
+    everything = _count(unwrap_model(model.chunks[0]))
+    built = Counter(map(kinds.operations, model.layers.numbers))
+    for kind, count in kinds.counts().items():
+        layer = model.gpt.decoder.layers[model.layers.numbers.index(kinds.first_layers[kind])]
+        everything += (count - built[kind]) * _count(layer)
     return everything
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

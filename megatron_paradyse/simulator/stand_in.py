@@ -14,14 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_paradyse.costs.table import (
-    EMBEDDING,
-    HEAD,
-    MODEL,
-    OK,
-    OOM,
-    Measurement,
-)
+from megatron_paradyse.costs.table import MODEL, OK, OOM, Measurement, edges_of
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.points import like_first
 from megatron_paradyse.simulator.network import Network
@@ -61,10 +54,11 @@ def stand_in_profile(
     from megatron_paradyse.simulator.simulated_rank import start_megatron
     from megatron_paradyse.simulator.traffic import fill_with_own, replaced
     from megatron_paradyse.train.describe import describe
+    from megatron_paradyse.train.model_layers import count_layers
 
     p = options.network.p
     start_megatron(flags, p=p, rank=p - 1)
-    num_layers = get_args().num_layers
+    num_layers = count_layers(get_args())
     described = describe(num_layers)
     hardware = dataclasses.replace(described.hardware, num_devices=p)
     if hardware.kind == "cpu":  # describe() shares this machine's memory among the ranks
@@ -98,7 +92,7 @@ class StandIn:
 
     def measure_all(self, s: int, b: int) -> None:
         """Every operation of a length that the journal lacks."""
-        wanted = [(MODEL, EMBEDDING), (MODEL, HEAD)]
+        wanted = [(MODEL, edge) for edge in edges_of(self._journal.description)]
         halves = self._journal.description.layer_kinds.halves()
         wanted += [(name, half) for name in self._options.strategies for half in halves]
         missing = [key for key in wanted if self._journal.get((*key, s, b)) is None]

@@ -32,7 +32,7 @@ from megatron_paradyse.train.describe import versions
 from megatron_paradyse.train.meeting import meet
 from megatron_paradyse.train.megatron_version import find_megatron, is_wheel
 from megatron_paradyse.train.model_kind import GPT
-from megatron_paradyse.train.model_layers import ModelLayers
+from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 from megatron_paradyse.whole_file import write_whole
 
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
@@ -339,7 +339,7 @@ def _key(args: argparse.Namespace, settings: Settings) -> str:
     values |= {"head_tile": repr(settings.head_tile), "strategies": repr(_strategies(settings))}
     values |= {"rows": "measured"} if settings.sequences == PACKED else {}
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
-    others = ModelLayers.of_arguments(args, args.num_layers).kinds().others
+    others = ModelLayers.of_arguments(args, count_layers(args)).kinds().others
     values |= {"layers": repr(others)} if others else {}
     values |= {"rings": "send what windows leave"} if args.window_size else {}
     values |= {"device": f"{_device()}, {_size()}", "versions": repr(versions())}

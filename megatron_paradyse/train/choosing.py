@@ -20,7 +20,12 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.planner.cost_settings import read_costs
-from megatron_paradyse.planner.from_costs import Correct, Stage, model_seconds
+from megatron_paradyse.planner.from_costs import (
+    Correct,
+    Stage,
+    model_seconds,
+    prediction_seconds,
+)
 from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies
 from megatron_paradyse.planner.pipeline import UNLIMITED, in_flight
 from megatron_paradyse.planner.policies import CostPolicy
@@ -28,6 +33,7 @@ from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.budget import budget_bytes, host_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
+from megatron_paradyse.train.model_layers import count_layers
 from megatron_paradyse.train.static_bytes import largest_by_stage
 from megatron_paradyse.units import bytes_text
 
@@ -45,7 +51,8 @@ class CostPolicies:
         self._whole: CostPolicy | None = None
         self._all_stages_bytes: int | None = None  # None: as the file says
         self._prices: RowPrices | None = None
-        run = describe(get_args().num_layers)
+        self._num_layers = count_layers(get_args())
+        run = describe(self._num_layers)
         description = self.costs.file.table.description
         for warning in check_compatible(description, run, accept=settings.accept_costs):
             print_rank_0(f"> paradyse: {warning}")
@@ -55,7 +62,7 @@ class CostPolicies:
             settings,
             self.costs,
             self.budget_bytes,
-            num_layers=get_args().num_layers,
+            num_layers=self._num_layers,
             megatron_mlp=bool(get_args().num_experts),
             experts_shared=get_args().expert_model_parallel_size > 1,
             host_bytes=host_bytes(settings),
@@ -113,7 +120,7 @@ class CostPolicies:
 
     def microbatch_seconds(self, batch_size: int, seq_length: int) -> float:
         """Predicted for the whole model, all pipeline stages together; alike on every rank."""
-        layers = range(1, get_args().num_layers + 1)
+        layers = range(1, self._num_layers + 1)
         aligned = -(-seq_length // ALIGNMENT) * ALIGNMENT
         seconds = self._whole_policy().outcome(batch_size, aligned, layers).seconds
         return seconds + self._edge_seconds(aligned, batch_size)
@@ -127,7 +134,7 @@ class CostPolicies:
             self._prices = RowPrices(
                 self._whole_policy(),
                 self._of_file.model,
-                range(1, get_args().num_layers + 1),
+                range(1, self._num_layers + 1),
                 alignment=ALIGNMENT,
                 edge_seconds=self._edge_seconds,
             )
@@ -170,9 +177,16 @@ class CostPolicies:
             rows=self._of_file.rows(),
             aligned=lambda s: -(-s // ALIGNMENT) * ALIGNMENT,
             static_bytes=lambda: self.made[0][0].static_bytes,
+            beside=self._seconds_beside,
             margin=self.settings.memory_margin,
             renew=renew,
         )
+
+    def _seconds_beside(self, planned: Planned) -> float:
+        """Predicted of what is observed with the layers and is none of them."""
+        stage = next(stage for stage, policy in self.made if policy is planned.policy)
+        aligned = -(-planned.seq_length // ALIGNMENT) * ALIGNMENT
+        return prediction_seconds(self._of_file.model.operation, stage, aligned, planned.batch_size)
 
     def forget(self) -> None:
         """Start smoothing anew, as a restart does."""

@@ -13,6 +13,7 @@ from megatron.training import print_rank_0
 from megatron_paradyse.costs.correction import Correction, Observation, corrected
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.row_costs import RowCosts
+from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.planner.from_costs import CostsOf
 from megatron_paradyse.planner.policies import OperationsOf
@@ -39,17 +40,19 @@ class OnlineCorrection:
         rows: RowSource | None,
         aligned: Callable[[int], int],
         static_bytes: Callable[[], int],
+        beside: Callable[[Planned], float],
         margin: float,
         renew: Callable[[], None],
     ):
         """operations: those of a layer; rows: what packed rows are planned as; aligned: the length
-        that a length is; static_bytes: what a predicted peak holds beside the microbatch. renew is
-        called when other factors are in force.
+        that a length is; static_bytes: what a predicted peak holds beside the microbatch; beside:
+        predicted seconds of what was measured with the layers. renew is called when other factors
+        are in force.
         """
         self.correction = Correction(strategies)
         self._model, self._operations = model, operations
         self._rows, self._aligned, self._static_bytes = rows, aligned, static_bytes
-        self._margin, self._renew = margin, renew
+        self._beside, self._margin, self._renew = beside, margin, renew
         self._observations: list[Observation] = []
         self._iterations = 0
 
@@ -82,7 +85,7 @@ class OnlineCorrection:
         whole = planned.seconds / sum(parts.values())
         return Observation(
             {name: seconds * whole for name, seconds in parts.items()},
-            microbatch.seconds,
+            max(0.0, microbatch.seconds - self._beside(planned)),
             self._peak_ratio(microbatch),
         )
 

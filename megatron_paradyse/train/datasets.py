@@ -23,7 +23,7 @@ from megatron_paradyse.data.packed import PackedShares, packed_shares
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.pack import Costs, Grid, flops_costs, pack
 from megatron_paradyse.settings import PACKED
-from megatron_paradyse.train.model_layers import ModelLayers
+from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 
 SPLITS = ("train", "valid", "test")
 
@@ -167,7 +167,7 @@ def _packed(
         alignment=alignment(args.tensor_model_parallel_size),
         multiple_of=(args.microbatch_group_size_per_vp_stage or stages) if interleaved else 1,
         stages=stages,
-        window=common_window(ModelLayers.of_arguments(args, args.num_layers).windows(args)),
+        window=common_window(ModelLayers.of_arguments(args, count_layers(args)).windows(args)),
     )
     shares = PackedShares(
         stream,

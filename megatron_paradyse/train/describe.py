@@ -29,7 +29,7 @@ from megatron_paradyse.train.model_layers import ModelLayers
 
 
 def describe(num_layers: int) -> Description:
-    """Of the arguments that were parsed, for a model of num_layers."""
+    """Of the arguments that were parsed, for a model of num_layers (model_layers.count_layers)."""
     args = get_args()
     model = model_shape(num_layers)
     return Description(
@@ -64,6 +64,7 @@ def told_options(model: ModelShape) -> dict[str, Any]:
         "num_experts": args.num_experts or 0,
         "attention_dropout": args.attention_dropout > 0,
         "hidden_dropout": args.hidden_dropout > 0,
+        "mtp_num_layers": layers.num_predicting,
         "attention_window": "none" if window is None else f"{tuple(window)} of {which} layers",
         HALVES_KEY: layers.halves(args),
         OTHER_LAYERS: layers.kinds().others,

@@ -116,11 +116,6 @@ def check_model(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} {value} with --paradyse: {why}: leave {flag} out")
 
 
-def num_prediction_layers(args: argparse.Namespace) -> int:
-    """Layers of multi-token prediction, which plans count after the decoder's."""
-    return 1 if args.mtp_num_layers and args.mtp_use_repeated_layer else args.mtp_num_layers or 0
-
-
 def check_prediction(args: argparse.Namespace) -> None:
     """Of multi-token prediction (--mtp-num-layers)."""
     number = args.mtp_num_layers
@@ -143,10 +138,17 @@ def check_prediction(args: argparse.Namespace) -> None:
 
 def check_costs_know(args: argparse.Namespace) -> None:
     """UserError where costs would tell nothing of a part of the model."""
-    if args.mtp_num_layers:
+    if (args.mtp_num_layers or 0) > (args.num_layers or 0):
         raise UserError(
-            f"--mtp-num-layers {args.mtp_num_layers}: costs tell nothing of its layers: leave it "
-            "out, or train with --paradyse-policy fixed:STRATEGY or plan:FILE"
+            f"--mtp-num-layers {args.mtp_num_layers} with --num-layers {args.num_layers}: costs "
+            "tell nothing of more layers than the decoder has: give fewer, or train with "
+            "--paradyse-policy fixed:STRATEGY or plan:FILE"
+        )
+    if (args.mtp_num_layers or 0) > 1 and args.mtp_use_repeated_layer:
+        raise UserError(
+            f"--mtp-use-repeated-layer with --mtp-num-layers {args.mtp_num_layers}: costs tell "
+            "nothing of a layer that runs several times: leave it out, or train with "
+            "--paradyse-policy fixed:STRATEGY or plan:FILE"
         )
 
 

@@ -16,23 +16,37 @@ OF_ATTENTION = (WINDOWS, UNROTATED)
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
+def num_prediction_layers(args: argparse.Namespace) -> int:
+    """Layers of multi-token prediction, which plans count after the decoder's."""
+    return 1 if args.mtp_num_layers and args.mtp_use_repeated_layer else args.mtp_num_layers or 0
+
+
+def count_layers(args: argparse.Namespace) -> int:
+    """Of the decoder and of multi-token prediction."""
+    return args.num_layers + num_prediction_layers(args)
+
+
 @dataclass(frozen=True)
 class ModelLayers:
     """Layers of a model, by their numbers in it; a number may be there more than once.
 
     patterns: by argument, 1 for each layer that has what that gives, 0 for the others; without an
-    argument that was not given, for then all layers are alike in it.
+    argument that was not given, for then all layers are alike in it. The last num_predicting layers
+    are those of multi-token prediction: as Megatron builds them, the i-th has an attention like
+    layer i and an MLP like the decoder's last.
     """
 
     numbers: tuple[int, ...]
     patterns: Mapping[str, tuple[int, ...]]
+    num_predicting: int = 0
 
     @classmethod
     def of_arguments(cls, args: argparse.Namespace, num_layers: int) -> ModelLayers:
-        """The first num_layers of the model that the arguments describe; UserError where a list in
-        them has fewer.
+        """The first num_layers of the model that the arguments describe, less what multi-token
+        prediction has of them, and those; UserError where a list in them has fewer.
         """
-        numbers = tuple(range(1, num_layers + 1))
+        num_predicting = num_prediction_layers(args)
+        numbers = tuple(range(1, num_layers - num_predicting + 1))
         given = {}
         if args.num_experts and args.moe_layer_freq != 1:
             given[EXPERTS] = lambda freq, number: (number - 1) % freq == 0
@@ -41,15 +55,34 @@ class ModelLayers:
         if args.no_rope_freq and not args.multi_latent_attention:
             given[UNROTATED] = lambda freq, number: number % freq == 0
         patterns = {name: _pattern(args, name, numbers, has) for name, has in given.items()}
-        return cls(numbers, patterns)
+        for name, of in patterns.items():
+            own = of[:num_predicting] if name in OF_ATTENTION else of[-1:] * num_predicting
+            patterns[name] = of + own
+        return cls(tuple(range(1, num_layers + 1)), patterns, num_predicting)
 
-    def only(self, numbers: Sequence[int]) -> ModelLayers:
-        """A model of these layers, in this order."""
-        places = [self.numbers.index(number) for number in numbers]
+    def only(self, numbers: Sequence[int], *, predicting: bool = False) -> ModelLayers:
+        """A model of these layers, in this order, all in the decoder.
+
+        predicting: multi-token prediction follows them, and before it more of them where Megatron
+        would otherwise build another one: the decoder's last, and as many as it has layers.
+        """
+        num_predicting = self.num_predicting if predicting else 0
+        last, of_mlp = len(self.numbers) - self.num_predicting, self.patterns.get(EXPERTS, ())
+        chosen = list(numbers)
+        while predicting and (
+            len(chosen) < num_predicting or (of_mlp and of_mlp[chosen[-1] - 1] != of_mlp[last - 1])
+        ):
+            chosen.append(last)
+        chosen += self.numbers[last:] if predicting else ()
         patterns = {
-            name: tuple(of[place] for place in places) for name, of in self.patterns.items()
+            name: tuple(of[number - 1] for number in chosen) for name, of in self.patterns.items()
         }
-        return ModelLayers(tuple(numbers), patterns)
+        return ModelLayers(tuple(chosen), patterns, num_predicting)
+
+    @property
+    def num_decoding(self) -> int:
+        """Layers of the decoder."""
+        return len(self.numbers) - self.num_predicting
 
     def kinds(self) -> LayerKinds:
         """Which of the layers, counted from 1, are alike."""
@@ -94,9 +127,10 @@ class ModelLayers:
 
     def put_into(self, args: argparse.Namespace) -> None:
         """Let the arguments describe these layers alone."""
-        args.num_layers = args.encoder_num_layers = len(self.numbers)
+        args.num_layers = args.encoder_num_layers = self.num_decoding
+        args.mtp_num_layers = self.num_predicting or None
         for name, pattern in self.patterns.items():
-            setattr(args, name, list(pattern))
+            setattr(args, name, list(pattern[: self.num_decoding]))
 
 
 def _pattern(

@@ -15,6 +15,7 @@ from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.describe import hardware, model_shape
+from megatron_paradyse.train.model_layers import count_layers
 from megatron_paradyse.units import parse_bytes
 
 
@@ -47,7 +48,7 @@ def run_record(settings: Settings, policies: CostPolicies | None) -> dict[str, A
         },
         "hardware": dataclasses.asdict(hardware()),
         "dtype": str(args.params_dtype).removeprefix("torch."),
-        "model": dataclasses.asdict(model_shape(args.num_layers)),
+        "model": dataclasses.asdict(model_shape(count_layers(args))),
     }
 
 

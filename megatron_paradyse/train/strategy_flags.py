@@ -22,8 +22,9 @@ from megatron_paradyse.strategies import (
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.strategies.latents import check_takes_latents
 from megatron_paradyse.strategies.softmax_offset import check_takes_offset
-from megatron_paradyse.train.model_flags import check_costs_know, num_prediction_layers
+from megatron_paradyse.train.model_flags import check_costs_know
 from megatron_paradyse.train.model_kind import GPT
+from megatron_paradyse.train.model_layers import count_layers
 from megatron_paradyse.units import parse_bytes
 
 
@@ -109,7 +110,7 @@ def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple
             f"{settings.policy}, which does not choose by cost: leave it out"
         )
     if isinstance(policy, PlanFilePolicy) and args.num_layers:
-        policy.check_layers(args.num_layers + num_prediction_layers(args))
+        policy.check_layers(count_layers(args))
     return policy.strategies
 
 

@@ -28,7 +28,10 @@ class Microbatch:
 
     @property
     def seconds(self) -> float | None:
-        """Of the layers, forward and backward; None unless both have run."""
+        """Of the layers, forward and backward; None unless both have run.
+
+        With what multi-token prediction does beside its layers.
+        """
         if len(self.marks) < 4:
             return None
         start, end, again, done = self.marks[:4]

@@ -52,13 +52,14 @@ TOLD = {
     "attention_dropout": (False, True),
     "hidden_dropout": (False, True),
     "attention_window": ("none", "(1024, 0) of all layers"),
+    "mtp_num_layers": (0, 1),
     "halves": ({"attention": {"window": 4096}}, {"attention": {"window": 128}}),
 }
 
 
 @pytest.mark.parametrize("key", OPTIONAL_KEYS)
 def test_what_one_description_does_not_tell_is_not_compared(key, tmp_path):
-    """Files of earlier versions tell neither head tile, nor experts, dropout, window, halves."""
+    """Files of earlier versions tell neither head tile, nor experts, dropout, and so on."""
     said = "attention.window" if key == "halves" else key
     ours, theirs = (changed(**{key: value}) for value in TOLD[key])
     assert check_compatible(MEASURED, ours) == check_compatible(ours, MEASURED) == []
@@ -77,6 +78,7 @@ def test_what_one_description_does_not_tell_is_not_compared(key, tmp_path):
     ("key", "value"),
     [("head_tile", "auto"), ("head_tile", "0"), ("head_tile", 3), ("num_experts", "8"),
      ("attention_dropout", 0.1), ("attention_window", None), ("halves", []),
+     ("mtp_num_layers", -1), ("mtp_num_layers", 99),
      ("halves", {"mlp": 1}), ("halves", {"mlp": {"experts": -1}})],
 )  # fmt: skip
 def test_a_description_that_tells_nonsense_is_refused(key, value, tmp_path):
@@ -136,7 +138,7 @@ def test_costs_that_were_not_measured_and_other_package_versions_are_warned_of()
     ("values", "message"),
     [
         (("metp", "head", 128, 1), "operation must be one of attention, mlp, layer"),
-        (("model", "mlp", 128, 1), "operation must be one of embedding, head"),
+        (("model", "mlp", 128, 1), "operation must be one of embedding, prediction, head"),
         (("", "mlp", 128, 1), "a strategy's name"),
         (("metp", "mlp", 0, 1), "seq_length must lie in"),
         (("metp", "mlp", 128, 0), "batch_size must lie in"),

@@ -182,6 +182,7 @@ def test_what_was_measured_is_divided_by_the_layers_own_costs(path):
         rows=None,
         aligned=lambda s: s,
         static_bytes=lambda: 0,
+        beside=lambda planned: 0.0,
         margin=0.03,
         renew=lambda: None,
     )

@@ -22,13 +22,14 @@ def main() -> None:
     args = start_rank()
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler import model as profiled
-    from megatron_paradyse.train.model_layers import ModelLayers
+    from megatron_paradyse.train.model_layers import ModelLayers, count_layers
     from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
 
-    layers = ModelLayers.of_arguments(args, args.num_layers)
+    num_layers = count_layers(args)
+    layers = ModelLayers.of_arguments(args, num_layers)
     kinds, halves = layers.kinds(), layers.halves(args)
     meter = make_meter()
-    model, constants = profiled.build_and_measure(args.num_layers, meter, longest_tokens=length)
+    model, constants = profiled.build_and_measure(num_layers, meter, longest_tokens=length)
     found = {
         "others": {name: list(numbers) for name, numbers in kinds.others.items()},
         "halves": halves,
@@ -42,6 +43,8 @@ def main() -> None:
     buffer = length * args.hidden_size * args.params_dtype.itemsize
     found["whole_bytes"] = static_bytes + buffer
     found["layers"] = [_what(layer) for layer in model.gpt.decoder.layers]
+    if args.mtp_num_layers:
+        found["layers"] += [_what(layer.mtp_model_layer) for layer in model.gpt.mtp.layers]
     found["peaks"] = _peaks(model, meter, before - buffer, constants, length)
     if os.environ["RANK"] == "0":
         output.write_text(json.dumps(found))

@@ -50,6 +50,19 @@ MODELS = {
         {"attention@2": [2, 4, 6]},
     ),
     "alike": ({**EXPERTS, **WINDOWS}, {}),
+    "alike, more tokens predicted": ({**ROPE, "--mtp-num-layers": 2, "--num-layers": 3}, {}),
+    "windows, the last layers of experts, more tokens predicted": (
+        {
+            **ROPE,
+            **WINDOWS,
+            **EXPERTS,
+            "--moe-layer-freq": "[0,1,1,1]",
+            "--window-attn-skip-freq": 2,
+            "--mtp-num-layers": 2,
+            "--num-layers": 4,
+        },
+        {"attention@2": [2, 4, 6], "mlp@2": [2, 3, 4, 5, 6]},
+    ),
 }
 
 
@@ -91,7 +104,7 @@ def test_layers_are_told_apart_as_megatron_builds_them(flags, others, tmp_path):
 def test_a_list_of_fewer_layers_is_refused(name):
     given = {"num_experts": 4, "moe_layer_freq": 1, "window_size": (31, 0)}
     given |= {"window_attn_skip_freq": None, "no_rope_freq": None, name: [0, 1]}
-    given |= {"multi_latent_attention": False}
+    given |= {"multi_latent_attention": False, "mtp_num_layers": None}
     args = argparse.Namespace(**given)
     assert ModelLayers.of_arguments(args, 2).patterns == {name: (0, 1)}
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} tells of 2 layers, and there"):
@@ -112,6 +125,7 @@ def test_a_model_of_the_inverse_pattern_is_another_model(name, told):
     given |= {"window_attn_skip_freq": None, "no_rope_freq": None, "moe_ffn_hidden_size": 64}
     given |= {"moe_router_topk": 2, "moe_shared_expert_intermediate_size": None}
     given |= {"position_embedding_type": "rope", "multi_latent_attention": False}
+    given |= {"mtp_num_layers": None}
     described = []
     for pattern in ([1, 0, 0, 0], [0, 1, 1, 1]):
         args = argparse.Namespace(**given | {name: pattern})
@@ -126,6 +140,7 @@ def test_latents_of_another_size_are_another_model():
     given = {"multi_latent_attention": True, "num_experts": None, "window_size": None}
     given |= {"no_rope_freq": None, "qk_layernorm": True, "kv_lora_rank": 16, "q_lora_rank": None}
     given |= {"qk_head_dim": 12, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    given |= {"mtp_num_layers": None}
     described = []
     for size in (16, 32):
         args = argparse.Namespace(**given | {"kv_lora_rank": size})
@@ -137,10 +152,12 @@ def test_latents_of_another_size_are_another_model():
 
 def test_a_profile_measures_the_halves_of_each_kind(tmp_path):
     """Windows in two layers of three, experts in all but the first."""
-    flags = {**EXPERTS, **WINDOWS, "--moe-layer-freq": "[0,1,1,1,1,1]"}
-    flags |= {"--window-attn-skip-freq": 3, "--num-layers": 6}
+    flags = {**EXPERTS, **WINDOWS, **ROPE, "--moe-layer-freq": "[0,1,1,1,1,1]"}
+    flags |= {"--window-attn-skip-freq": 3, "--num-layers": 6, "--mtp-num-layers": 1}
     strategies = ("megatron_ts", "ulysses_z+recompute")
     found, _, _ = run_profile(tmp_path / "costs.json", model=flags, strategies=strategies)
+    edges = {operation for strategy, operation, _ in found if strategy == "model"}
+    assert edges == {"embedding", "prediction", "head"}
     operations = {operation for strategy, operation, _ in found if strategy == "megatron_ts"}
     assert operations == {"attention", "mlp", "layer", "mlp@2", "layer@2", "attention@3", "layer@3"}
     assert all(m.is_ok for m in found.values()), found

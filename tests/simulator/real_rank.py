@@ -25,7 +25,7 @@ def main() -> None:
     from megatron_paradyse.profiler.operations import Operations
     from megatron_paradyse.profiler.run import strategies_to_profile
     from megatron_paradyse.strategies import sizes
-    from megatron_paradyse.train.model_layers import ModelLayers
+    from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 
     sizes.TILE_ROWS = tile_rows
     sys.argv = ["profile", *sys.argv[4:]]
@@ -34,12 +34,13 @@ def main() -> None:
     get_args().check_for_nan_in_loss_and_grad = False
     meter = make_meter()
     with meter:
-        layers = ModelLayers.of_arguments(get_args(), get_args().num_layers)
-        kinds = layers.kinds()
-        model = build_layers(layers.only(tuple(kinds.first_layers.values())))
+        layers = ModelLayers.of_arguments(get_args(), count_layers(get_args()))
+        kinds, more = layers.kinds(), bool(layers.num_predicting)
+        model = build_layers(layers.only(tuple(kinds.first_layers.values()), predicting=more))
         grow_gather_buffer(model, length)
         operations = Operations(model, length, 1)
     names = [("model", "embedding"), ("model", "head")]
+    names += [("model", "prediction")] if more else []
     names += [(s, o) for s in strategies_to_profile(None) for o in kinds.measured()]
     found = []
     # METP keeps which rows its whole heads have, once for all layers: made before it is measured.

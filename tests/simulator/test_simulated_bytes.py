@@ -32,6 +32,7 @@ LLAMA = [
 BERT = [*GPT, "--paradyse-model", "bert"]
 DIFFERING = [*LLAMA, "--num-layers", 4, "--window-size", "31,0"]
 DIFFERING += ["--window-attn-skip-freq", "[0,1,0,1]", "--no-rope-freq", "[0,0,1,0]"]
+PREDICTING = ["--mtp-num-layers", 2]
 COMMON = ["--seq-length", 512, "--max-position-embeddings", 512]
 COMMON += ["--attention-dropout", 0, "--hidden-dropout", 0]
 
@@ -82,7 +83,8 @@ CASES = {
     "gpt-2": (GPT, 2, TILE_ROWS),
     "llama-4": (LLAMA, 4, TILE_ROWS),
     "bert-4": (BERT, 4, TILE_ROWS),
-    "differing-2": (DIFFERING, 2, TILE_ROWS),
+    "differing-predicting-2": ([*DIFFERING, *PREDICTING], 2, TILE_ROWS),
+    "predicting-2": ([*LLAMA, *PREDICTING, "--paradyse-head-tile", 96], 2, TILE_ROWS),
     "long-gpt-2": (GPT, 2, LONG),
 }
 

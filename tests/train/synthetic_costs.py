@@ -32,10 +32,12 @@ def write_costs(
     static_bytes: float = 1e8,
     host_bytes_per_second: float | None = None,
     kind: str = "cpu",
+    num_predicting: int = 0,
 ) -> Path:
     """scale_bytes and scale_seconds multiply all that the layers of a microbatch take.
 
-    host_bytes_per_second: None, as in files of earlier versions; kind: of the device.
+    host_bytes_per_second: None, as in files of earlier versions; kind: of the device;
+    num_predicting: layers of multi-token prediction besides.
     """
     measurements = []
     for s in LENGTHS:
@@ -48,14 +50,17 @@ def write_costs(
                     Measurement(name, operation, s, 1, "ok", seconds / 3, seconds * 2 / 3, *bytes_)
                 )
         small = (1e-3, 1e-3, 4.0 * s, 8.0 * s, 8.0 * s)
-        measurements += [
-            Measurement("model", part, s, 1, "ok", *small) for part in ("embedding", "head")
-        ]
+        parts = ["embedding", "head", *(["prediction"] if num_predicting else [])]
+        measurements += [Measurement("model", part, s, 1, "ok", *small) for part in parts]
+    shape, hardware = DESCRIPTION.model, DESCRIPTION.hardware
+    told = {"mtp_num_layers": num_predicting} if num_predicting else {}
     table = CostTable(
         dataclasses.replace(
             DESCRIPTION,
             date="2026-11-21",
-            hardware=dataclasses.replace(DESCRIPTION.hardware, kind=kind),
+            hardware=dataclasses.replace(hardware, kind=kind),
+            model=dataclasses.replace(shape, num_layers=shape.num_layers + num_predicting),
+            **told,
         ),
         tuple(measurements),
         Constants(

@@ -61,6 +61,20 @@ OVERLAPPED = [
 GRIDS = {
     "tp4": (4, TP4),
     "tp2-pp2": (4, [*TP2, "--pipeline-model-parallel-size", 2, "--global-batch-size", 4]),
+    "tp2-pp2, more tokens predicted": (
+        4,
+        [
+            *TP2,
+            "--pipeline-model-parallel-size",
+            2,
+            "--global-batch-size",
+            4,
+            "--position-embedding-type",
+            "rope",
+            "--mtp-num-layers",
+            1,
+        ],
+    ),
     # replicas with other plans have gradients ready in other orders, in many small buckets
     "tp2-dp2": (4, [*TP2, *OVERLAPPED]),
 }
@@ -70,6 +84,9 @@ GRIDS = {
 def test_switching_by_cost_follows_the_losses_of_megatron_ts(grid, data, costs, tmp_path):
     """Microbatches of different lengths in flight, each with a plan of its own; losses to 1e-4."""
     ranks, flags = GRIDS[grid]
+    if "--mtp-num-layers" in flags:
+        costs = write_costs(tmp_path / "costs.json", num_predicting=1)
+    stages = 2 if "--pipeline-model-parallel-size" in flags else 1
     flags = [*data, *flags, "--train-iters", ITERATIONS]
     fixed = train(tmp_path / "fixed", *flags, ranks=ranks)
     trace = tmp_path / "trace.jsonl"
@@ -79,14 +96,13 @@ def test_switching_by_cost_follows_the_losses_of_megatron_ts(grid, data, costs, 
     np.testing.assert_allclose(run.values("loss"), fixed.values("loss"), rtol=1e-4)
     found = [r for path in tmp_path.glob("trace*.jsonl") for r in records(path)]
     assert len(list(tmp_path.glob("trace*.jsonl"))) == {"tp4": 1}.get(grid, 2)
-    expected = ITERATIONS * {"tp2-pp2": 4 * 2}.get(grid, 2)  # each stage writes its own
+    expected = ITERATIONS * (4 * 2 if stages == 2 else 2)  # each stage writes its own
     assert len(found) == expected
     assert all(r["predicted_peak_bytes"] <= 52e6 / 1.03 + 1 for r in found)
     plans = {r["plan"] for r in found}
     assert any("megatron_ts" in p for p in plans) and any("metp" in p for p in plans)
     assert all(r["seconds"] > 0 for r in found)
     for path in tmp_path.glob("trace*.jsonl"):
-        stages = 2 if grid == "tp2-pp2" else 1
         where = Grid(stages, 2 if "pp1" in path.name else 1, num_microbatches=4)
         ((stage,),) = (run["stages"] for run in records(path, "run"))
         held = f"{stage['static_bytes']}B"

@@ -50,7 +50,10 @@ REFUSED = {
     ],
     "--mtp-num-layers 0 predicts nothing": ["--mtp-num-layers", 0],
     "--mtp-num-layers 1 with a BERT": ["--mtp-num-layers", 1, "--paradyse-model", "bert"],
-    "--mtp-num-layers 1: costs tell nothing of its layers": ["--mtp-num-layers", 1, *OPTIMAL],
+    "--mtp-use-repeated-layer with --mtp-num-layers 2: costs tell nothing": [
+        "--mtp-num-layers", 2, "--mtp-use-repeated-layer", *OPTIMAL,
+    ],
+    "--mtp-num-layers 5 with --num-layers 4: costs tell nothing": ["--mtp-num-layers", 5, *OPTIMAL],
     "--mla-down-proj-fusion True": [*LATENT, "--mla-down-proj-fusion"],
     "--cache-mla-latents True": [*LATENT, "--cache-mla-latents"],
     "--position-embedding-type mrope with --multi-latent-attention, which rotates by": [
