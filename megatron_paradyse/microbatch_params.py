@@ -30,6 +30,7 @@ class RowParams(PackedSeqParams):
 
     row: Row | None = None
     _following: tuple[Tensor, Tensor] | None = field(init=False, default=None)
+    _numbers: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self):
         assert self.row is not None
@@ -45,6 +46,14 @@ class RowParams(PackedSeqParams):
             rows = to_device(self.row.following(), device)
             self._following = rows.clamp(min=0), rows < 0
         return self._following
+
+    def sums(self, values: Tensor) -> Tensor:
+        """values [1, s], a number for every row -> for every row the sum over its document."""
+        assert self.row is not None
+        if self._numbers is None:
+            self._numbers = to_device(self.row.numbers(), values.device)[None]
+        sums = values.new_zeros(1, 1 + len(self.row.lengths))
+        return sums.scatter_add_(1, self._numbers, values).gather(1, self._numbers)
 
 
 @dataclass

@@ -44,7 +44,7 @@ def install() -> None:
     _installed = True
     gpt_models.mtp_block_spec = _with_switchable_layers(gpt_models.mtp_block_spec)
     multi_token_prediction.roll_tensor = _within_documents(multi_token_prediction.roll_tensor)
-    gpt_model.process_mtp_loss = _in_tiles_if_long(gpt_model.process_mtp_loss)
+    gpt_model.process_mtp_loss = _in_tiles_or_rows(gpt_model.process_mtp_loss)
 
 
 def _with_switchable_layers(build):
@@ -121,58 +121,84 @@ def _within_documents(roll):
     return roll_tensor
 
 
-def _in_tiles_if_long(process):
+def _in_tiles_or_rows(process):
     @functools.wraps(process)
-    def process_mtp_loss(*, output_layer, labels, **kwargs):
+    def process_mtp_loss(*, output_layer, labels, packed_seq_params=None, **kwargs):
         tiled = isinstance(output_layer, TiledOutputLayer) and labels is not None
-        run = _process_in_tiles if tiled and labels.numel() > output_layer.tile else process
-        return run(output_layer=output_layer, labels=labels, **kwargs)
+        tiled = tiled and labels.numel() > output_layer.tile
+        of_rows = labels is not None and isinstance(packed_seq_params, RowParams)
+        kwargs |= {"output_layer": output_layer, "labels": labels}
+        kwargs |= {"packed_seq_params": packed_seq_params}
+        return _process(tiled=tiled, **kwargs) if tiled or of_rows else process(**kwargs)
 
     return process_mtp_loss
 
 
-def _process_in_tiles(
+def _process(
     *,
     hidden_states: Tensor,
     labels: Tensor,
     loss_mask: Tensor | None,
-    output_layer: TiledOutputLayer,
+    output_layer,
     output_weight: Tensor | None,
+    runtime_gather_output: bool | None,
     is_training: bool,
+    compute_language_model_loss,
     config,
+    tp_group,
     packed_seq_params,
+    tiled: bool,
     **unused,
 ) -> Tensor:
-    """Megatron's losses of the tokens that follow, without all logits.
+    """Megatron's losses of the tokens that follow, in tiles without all logits.
 
     hidden_states [(1 + k) s/p, b, h] of the decoder and of k layers, labels and loss_mask [b, s] ->
-    the decoder's, whose gradient brings those of the losses.
+    the decoder's, whose gradient brings those of the losses. In packed rows a document's tokens
+    weigh what they would in a microbatch of their own.
     """
     k, share = config.mtp_num_layers, config.mtp_loss_scaling_factor / config.mtp_num_layers
     decoder, *predicting = hidden_states.chunk(1 + k)
     if config.mtp_detach_heads:
         output_weight = (output_layer.weight if output_weight is None else output_weight).detach()
     mask = torch.ones_like(labels) if loss_mask is None else loss_mask
-    num_predicted = mask.sum()  # by the decoder
+    counted = _counted(mask, config, packed_seq_params)  # predicted by the decoder
     for index, hidden in enumerate(predicting):
         labels, _ = multi_token_prediction.roll_tensor(labels, packed_seq_params=packed_seq_params)
         mask, count = multi_token_prediction.roll_tensor(mask, packed_seq_params=packed_seq_params)
-        likeliest = torch.empty_like(labels) if is_training else None
-        losses = mask * output_layer(
-            hidden, output_weight, labels=labels, loss_mask=mask, predicted=likeliest
-        )
-        some = count.clamp(min=1)
-        if likeliest is not None:
-            counts = mask.bool()
+        # The gradients of all tokens are divided by their number later, or are means at once.
+        weights = mask / count.clamp(min=1)
+        if config.calculate_per_token_loss:
+            weights = mask * counted / _counted(mask, config, packed_seq_params).clamp(min=1)
+        if tiled:
+            likeliest = torch.empty_like(labels) if is_training else None
+            losses = output_layer(
+                hidden, output_weight, labels=labels, loss_mask=weights, predicted=likeliest
+            )
+        else:
+            logits, _ = output_layer(
+                hidden, weight=output_weight, runtime_gather_output=runtime_gather_output
+            )
+            losses = compute_language_model_loss(labels, logits)
+        if is_training:
+            if tiled:
+                right = ((likeliest == labels) & mask.bool()).sum(), mask.bool().sum()
+            else:
+                right = multi_token_prediction._compute_mtp_acceptance_counts(
+                    logits, labels, mask, output_layer, runtime_gather_output, tp_group
+                )
             MTPLossLoggingHelper.save_metrics_to_tracker(
-                losses.sum() / some,
-                ((likeliest == labels) & counts).sum(),
-                counts.sum(),
+                (mask * losses).sum() / count.clamp(min=1),
+                *right,
                 index,
                 k,
                 avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             )
-        # The gradients of all tokens are divided by num_predicted later, or are means at once.
-        weight = num_predicted / some if config.calculate_per_token_loss else 1 / some
-        decoder = MTPLossAutoScaler.apply(decoder, share * weight * losses)
+        decoder = MTPLossAutoScaler.apply(decoder, share * weights * losses)
     return decoder
+
+
+def _counted(mask: Tensor, config, packed_seq_params) -> Tensor:
+    """How many tokens count: of a packed row those of each token's document, else of all."""
+    if config.calculate_per_token_loss and isinstance(packed_seq_params, RowParams):
+        return packed_seq_params.sums(mask)
+    return mask.sum()

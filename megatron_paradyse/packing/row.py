@@ -50,6 +50,11 @@ class Row:
         """Of the documents, without padding."""
         return sum(self.lengths)
 
+    @property
+    def padding(self) -> int:
+        """Tokens of no document."""
+        return self.seq_length - self.num_tokens
+
     @cached_property
     def documents(self) -> tuple[Range, ...]:
         """Each document's range of positions."""
@@ -74,6 +79,15 @@ class Row:
         goes_on = np.arange(self.seq_length) < self.num_tokens
         goes_on[np.cumsum(self.lengths) - 1] = False
         return np.where(goes_on[positions], rows[positions + 1], -1)
+
+    def numbers(self) -> np.ndarray:
+        """For every row the number of its document, from 0; as many as there are in padding.
+
+        int64 [s].
+        """
+        count = len(self.lengths)
+        of_positions = np.repeat(np.arange(count + 1), [*self.lengths, self.padding])
+        return np.concatenate([of_positions[a:b] for shard in self.shards for a, b in shard])
 
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:

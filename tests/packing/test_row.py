@@ -38,6 +38,12 @@ def test_rows_that_follow_hold_the_next_token_of_the_document():
     assert row.following().tolist() == [1, 4, -1, -1, 5, 6, -1, -1]
 
 
+def test_rows_are_numbered_by_their_documents():
+    assert ZIGZAG.numbers().tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    row = Row((5, 1), (((0, 2), (5, 7)), ((2, 5), (7, 8))))  # with padding
+    assert row.numbers().tolist() == [0, 0, 1, 2, 0, 0, 0, 2]
+
+
 @pytest.mark.parametrize("row", [ZIGZAG, contiguous((3, 5, 1), 4), contiguous((7,), 2)])
 @pytest.mark.parametrize(
     ("causal", "window"), [(False, None), (True, None), *((True, w) for w in (1, 2, 3, 7))]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_paradyse.hook import attach_hooks
 from megatron_paradyse.microbatch_params import RowParams
+from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.plan import LayerChoice, Plan
@@ -117,10 +118,11 @@ def main() -> None:
         mine.data.copy_(theirs.data)
     policy, p = ChosenPolicy(), groups.tp.size()
     attach_hooks([model], policy_of=lambda _: policy)
+    attach_edges([model], head_tile=args.paradyse_settings.head_tile, positions_restart=True)
     text = torch.randint(args.vocab_size, (64,), generator=torch.Generator().manual_seed(1))
     num_layers = args.num_layers + (args.mtp_num_layers or 0)
     for name, case in cases(p).items():
-        expected = _results(stock, _losses_one_by_one(stock, case.row, text, p), groups.tp)
+        expected = _results(stock, _losses_one_by_one(stock, case, text, p), groups.tp)
         for label, plan in plans(case, p, num_layers).items():
             policy.choose([plan])
             got = _results(model, _losses_of_row(model, case, text), groups.tp)
@@ -143,11 +145,11 @@ def _losses_of_row(model, case: Case, text: Tensor) -> Iterator[Tensor]:
     yield losses[0][rows.argsort()][:num_tokens]
 
 
-def _losses_one_by_one(model, row: Row, text: Tensor, p: int) -> Iterator[Tensor]:
-    """The same in turn; a prediction of more tokens weighs as much as it would in all of the row.
-
-    That is, per token: as many as the decoder's tokens over as many as are predicted.
+def _losses_one_by_one(model, case: Case, text: Tensor, p: int) -> Iterator[Tensor]:
+    """The same in turn. A prediction of more tokens weighs, per token, as many as the decoder's
+    tokens over as many as are predicted; of Megatron's packed sequences, of all the row.
     """
+    row = case.row
     of_row = row.num_tokens / (row.num_tokens - len(row.lengths))
     for start, stop in row.documents:
         end = start - (start - stop) // p * p  # padded, as sequence parallelism wants it
@@ -157,7 +159,8 @@ def _losses_one_by_one(model, row: Row, text: Tensor, p: int) -> Iterator[Tensor
             loss_mask=(positions < stop - start).float(),
         )  # fmt: skip
         alone = (stop - start) / max(stop - start - 1, 1)
-        MTPLossAutoScaler.set_loss_scale(torch.tensor(of_row / alone))
+        scale = 1.0 if isinstance(case.params, RowParams) else of_row / alone
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(scale))
         yield losses[0, : stop - start]
 
 

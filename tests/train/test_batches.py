@@ -48,6 +48,7 @@ def test_rows_are_packed_by_the_window_that_all_layers_have(window, skipped, exp
     from megatron_paradyse.train import datasets
 
     args = argparse.Namespace(
+        mtp_num_layers=None,
         **{"num_layers": 4, "hidden_size": 64, "window_size": window, "num_experts": None},
         **{"window_attn_skip_freq": skipped, "no_rope_freq": None, "qk_layernorm": False},
         **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_workers": 0},

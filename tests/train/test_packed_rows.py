@@ -13,6 +13,7 @@ MODELS = {
     "gpt": (4, ["--num-layers", 3]),
     "llama": (2, ["--num-layers", 3, *OF_LLAMA]),
     "more tokens predicted": (4, MORE_TOKENS),
+    "more tokens predicted in tiles": (2, [*MORE_TOKENS, "--paradyse-head-tile", 10]),
 }
 
 
@@ -23,7 +24,7 @@ def test_rows_equal_their_documents_under_every_plan(model, tmp_path):
     flags = [*flags, "--tensor-model-parallel-size", ranks, "--sequence-parallel", "--paradyse"]
     code, stdout, stderr = run_forked(
         "tests.train.compare_rows",
-        with_defaults([*flags, "--global-batch-size", 2]),
+        with_defaults(["--paradyse-head-tile", "off", *flags, "--global-batch-size", 2]),
         ranks=ranks,
         folder=tmp_path,
         timeout_seconds=120,

@@ -24,6 +24,7 @@ def data(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("data") / "corpus"
     write_documents(prefix, LENGTHS)
     flags = ["--data-path", prefix, "--split", "80,20,0", "--paradyse", "--lr", "1e-3", *LLAMA]
+    flags += ["--mtp-num-layers", 1]  # whose tokens weigh as in documents one by one
     flags += ["--micro-batch-size", 1, "--global-batch-size", 16, "--seq-length", 96]
     return [*flags, "--train-iters", ITERATIONS, "--eval-iters", 1, "--eval-interval", ITERATIONS]
 
