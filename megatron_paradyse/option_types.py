@@ -53,6 +53,13 @@ def _size(text: str) -> int:
     return size
 
 
+def _file(text: str) -> str:
+    """A flag after an option that takes a file is no name of one."""
+    if text.startswith("-"):
+        raise UserError(f"expected the name of a file, got {text[:60]}: put FILE before it")
+    return text
+
+
 class _Range(click.FloatRange):
     """A range without nan, which click's own lets through."""
 
@@ -68,6 +75,7 @@ SHARE, POSITIVE_SHARE = _Range(0, 1), _Range(0, 1, min_open=True)
 SECONDS, POSITIVE = _Range(0, MAX_NUMBER), _Range(0, MAX_NUMBER, min_open=True)
 RATIO = Parsed("factor", parse_ratio)
 SIZE = Parsed("size", _size)
+FILE = Parsed("file", _file)
 LENGTHS = Parsed("lengths", lambda text: _counts(text, MAX_SEQ_LENGTH, "1K,32K,300K"))
 DOCUMENTS = Parsed("documents", lambda text: _counts(text, MAX_SEQ_LENGTH, "512,1K", MOST_PACKED))
 BATCH_SIZES = Parsed("sizes", lambda text: _counts(text, MAX_BATCH_SIZE, "1,2"))

@@ -30,10 +30,10 @@ from megatron_paradyse.costs.table import (
     LAYER,
     MLP,
     MODEL,
-    MODEL_OPERATIONS,
     OK,
     CostTable,
     Measurement,
+    edges_of,
 )
 from megatron_paradyse.preview.longest import find_longest
 from megatron_paradyse.preview.setup import make_setup
@@ -116,12 +116,13 @@ def published_profile(table: CostTable, limits: dict[str, int]) -> CostTable:
     valued by the package's fit. Embedding and head: up to the longest of all.
     """
     model, shortest = fit_table(table, HYBRID), table.lengths()[0]
+    edges = edges_of(table.description)
     step = 2 * table.description.p
     measurements = []
     for strategy, longest in {**limits, MODEL: max(limits.values())}.items():
         spaced = np.geomspace(shortest, max(longest, 2 * shortest), PUBLISHED_LENGTHS)
         for s in sorted({round(s / step) * step for s in spaced}):
-            for operation in MODEL_OPERATIONS if strategy == MODEL else (ATTENTION, MLP):
+            for operation in edges if strategy == MODEL else (ATTENTION, MLP):
                 costs = dataclasses.astuple(model.operation(strategy, operation, s))
                 measurements.append(Measurement(strategy, operation, s, 1, OK, *costs))
     # The gather buffer in the static bytes has the longest length's size.

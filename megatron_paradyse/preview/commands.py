@@ -11,6 +11,7 @@ import click
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.option_types import (
     DOCUMENTS,
+    FILE,
     LENGTHS,
     POSITIVE,
     POSITIVE_SHARE,
@@ -149,7 +150,7 @@ def _refuse(given: list[str]) -> None:
     epilog="Example: megatron-paradyse max-length costs.json --memory-budget 76GiB",
 )
 @click.option("--figure", metavar="FILE", help="Draw it as bars (.png, .svg or .pdf).")
-@click.option("--measure", metavar="FILE", help="Run it, too; trials go into FILE (JSON).")
+@click.option("--measure", type=FILE, metavar="FILE", help="Run it, too: trials into FILE (JSON).")
 @click.option("--nproc", type=click.IntRange(1), metavar="P", help="--measure: start P ranks here.")
 @click.option("--stand-in", is_flag=True, help="--measure: this device alone, as one of the ranks.")
 @click.option("--model", metavar="NAME|FILE", help="--measure: a named model, or YAML of flags.")

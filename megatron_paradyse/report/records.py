@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_paradyse.costs.description import Hardware
+from megatron_paradyse.costs.layers import MAX_LAYERS
 from megatron_paradyse.costs.strict import (
     MAX_INTEGER,
     ContentError,
@@ -241,15 +242,16 @@ def _place(values: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _read_stage(value: Any) -> Stage:
-    if isinstance(value, dict):  # earlier traces say nothing of host memory or of RoPE's table
+    if isinstance(value, dict):  # earlier traces say nothing of these
         earlier = {"input_bytes_per_token": 0.0, "host_bytes": None, "angle_bytes_per_position": 0}
-        value = {**earlier, "mlp_free_above": None, **value}
+        value = {**earlier, "mlp_free_above": None, "num_predicting": 0, **value}
     fields = dict(check_fields(Stage, value, "a stage"))
     for name, high in (("margin", 9), ("input_bytes_per_token", MAX_INTEGER)):
         fields[name] = check_number(fields[name], name, low=0, high=high)
     for name in ("buffer_free_above", "mlp_free_above", "host_bytes"):
         if fields[name] is not None:
             check_integer(fields[name], name, low=0, high=MAX_INTEGER)
+    check_integer(fields["num_predicting"], "num_predicting", low=0, high=MAX_LAYERS)
     if not 1 <= fields["num_in_flight"] <= 1 << 20:
         raise ContentError(f"num_in_flight must be at least 1, got {fields['num_in_flight']}")
     return Stage(**fields)

@@ -185,4 +185,6 @@ def test_wrong_usage_is_told(costs, tmp_path):
     assert "the costs are of 2 ranks, not of 3: give --nproc 2" in told
     told = refused(costs, *budget, "--measure", trials, "--nproc", 2, "--stand-in")
     assert "--stand-in is one process" in told
+    told = refused(costs, *budget, "--measure", "--nproc", 2)
+    assert "expected the name of a file, got --nproc: put FILE before it" in told
     assert not list(tmp_path.iterdir())

@@ -49,6 +49,7 @@ BROKEN = {
     "stage lacking": json.dumps({**RUN, "stages": [{}]}),
     "stage margin": json.dumps({**RUN, "stages": [{**STAGE, "margin": "x"}]}),
     "no flight": json.dumps({**RUN, "stages": [{**STAGE, "num_in_flight": 0}]}),
+    "stage predicts": json.dumps({**RUN, "stages": [{**STAGE, "num_predicting": -1}]}),
     "stage input": json.dumps({**RUN, "stages": [{**STAGE, "input_bytes_per_token": -1}]}),
     "stage host": json.dumps({**RUN, "stages": [{**STAGE, "host_bytes": "x"}]}),
     "stage buffer": json.dumps({**RUN, "stages": [{**STAGE, "buffer_free_above": "x"}]}),

@@ -15,6 +15,15 @@ TOY = {
     "--num-query-groups": 4,
     "--kv-channels": 8,
     "--ffn-hidden-size": 96,
+    "--kv-lora-rank": 16,
+    "--qk-head-dim": 8,
+    "--qk-pos-emb-head-dim": 8,
+    "--v-head-dim": 8,
+    "--num-experts": 4,
+    "--moe-layer-freq": "[0,1]",
+    "--moe-ffn-hidden-size": 32,
+    "--moe-shared-expert-intermediate-size": 32,
+    "--moe-router-topk": 2,
     "--tensor-model-parallel-size": 2,
     "--seq-length": 128,
     "--max-position-embeddings": 128,
@@ -39,9 +48,12 @@ def test_a_model_trains_with_the_flags_of_its_configuration(config, tmp_path):
 
 def toy(flags: list[str]) -> list[str]:
     found: list[str] = []
+    dropped = [*DROPPED, "--bf16"]
+    if "--multi-latent-attention" in flags and "--q-lora-rank" not in flags:
+        dropped.append("--qk-layernorm")  # of TransformerEngine's spec alone
     for flag in flags:
         if flag.startswith("--"):
-            name, keep = flag, flag not in (*DROPPED, "--bf16")
+            name, keep = flag, flag not in dropped
         elif keep and name in TOY:
             flag = str(TOY[name])
         if keep:
