@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_paradyse.layer_specs import gpt_layer_spec, norm_for, switchable_layer
 from megatron_paradyse.microbatch_params import PlannedMicrobatch, RowParams
 from megatron_paradyse.model_edges import TiledOutputLayer
-from megatron_paradyse.parameters import announce_use, of_strategy
+from megatron_paradyse.parameters import add_from_the_start, announce_use, of_strategy
 from megatron_paradyse.strategies.zero import gather_weight, zero_linear
 
 _installed = False
@@ -82,6 +82,7 @@ class PredictionLayer(MultiTokenPredictionLayer):
         attention = self.mtp_model_layer.self_attention
         number = self.config.num_layers + self.layer_number  # Megatron's begins at 1 again
         attention.plan_number = attention.core_attention.plan_number = number
+        add_from_the_start(self)
 
     def _concat_embeddings(self, hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
         """hidden states and embeddings of tokens that follow, both [s/p, b, h] -> [s/p, b, h]."""
@@ -148,6 +149,7 @@ def _process(
     tp_group,
     packed_seq_params,
     tiled: bool,
+    scale_logits_fn=None,
     **unused,
 ) -> Tensor:
     """Megatron's losses of the tokens that follow, in tiles without all logits.
@@ -178,6 +180,7 @@ def _process(
             logits, _ = output_layer(
                 hidden, weight=output_weight, runtime_gather_output=runtime_gather_output
             )
+            logits = logits if scale_logits_fn is None else scale_logits_fn(logits)
             losses = compute_language_model_loss(labels, logits)
         if is_training:
             if tiled:

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
@@ -20,6 +21,7 @@ from megatron_paradyse.microbatch_params import planned_microbatch
 from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.parameters import bias_of, normalised, of_strategy
 from megatron_paradyse.plan import Plan
+from megatron_paradyse.prediction import PredictionLayer
 from megatron_paradyse.strategies.second_run import second_run, without_values
 from megatron_paradyse.submodules import (
     SwitchableLayer,
@@ -72,6 +74,23 @@ def _in_a_layer(linear, monkeypatch):
 
     monkeypatch.setattr(TransformerLayer, "__init__", make)
     return SwitchableLayer().inside[0]
+
+
+def test_the_projection_of_a_prediction_adds_from_the_start_too(monkeypatch):
+    """Which of short microbatches is Megatron's, of long ones ours: its first may come late."""
+
+    def make(self):
+        torch.nn.Module.__init__(self)
+        self.config, self.layer_number = SimpleNamespace(num_layers=4), 2
+        self.eh_proj = _EngineLinear(torch.zeros(2, 2))
+        self.mtp_model_layer = torch.nn.Module()
+        self.mtp_model_layer.self_attention = torch.nn.Module()
+        self.mtp_model_layer.self_attention.core_attention = torch.nn.Module()
+
+    monkeypatch.setattr(MultiTokenPredictionLayer, "__init__", make)
+    layer = PredictionLayer()
+    assert not layer.eh_proj.is_first_microbatch
+    assert layer.mtp_model_layer.self_attention.plan_number == 6
 
 
 def _parameter_under_ddp() -> torch.nn.Parameter:
