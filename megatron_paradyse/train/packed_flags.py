@@ -33,7 +33,6 @@ def check_packed(args: argparse.Namespace, *, only_megatron_ts: str | None) -> N
         "eval_micro_batch_size": (1, "a packed microbatch is one row"),
         "step_batch_size_schedule": (None, "global batches have one size"),
         "decrease_batch_size_if_needed": (False, "global batches have one size"),
-        "num_experts": (None, "the losses of experts are counted per microbatch"),
     }
     for name, (allowed, why) in refused.items():
         value = getattr(args, name, None)

@@ -13,8 +13,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 from torch import Tensor
@@ -51,17 +51,18 @@ def _counted(count: int) -> Iterator[None]:
     counter = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     documents = counter.num_micro_batches
     counter.num_micro_batches = count
-    before = _predicted_losses().clone()
+    before = {name: sums.clone() for name, sums in _sums_over_microbatches().items()}
     try:
         yield
     finally:
         counter.num_micro_batches = documents
-    losses = _predicted_losses()
-    if losses.numel():
-        of_step = losses - before if before.numel() else losses.clone()
-        losses += of_step * (documents / count - 1)
+    for name, sums in _sums_over_microbatches().items():
+        of_step = sums - before[name] if name in before else sums.clone()
+        sums += of_step * (documents / count - 1)
 
 
-def _predicted_losses() -> Tensor:
-    """Sums over microbatches, one for each layer of multi-token prediction; of none yet."""
-    return MTPLossLoggingHelper.tracker.get("loss_values", torch.empty(0))
+def _sums_over_microbatches() -> dict[str, Tensor]:
+    """Of each layer, for the log: losses of multi-token prediction, what experts record."""
+    sums = {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    losses = MTPLossLoggingHelper.tracker.get("loss_values")
+    return sums if losses is None else {**sums, "multi-token prediction": losses}

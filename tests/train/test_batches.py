@@ -278,9 +278,10 @@ def test_the_detector_of_stragglers_times_reading_and_the_forward_apart(monkeypa
     assert happened[3].startswith("start") and happened[4:] == ["forward", "stop"]
 
 
-def test_logged_losses_of_more_tokens_are_means_over_packed_microbatches(monkeypatch):
+def test_logged_losses_of_layers_are_means_over_packed_microbatches(monkeypatch):
     """Megatron divides their sums by the number of documents, and a step had 2 microbatches."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from megatron_paradyse.train import packed_steps
@@ -294,13 +295,18 @@ def test_logged_losses_of_more_tokens_are_means_over_packed_microbatches(monkeyp
     monkeypatch.setattr(packed_steps.calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", Counter())
     monkeypatch.setattr(packed_steps, "PackedStep", lambda shares: [None] * 2)
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+    experts = MoEMetricsTracker()
+    monkeypatch.setattr(packed_steps, "get_moe_metrics_tracker", lambda: experts)
 
     def schedule(*, data_iterator, num_microbatches):
         losses = MTPLossLoggingHelper.tracker.setdefault("loss_values", torch.zeros(2))
         for _ in range(get_num_microbatches()):
             losses += torch.tensor([3.0, 5.0])
+            experts.record("load_balancing_loss", torch.tensor(7.0), layer_number=2, num_layers=2)
 
     for step in (1, 2):  # a step that is run again adds to the first
         packed_steps.run_packed(schedule, data_iterator=None, num_microbatches=8)
         losses = MTPLossLoggingHelper.tracker["loss_values"] / get_num_microbatches()
         assert losses.tolist() == [3.0 * step, 5.0 * step]
+        balance = experts.metrics["load_balancing_loss"].values / get_num_microbatches()
+        assert balance.tolist() == [0.0, 7.0 * step]

@@ -52,6 +52,18 @@ def test_the_loss_curve_is_that_of_documents_one_by_one(data, unpacked, tmp_path
     assert consumed[0] == consumed[1] and consumed[0][-1] == str(16 * ITERATIONS)
 
 
+EXPERTS = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-token-dispatcher-type", "alltoall"]
+EXPERTS += ["--moe-router-load-balancing-type", "none"]
+
+
+def test_experts_train_on_rows_as_on_documents_one_by_one(data, tmp_path):
+    alone = train(tmp_path / "alone", *data, *EXPERTS, "--train-iters", 4, ranks=1)
+    policy = ["--paradyse-policy", "random:1", *TP2]
+    rows = train(tmp_path / "rows", *data, *EXPERTS, *BY_FLAG, *policy, "--train-iters", 4, ranks=2)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(rows.values(name), alone.values(name), rtol=1e-5)
+
+
 STAGES = ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2]
 
 
