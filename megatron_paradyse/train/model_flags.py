@@ -127,6 +127,14 @@ def check_prediction(args: argparse.Namespace) -> None:
         )
     if args.paradyse_model == BERT:
         raise UserError(f"--mtp-num-layers {number} with a BERT: leave --mtp-num-layers out")
+    tied = not args.untie_embeddings_and_output_weights
+    stages = args.pipeline_model_parallel_size
+    if args.save and tied and stages > 1 and args.ckpt_format != "torch":
+        raise UserError(
+            f"--save with --mtp-num-layers {number}, --pipeline-model-parallel-size {stages} and "
+            "tied embeddings, which Megatron 0.19 cannot save: give --ckpt-format torch, or "
+            "--untie-embeddings-and-output-weights"
+        )
     many = args.recompute_num_layers
     full = args.recompute_granularity == "full" and args.recompute_method == "uniform"
     if full and many not in (None, 1):

@@ -49,6 +49,9 @@ REFUSED = {
         "--step-batch-size-schedule", "0:2",
     ],
     "--mtp-num-layers 0 predicts nothing": ["--mtp-num-layers", 0],
+    "--save with --mtp-num-layers 1, --pipeline-model-parallel-size 2 and tied embeddings": [
+        "--mtp-num-layers", 1, "--pipeline-model-parallel-size", 2, "--save", "here",
+    ],
     "--mtp-num-layers 1 with a BERT": ["--mtp-num-layers", 1, "--paradyse-model", "bert"],
     "--mtp-use-repeated-layer with --mtp-num-layers 2: costs tell nothing": [
         "--mtp-num-layers", 2, "--mtp-use-repeated-layer", *OPTIMAL,
