@@ -74,15 +74,18 @@ class MicrobatchHook:
         policy: Policy,
         *,
         layers: list,
+        predicts: bool,
         observer: Observer | None,
         verify: bool,
     ):
+        """layers: of both, in the order in which they run; predicts: whether a second is there."""
         self._policy, self._observer, self._verify = policy, observer, verify
         self._outcome = getattr(policy, "outcome", None)  # of a policy that chooses by cost
         self._layer_numbers = tuple(layer.plan_number for layer in layers)
         self._shards = block.tp_group.size() if block.config.sequence_parallel else 1
         self._iteration, self._microbatch = -1, -1
-        self._current: PlannedMicrobatch | None = None
+        self._predicts = predicts
+        self._for_prediction: PlannedMicrobatch | None = None
 
     def __call__(self, block: TransformerBlock, args, kwargs):
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
@@ -96,15 +99,17 @@ class MicrobatchHook:
         if self._outcome is not None:
             _drop_other_buffers(seq_length * hidden[0].numel())
         padded = _documents(kwargs.get("attention_mask"))
-        self._current = planned_microbatch(original, row, padded, plan=planned.plan, seed=seed)
-        kwargs["packed_seq_params"] = self._current
+        current = planned_microbatch(original, row, padded, plan=planned.plan, seed=seed)
+        kwargs["packed_seq_params"] = current
+        if self._predicts:
+            self._for_prediction = current
         if self._observer is not None and torch.is_grad_enabled():
             self._observer.begins(planned, hidden)
         return args, kwargs
 
     def before_prediction(self, prediction: MultiTokenPredictionBlock, args, kwargs):
         """Forward pre-hook of the prediction that follows the block."""
-        kwargs["packed_seq_params"], self._current = self._current, None
+        kwargs["packed_seq_params"], self._for_prediction = self._for_prediction, None
         return args, kwargs
 
     def after(self, block: TransformerBlock | MultiTokenPredictionBlock, args, output) -> None:
@@ -232,7 +237,10 @@ def attach_hooks(
                 layers.append(layer)
             if not layers:
                 continue  # a pipeline stage of an embedding or a loss alone
-            hook = MicrobatchHook(block, policy, layers=layers, observer=observer, verify=verify)
+            predicts = prediction is not None
+            hook = MicrobatchHook(
+                block, policy, layers=layers, predicts=predicts, observer=observer, verify=verify
+            )
             block.register_forward_pre_hook(hook, with_kwargs=True)
             if prediction is not None:
                 prediction.register_forward_pre_hook(hook.before_prediction, with_kwargs=True)

@@ -139,8 +139,7 @@ class Measurement:
 
 def edges_of(description: Description) -> tuple[str, ...]:
     """The operations of "model" that it has."""
-    one = (EMBEDDING, HEAD)
-    return MODEL_OPERATIONS if description.mtp_num_layers else one
+    return MODEL_OPERATIONS if description.mtp_num_layers else (EMBEDDING, HEAD)
 
 
 def measured_quantities(status: str) -> tuple[str, ...]:

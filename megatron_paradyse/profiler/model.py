@@ -145,22 +145,21 @@ def build_and_measure(
     constants, shares = [*one], {}
     for number, (kind, count) in zip(chosen, kinds.counts().items(), strict=True):
         more = count - 1 if number == chosen[0] else count  # than the one layer that is there
-        if more:
+        if more:  # so it is with any kind that multi-token prediction has
             del model
             gc.collect()
             model, two = _built(layers.only((chosen[0], number)), meter)
             shares[kind] = [max(0.0, b - a) for a, b in zip(one, two, strict=True)]
             constants = [a + more * s for a, s in zip(constants, shares[kind], strict=True)]
-    if layers.num_predicting:
+    if layers.num_predicting:  # what that has besides its layers
         del model
         gc.collect()
-        whole: tuple[float, ...]
         model, whole = _built(layers.only(chosen[:1], predicting=True), meter)
-        for number in model.layers.numbers[1:]:
-            own = shares.get(kinds.operations(number), (0.0,) * len(one))
-            whole = tuple(a - share for a, share in zip(whole, own, strict=True))
-        # What multi-token prediction has besides its layers.
-        constants = [a + max(0.0, w - o) for a, w, o in zip(constants, whole, one, strict=True)]
+        others = [shares[kinds.operations(n)] for n in model.layers.numbers[1:]]
+        expected = [sum(values) for values in zip(one, *others, strict=True)]
+        constants = [
+            a + max(0.0, w - e) for a, w, e in zip(constants, whole, expected, strict=True)
+        ]
     profiled = layers.only(chosen, predicting=bool(layers.num_predicting))
     if model.layers not in (profiled, layers.only(chosen * 2)):
         del model
