@@ -65,13 +65,13 @@ class PlanFilePolicy:
         self.strategies = plan_file.strategies
 
     def check_layers(self, num_layers: int) -> None:
-        """UserError unless the plan is one of a model of so many layers."""
+        """UserError unless the plan is one of so many layers, multi-token prediction's too."""
         self._file.plan(range(1, num_layers + 1))
         beyond = [number for number in self._file.layers if number > num_layers]
         if beyond:
             raise UserError(
-                f"{self._file.path}: layer {min(beyond)} is beyond "
-                f"--num-layers {num_layers}: drop it"
+                f"{self._file.path}: layer {min(beyond)} is beyond the {num_layers} of the model: "
+                "drop it"
             )
 
     def plan(

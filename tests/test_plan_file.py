@@ -77,7 +77,7 @@ def test_a_layer_without_a_strategy_is_named(tmp_path):
 def test_a_plan_must_fit_the_number_of_layers():
     policy = make_policy(Settings(policy=f"plan:{MIXED}"))
     policy.check_layers(4)
-    with pytest.raises(UserError, match=r"layer 4 is beyond --num-layers 3: drop it"):
+    with pytest.raises(UserError, match=r"layer 4 is beyond the 3 of the model: drop it"):
         policy.check_layers(3)
 
 
