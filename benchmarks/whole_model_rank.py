@@ -10,11 +10,10 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 from benchmarks.iterations import start_rank
-from megatron_paradyse.costs.table import EMBEDDING, HEAD, MODEL, PREDICTION, OperationCosts
+from megatron_paradyse.costs.table import MODEL, OperationCosts
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner import evaluate
 from megatron_paradyse.planner.from_costs import Stage, cost_source, model_seconds, stage_memory
@@ -84,11 +83,14 @@ class Check:
     def __init__(self, model, meter, before_bytes: int, constants):
         self._model, self._meter = model, meter
         self._operations = model.layers.kinds().operations
-        p = model.config.tensor_model_parallel_size
-        self._input_bytes = model.config.hidden_size * model.config.params_dtype.itemsize / p
-        self._edges = +Counter({EMBEDDING: 1, PREDICTION: model.num_predicting, HEAD: 1})
-        self._angle_bytes = (
-            4 * model.config.kv_channels if hasattr(model.gpt, "rotary_pos_emb") else 0
+        config, rotates = model.config, hasattr(model.gpt, "rotary_pos_emb")
+        input_bytes = config.hidden_size * config.params_dtype.itemsize
+        self._stage = Stage(
+            budget_bytes=1 << 62,
+            static_bytes=int(constants.static_bytes),
+            angle_bytes_per_position=4 * config.kv_channels if rotates else 0,
+            num_predicting=model.layers.num_predicting,
+            input_bytes_per_token=input_bytes / config.tensor_model_parallel_size,
         )
         self._before_bytes, self._static_bytes = before_bytes, constants.static_bytes
         self._optimizer_bytes = constants.optimizer_bytes
@@ -99,7 +101,8 @@ class Check:
 
         with self._meter:
             operations = Operations(self._model, length, 1)
-        needed = sorted(_needed(plans, self._operations) | {(MODEL, edge) for edge in self._edges})
+        edges = {(MODEL, edge): count for edge, count in self._stage.edges.items()}
+        needed = sorted(_needed(plans, self._operations) | edges.keys())
         runs = {key: operations.get(key[1], key[0]) for key in needed}
         measured = {key: measure_bytes(run, self._meter) for key, run in runs.items()}
         found = {key: sizes for key, (sizes, _) in measured.items()}
@@ -117,9 +120,9 @@ class Check:
             layer_seconds, peak_bytes = self._predicted(plan, length, costs)
             predicted = layer_seconds + optimizer
             measured = statistics.median(times)
-            parts = [*((MODEL, edge) for edge in self._edges.elements()), "step"]
-            parts += plan.halves(self._operations)
+            parts = ["step", *plan.halves(self._operations)]
             processor = sum(busy[part] for part in parts)
+            processor += sum(count * busy[edge] for edge, count in edges.items())
             expected_peak = max(peak_bytes, self._static_bytes + self._optimizer_bytes)
             rows.append(
                 {
@@ -144,14 +147,7 @@ class Check:
             return costs[name, operation]
 
         names = tuple({name for c in plan.layers.values() for name in (c.attention, c.mlp)})
-        stage = Stage(
-            budget_bytes=1 << 62,
-            static_bytes=int(self._static_bytes),
-            angle_bytes_per_position=self._angle_bytes,
-            num_predicting=self._edges[PREDICTION],
-            input_bytes_per_token=self._input_bytes,
-        )
-        memory = stage_memory(costs_of, stage)
+        memory = stage_memory(costs_of, self._stage)
         policy = OptimalPolicy(
             names,
             cost_source(costs_of),
@@ -161,7 +157,7 @@ class Check:
         )
         outcome = evaluate(policy.problem(tuple(plan.layers), 1, length, False), plan)
         assert outcome is not None
-        seconds = outcome.seconds + model_seconds(costs_of, stage, length, 1)
+        seconds = outcome.seconds + model_seconds(costs_of, self._stage, length, 1)
         return seconds, outcome.peak_bytes
 
     def _seconds(self, needed, plans, length, rounds):

@@ -124,13 +124,13 @@ def _within_documents(roll):
 
 def _in_tiles_or_rows(process):
     @functools.wraps(process)
-    def process_mtp_loss(*, output_layer, labels, packed_seq_params=None, **kwargs):
-        tiled = isinstance(output_layer, TiledOutputLayer) and labels is not None
-        tiled = tiled and labels.numel() > output_layer.tile
-        of_rows = labels is not None and isinstance(packed_seq_params, RowParams)
-        kwargs |= {"output_layer": output_layer, "labels": labels}
-        kwargs |= {"packed_seq_params": packed_seq_params}
-        return _process(tiled=tiled, **kwargs) if tiled or of_rows else process(**kwargs)
+    def process_mtp_loss(**kwargs):
+        labels, layer = kwargs["labels"], kwargs["output_layer"]
+        if labels is None:
+            return process(**kwargs)
+        tiled = isinstance(layer, TiledOutputLayer) and labels.numel() > layer.tile
+        ours = tiled or isinstance(kwargs.get("packed_seq_params"), RowParams)
+        return _process(tiled=tiled, **kwargs) if ours else process(**kwargs)
 
     return process_mtp_loss
 
@@ -147,8 +147,8 @@ def _process(
     compute_language_model_loss,
     config,
     tp_group,
-    packed_seq_params,
     tiled: bool,
+    packed_seq_params=None,
     scale_logits_fn=None,
     **unused,
 ) -> Tensor:

@@ -73,7 +73,7 @@ class Row:
 
         int64 [s].
         """
-        positions = np.concatenate([np.arange(a, b) for shard in self.shards for a, b in shard])
+        positions = _by_rows(self, np.arange(self.seq_length))
         rows = np.empty(self.seq_length + 1, np.int64)
         rows[positions] = np.arange(self.seq_length)
         goes_on = np.arange(self.seq_length) < self.num_tokens
@@ -87,7 +87,7 @@ class Row:
         """
         count = len(self.lengths)
         of_positions = np.repeat(np.arange(count + 1), [*self.lengths, self.padding])
-        return np.concatenate([of_positions[a:b] for shard in self.shards for a, b in shard])
+        return _by_rows(self, of_positions)
 
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -110,12 +110,15 @@ class Row:
 @lru_cache(maxsize=4)  # 8 s bytes each
 def _places(row: Row, by_rows: bool) -> np.ndarray:
     if by_rows:
-        places = _places(row, False)
-        return np.concatenate([places[a:b] for shard in row.shards for a, b in shard])
+        return _by_rows(row, _places(row, False))
     lengths, places = np.array(row.lengths), np.zeros(row.seq_length, np.int64)
     starts = np.repeat(lengths.cumsum() - lengths, lengths)
     places[: len(starts)] = np.arange(len(starts)) - starts
     return places
+
+
+def _by_rows(row: Row, of_positions: np.ndarray) -> np.ndarray:
+    return np.concatenate([of_positions[a:b] for shard in row.shards for a, b in shard])
 
 
 def contiguous(lengths: Sequence[int], p: int, *, alignment: int | None = None) -> Row:

@@ -59,9 +59,12 @@ class Stage:
     @property
     def edges(self) -> dict[str, int]:
         """The operations of the model that it runs, and how often."""
-        counts = {EMBEDDING: self.has_embedding, PREDICTION: self.num_predicting}
-        counts |= {HEAD: self.has_head}
-        return {operation: int(count) for operation, count in counts.items() if count}
+        counts = {
+            EMBEDDING: int(self.has_embedding),
+            PREDICTION: self.num_predicting,
+            HEAD: int(self.has_head),
+        }
+        return {operation: count for operation, count in counts.items() if count}
 
 
 def cost_source(costs_of: CostsOf, offloaded: Offloaded | None = None) -> CostSource:

@@ -74,11 +74,6 @@ class ProfiledModel:
         """The layer whose half or whole has that name, see costs/layers.py."""
         return self.gpt.decoder.layers[self.layers.numbers.index(layer_of(operation))]
 
-    @property
-    def num_predicting(self) -> int:
-        """Layers of multi-token prediction."""
-        return self.layers.num_predicting
-
     def switches(self, operation: str) -> bool:
         """Whether what it runs depends on the strategy: an MLP of experts stays Megatron's."""
         return half_of(operation) != MLP or isinstance(self.layer_of(operation).mlp, SwitchableMLP)
@@ -160,7 +155,7 @@ def build_and_measure(
         constants = [
             a + max(0.0, w - e) for a, w, e in zip(constants, whole, expected, strict=True)
         ]
-    profiled = layers.only(chosen, predicting=bool(layers.num_predicting))
+    profiled = layers.only(chosen, predicting=True)
     if model.layers not in (profiled, layers.only(chosen * 2)):
         del model
         gc.collect()

@@ -136,7 +136,7 @@ class Operations:
     def _inputs(self) -> Tensor:
         """Of the head: what each layer of multi-token prediction got, and the last output."""
         return Source.apply(
-            self._anchor, torch.cat([self._template] * (1 + self._model.num_predicting))
+            self._anchor, torch.cat([self._template] * (1 + self._model.layers.num_predicting))
         )
 
     def _embed(self, _: Tensor | None) -> tuple[Tensor, Any]:
@@ -184,8 +184,8 @@ class Operations:
         assert x is not None
         gpt, batch = self._model.gpt, self._batch
         norm, hidden = gpt.decoder.final_layernorm, x
-        if self._model.num_predicting:
-            *normed, last = x.chunk(1 + self._model.num_predicting)
+        if self._model.layers.num_predicting:
+            *normed, last = x.chunk(1 + self._model.layers.num_predicting)
             hidden = torch.cat((*normed, _normed(last, gpt.mtp.layers[-1].final_layernorm)))
         elif norm is not None:
             hidden = _normed(x, norm)

@@ -107,11 +107,8 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             stack.enter_context(fused_functions(device))
             stack.enter_context(flash_kernel(device.scores))
         with device:
-            model = build_layers(
-                layers.only(
-                    tuple(kinds.first_layers.values()), predicting=bool(layers.num_predicting)
-                )
-            )
+            chosen = tuple(kinds.first_layers.values())
+            model = build_layers(layers.only(chosen, predicting=True))
             before = device.live_bytes
             longest_tokens = max(options.lengths) * max(options.batch_sizes)
             grow_gather_buffer(model, longest_tokens)

@@ -121,7 +121,7 @@ class CostPolicies:
     def microbatch_seconds(self, batch_size: int, seq_length: int) -> float:
         """Predicted for the whole model, all pipeline stages together; alike on every rank."""
         layers = range(1, self._num_layers + 1)
-        aligned = -(-seq_length // ALIGNMENT) * ALIGNMENT
+        aligned = _aligned(seq_length)
         seconds = self._whole_policy().outcome(batch_size, aligned, layers).seconds
         return seconds + self._edge_seconds(aligned, batch_size)
 
@@ -175,7 +175,7 @@ class CostPolicies:
             self._of_file.model,
             operations=self._of_file.kinds.operations,
             rows=self._of_file.rows(),
-            aligned=lambda s: -(-s // ALIGNMENT) * ALIGNMENT,
+            aligned=_aligned,
             static_bytes=lambda: self.made[0][0].static_bytes,
             beside=self._seconds_beside,
             margin=self.settings.memory_margin,
@@ -185,8 +185,8 @@ class CostPolicies:
     def _seconds_beside(self, planned: Planned) -> float:
         """Predicted of what is observed with the layers and is none of them."""
         stage = next(stage for stage, policy in self.made if policy is planned.policy)
-        aligned = -(-planned.seq_length // ALIGNMENT) * ALIGNMENT
-        return prediction_seconds(self._of_file.model.operation, stage, aligned, planned.batch_size)
+        s, b = _aligned(planned.seq_length), planned.batch_size
+        return prediction_seconds(self._of_file.model.operation, stage, s, b)
 
     def forget(self) -> None:
         """Start smoothing anew, as a restart does."""
@@ -204,6 +204,11 @@ class CostPolicies:
                 f"{self.settings.cost_model} differs between ranks (here {mine:x}): copy one file "
                 "to every machine"
             )
+
+
+def _aligned(seq_length: int) -> int:
+    """The length that a length is planned as."""
+    return -(-seq_length // ALIGNMENT) * ALIGNMENT
 
 
 def _num_in_flight(args) -> int:

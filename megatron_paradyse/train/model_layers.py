@@ -63,17 +63,18 @@ class ModelLayers:
     def only(self, numbers: Sequence[int], *, predicting: bool = False) -> ModelLayers:
         """A model of these layers, in this order, all in the decoder.
 
-        predicting: multi-token prediction follows them, and before it more of them where Megatron
-        would otherwise build another one: the decoder's last, and as many as it has layers.
+        predicting: multi-token prediction follows them if the model has it, and before it more of
+        them where Megatron would otherwise build another one: the decoder's last, and as many as it
+        has layers.
         """
         num_predicting = self.num_predicting if predicting else 0
         last, of_mlp = len(self.numbers) - self.num_predicting, self.patterns.get(EXPERTS, ())
         chosen = list(numbers)
-        while predicting and (
+        while num_predicting and (
             len(chosen) < num_predicting or (of_mlp and of_mlp[chosen[-1] - 1] != of_mlp[last - 1])
         ):
             chosen.append(last)
-        chosen += self.numbers[last:] if predicting else ()
+        chosen += self.numbers[last:] if num_predicting else ()
         patterns = {
             name: tuple(of[number - 1] for number in chosen) for name, of in self.patterns.items()
         }

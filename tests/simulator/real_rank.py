@@ -35,12 +35,12 @@ def main() -> None:
     meter = make_meter()
     with meter:
         layers = ModelLayers.of_arguments(get_args(), count_layers(get_args()))
-        kinds, more = layers.kinds(), bool(layers.num_predicting)
-        model = build_layers(layers.only(tuple(kinds.first_layers.values()), predicting=more))
+        kinds = layers.kinds()
+        model = build_layers(layers.only(tuple(kinds.first_layers.values()), predicting=True))
         grow_gather_buffer(model, length)
         operations = Operations(model, length, 1)
     names = [("model", "embedding"), ("model", "head")]
-    names += [("model", "prediction")] if more else []
+    names += [("model", "prediction")] if layers.num_predicting else []
     names += [(s, o) for s in strategies_to_profile(None) for o in kinds.measured()]
     found = []
     # METP keeps which rows its whole heads have, once for all layers: made before it is measured.

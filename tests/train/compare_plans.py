@@ -109,6 +109,7 @@ def main() -> None:
     from megatron.training.models.gpt import default_layer_spec
 
     from megatron_paradyse.hook import attach_hooks
+    from megatron_paradyse.train.model_layers import count_layers
 
     args = parse_and_validate_args()
     training.initialize_megatron()
@@ -150,7 +151,7 @@ def main() -> None:
         for mine, theirs in zip(model[0].parameters(), stock[0].parameters(), strict=True):
             theirs.data.copy_(mine.data)
         results["stock Megatron"] = seeded(stock)
-    compared = plans_to_compare(args.num_layers + (args.mtp_num_layers or 0))
+    compared = plans_to_compare(count_layers(args))
     for name, plans in compared.items():
         policy.choose(plans)
         results[name] = seeded(model)

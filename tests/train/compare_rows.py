@@ -25,6 +25,7 @@ from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.strategies import strategy_names, takes
 from megatron_paradyse.train import plugin
+from megatron_paradyse.train.model_layers import count_layers
 from tests.train.compare_plans import ChosenPolicy
 
 TOLERANCE = 1e-5
@@ -120,7 +121,7 @@ def main() -> None:
     attach_hooks([model], policy_of=lambda _: policy)
     attach_edges([model], head_tile=args.paradyse_settings.head_tile, positions_restart=True)
     text = torch.randint(args.vocab_size, (64,), generator=torch.Generator().manual_seed(1))
-    num_layers = args.num_layers + (args.mtp_num_layers or 0)
+    num_layers = count_layers(args)
     for name, case in cases(p).items():
         expected = _results(stock, _losses_one_by_one(stock, case, text, p), groups.tp)
         for label, plan in plans(case, p, num_layers).items():
