@@ -24,6 +24,7 @@ OFFLOAD = "+offload"  # recomputes too; what it keeps waits in host memory
 
 BUILT_IN = ("megatron_ts", "ulysses_z", "megatron_cz", "colossal_z", "metp", "local_z")
 PACKED_ONLY = ("local_z",)  # run microbatches of which no document is on two ranks, and no others
+WIDE = ("megatron_cz", "colossal_z", "metp")  # run attention over several groups (takes_wide)
 
 
 def strategy_names(*, packed: bool = False) -> tuple[str, ...]:
@@ -44,6 +45,12 @@ def takes(name: str, microbatch: Microbatch, p: int) -> bool:
         return base not in PACKED_ONLY or documents_stay(microbatch, p)
     strategy = _load(base)
     return strategy.takes is None or strategy.takes(microbatch, p)
+
+
+def takes_wide(name: str) -> bool:
+    """Whether its attention runs over several groups; of a built-in one without torch."""
+    base = base_name(name)
+    return base in WIDE if base in BUILT_IN else _load(base).takes_wide
 
 
 def base_name(name: str) -> str:

@@ -54,11 +54,12 @@ def attention(
     Keeps, besides q, k, v and the output, the probabilities [b, n, s/p, s], or so many of the s
     columns as the rank's queries see keys, of packed documents and within a narrow window.
     """
-    spans = contiguous_spans(microbatch, group.size(), group.rank())
+    ring = microbatch.sequence_group(group)
+    spans = contiguous_spans(microbatch, ring.size(), ring.rank())
     q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
     proj = gather_weight(weights.proj.t(), group)
     offset = whole_offset(weights, group)
-    out = _RowAttention.apply(AttentionTask(shape, microbatch), group, q, k, v, offset)
+    out = _RowAttention.apply(AttentionTask(shape, microbatch), ring, q, k, v, offset)
     del q, k, v
     return zero_proj(of_values(out, shape), proj, weights, group)
 
@@ -201,4 +202,5 @@ STRATEGY = Strategy(
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
     takes_latents=True,
+    takes_wide=True,
 )

@@ -13,6 +13,7 @@ The resident layout, the same for every strategy, so that switching moves nothin
 
     activations  [s/p, b, h]           rank r holds the r-th contiguous chunk of the sequence, or
                                        of packed documents the positions of Microbatch.shards[r]
+                                       (over the w ranks of Microbatch.wide_group: [s/w, b, h])
     qkv          [(n + 2g) d / p, h]   rows of Megatron's linear_qkv: for each key/value head its
                                        n/g query heads, then its key head, then its value head
     proj         [h, n d / p]          columns of Megatron's linear_proj
@@ -159,6 +160,9 @@ class Microbatch:
         document.
     dropout_seed: with global indices (sequence, head, query, key) it decides what attention
         dropout drops, so that every strategy, p and recomputation drops the same.
+    wide_group: None when the microbatch lies on the ranks among which the weights are sharded; else
+        the ranks of several such groups, one group after the other, with a shard for each rank.
+        Weights stay within each group; what attention needs of other tokens crosses all ranks.
     """
 
     seq_length: int
@@ -167,6 +171,14 @@ class Microbatch:
     shards: tuple[tuple[tuple[int, int], ...], ...] | None = None
     rope: Tensor | None = None
     dropout_seed: int = 0
+    wide_group: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        assert self.wide_group is None or self.shards is not None, "a wide microbatch has shards"
+
+    def sequence_group(self, group: ProcessGroup) -> ProcessGroup:
+        """The ranks that hold its rows, given those among which the weights are sharded."""
+        return group if self.wide_group is None else self.wide_group
 
 
 AttentionFunction = Callable[
@@ -185,6 +197,7 @@ class Strategy:
     tiled_mlp: the MLP that recomputes on long sequences; None: mlp, tile by tile (tiled_mlp.py).
     takes_offset: whether attention heeds AttentionWeights.softmax_offset.
     takes_latents: whether attention heeds AttentionShape.latent.
+    takes_wide: whether attention heeds Microbatch.wide_group.
     """
 
     name: str  # as code and flags write it: megatron_ts
@@ -196,6 +209,7 @@ class Strategy:
     tiled_mlp: MlpFunction | None = None
     takes_offset: bool = False
     takes_latents: bool = False
+    takes_wide: bool = False
 
 
 def documents_stay(microbatch: Microbatch, p: int) -> bool:

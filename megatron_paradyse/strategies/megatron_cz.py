@@ -45,7 +45,8 @@ def attention(
     When causal, half of x and half of the output change ranks: swapping [s/p, b, h] at both ends
     of the layer's attention costs no more than swapping q, k, v and the output around the ring.
     """
-    p, rank = group.size(), group.rank()
+    ring = microbatch.sequence_group(group)
+    p, rank = ring.size(), ring.rank()
     spans_of_ranks = ring_spans(shape, microbatch, p)
     swaps = swaps_halves(shape, microbatch, p)
     if swaps:
@@ -59,7 +60,7 @@ def attention(
         kv,
         spans_of_ranks=spans_of_ranks,
         task=AttentionTask(shape, microbatch),
-        group=group,
+        group=ring,
         offset=whole_offset(weights, group),
     )
     y = zero_proj(of_values(out, shape), proj, weights, group)
@@ -75,4 +76,5 @@ STRATEGY = Strategy(
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
     takes_latents=True,
+    takes_wide=True,
 )

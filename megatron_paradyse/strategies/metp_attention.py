@@ -52,11 +52,12 @@ class _Layer:
 
     def __init__(self, shape: AttentionShape, microbatch: Microbatch, group: ProcessGroup):
         self.shape, self.microbatch, self.group = shape, microbatch, group
-        p = group.size()
-        self.spans_of_ranks = ring_spans(shape, microbatch, p)
+        self.ring_group = microbatch.sequence_group(group)
+        num_chunks = self.ring_group.size()
+        self.spans_of_ranks = ring_spans(shape, microbatch, num_chunks)
         self.num_parts = 1
-        if is_second_run() and is_long(microbatch.seq_length // p, microbatch.batch_size):
-            self.num_parts = num_kv_heads_per_block(shape, p)
+        if is_second_run() and is_long(microbatch.seq_length // num_chunks, microbatch.batch_size):
+            self.num_parts = num_kv_heads_per_block(shape, group.size())
 
     def balance(self, x: Tensor) -> Tensor:
         """Contiguous chunks <-> chunks of equal causal work: once per layer, not per block.
@@ -65,8 +66,8 @@ class _Layer:
         would move (n + g) d / h times as much, and again as much in the backward. Shards of packed
         documents are balanced already, and a narrow window leaves nothing to balance.
         """
-        swaps = swaps_halves(self.shape, self.microbatch, self.group.size())
-        return swap_halves(x, self.group) if swaps else x
+        swaps = swaps_halves(self.shape, self.microbatch, self.ring_group.size())
+        return swap_halves(x, self.ring_group) if swaps else x
 
     def own_block(self, weights: AttentionWeights) -> Block:
         """The rank's proj columns, its aligned qkv rows, and if there is one the qkv bias.
@@ -133,7 +134,7 @@ class _Layer:
             q, k, v = latent_heads(q, kv, c_pe, sizes, num_rotated=num_rotated)
             del kv, c_pe
         del qkv
-        spans = self.spans_of_ranks[self.group.rank()]
+        spans = self.spans_of_ranks[self.ring_group.rank()]
         q, k = normalise_and_rotate(q, k, weights, self.shape, self.microbatch, spans)
         return q, k, v
 
@@ -149,7 +150,7 @@ class _Layer:
         per_block = self.shape.num_heads // self.group.size()
         first_head = owner * per_block + part * per_block // self.num_parts
         task = AttentionTask(self.shape, self.microbatch, first_head)
-        return {"spans_of_ranks": self.spans_of_ranks, "task": task, "group": self.group}
+        return {"spans_of_ranks": self.spans_of_ranks, "task": task, "group": self.ring_group}
 
     def ring_gradients(
         self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, *, owner: int

@@ -38,7 +38,7 @@ def map_tensors(weights, function):
     return replace(weights, **{k: function(t) for k, t in tensors.items() if t is not None})
 
 
-def _run_and_differentiate(function, x: Tensor, weights, grad: Tensor):
+def run_and_differentiate(function, x: Tensor, weights, grad: Tensor):
     """Output, gradient of x and gradients of the weights by name."""
     x = x.detach().clone().requires_grad_()
     weights = map_tensors(weights, lambda t: t.detach().clone().requires_grad_())
@@ -59,7 +59,7 @@ def run_reference(case: AttentionCase | MlpCase, dtype: torch.dtype, device: str
         return reference_attention(x, weights, case.shape, microbatch_of(case, device))
 
     weights = map_tensors(weights, lambda t: t.to(device, dtype))
-    output, grad_x, grads = _run_and_differentiate(function, x.to(dtype), weights, grad.to(dtype))
+    output, grad_x, grads = run_and_differentiate(function, x.to(dtype), weights, grad.to(dtype))
     return output, grad_x, replace(weights, **grads)
 
 
@@ -77,7 +77,7 @@ def run_documents_one_by_one(case: AttentionCase):
             return reference_attention(x, weights, case.shape, alone)
 
         held = slice(start, stop)
-        output[held], grad_x[held], grads = _run_and_differentiate(
+        output[held], grad_x[held], grads = run_and_differentiate(
             function, x[held], weights, grad[held]
         )
         for name, part in grads.items():
@@ -136,7 +136,7 @@ def run_case(
     """Deviations of this rank's part on `device` from the float64 oracle on the CPU, by tensor."""
     p, rank = group.size(), group.rank()
     layer = layer or rank_layer(group, case, device)
-    output, grad_x, grads = _run_and_differentiate(layer.run, layer.x, layer.weights, layer.grad)
+    output, grad_x, grads = run_and_differentiate(layer.run, layer.x, layer.weights, layer.grad)
     for name in grads:
         if "norm" in name:  # partial sums, which Megatron adds up over the group
             grads[name] = grads[name].double().cpu()

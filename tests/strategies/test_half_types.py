@@ -19,14 +19,14 @@ from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.strategies.heads import head_norm
 from tests.strategies.cases import AttentionCase
 from tests.strategies.harness import run_ranks
-from tests.strategies.layers import _run_and_differentiate, rank_layer, run_reference
+from tests.strategies.layers import rank_layer, run_and_differentiate, run_reference
 
 MOST = 7e-4  # of 24,576 values with errors of 2e-3 each, and of the shorter sums inside
 
 
 def _slopes(group, case: AttentionCase) -> dict[str, float]:
     layer = rank_layer(group, case)
-    output, grad_x, grads = _run_and_differentiate(layer.run, layer.x, layer.weights, layer.grad)
+    output, grad_x, grads = run_and_differentiate(layer.run, layer.x, layer.weights, layer.grad)
     true_output, true_x, true_grads = run_reference(case, torch.float64)
     pairs = {"output": (output, true_output), "x": (grad_x, true_x)}
     pairs |= {name: (grads[name], getattr(true_grads, name)) for name in ("qkv", "proj")}
