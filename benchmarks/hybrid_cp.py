@@ -5,13 +5,16 @@ on the same documents. The peer's schedule is Megatron's own (BalancedCPSchedule
 advantage: see reproduction/peer.py. No packed row was simulated: what they save by exchanging less
 is not taken off, and there is no local_z. ParaDySe has groups of 8 ranks, and as many replicas as
 there are such groups. Neither pays for gradients and the optimizer. The ratio is the peer's seconds
-over ParaDySe's: above 1 ParaDySe is the faster.
+over ParaDySe's: above 1 ParaDySe is the faster. spread_ratio: with long documents over 2, 4 or 8
+replicas (--paradyse-spread), whichever is fastest or none; all keys that come to a rank then pass
+through one port of BETWEEN_NODES, also those of the same node, hidden behind computing.
 
     .venv/bin/python benchmarks/hybrid_cp.py --json
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -29,10 +32,12 @@ from benchmarks.common import finish, options
 from megatron_paradyse.data.distributions import draw_lengths
 from megatron_paradyse.packing.pack import Costs, Grid, pack
 from megatron_paradyse.packing.placement import place
+from megatron_paradyse.packing.wide import pack_wide
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.preview.forecast import edge_seconds
 from megatron_paradyse.preview.setup import Setup, make_setup
+from megatron_paradyse.simulator.network import LINKS
 from megatron_paradyse.strategies import RECOMPUTE
 from reproduction import costs
 from reproduction.peer import RING, Peer, simulate
@@ -40,6 +45,8 @@ from reproduction.peer import RING, Peer, simulate
 MODEL = "llama"
 P = 8  # ranks of a tensor-parallel group
 RANKS = (8, 16, 32, 64)
+SPREADS = (2, 4, 8)
+BETWEEN_NODES = "infiniband-hdr"
 DOCUMENTS_PER_GROUP = 128  # of a global batch, for every 8 ranks
 PUBLISHED_CAP = 2048  # tokens of a rank in the benchmark with the lognormal lengths
 LOGNORMAL = {"low": 128, "high": 8192, "mean": 1024, "sigma": 1.5}
@@ -101,18 +108,21 @@ def estimate(
             row = compare(setup, peers, lengths, num_ranks)
             rows.append({"workload": name, "ranks": num_ranks, **row})
             print(json.dumps(rows[-1]), file=sys.stderr)
-    ratios = [row["ratio"] for row in rows]
+    ratios, spread = ([row[name] for row in rows] for name in ("ratio", "spread_ratio"))
     return {
         "hybrid_cp_estimate_ratio": statistics.geometric_mean(ratios),
         "hybrid_cp_estimate_ratio_min": min(ratios),
         "hybrid_cp_estimate_ratio_max": max(ratios),
+        "hybrid_cp_estimate_spread_ratio": statistics.geometric_mean(spread),
+        "hybrid_cp_estimate_spread_ratio_min": min(spread),
+        "hybrid_cp_estimate_spread_ratio_max": max(spread),
         "source": "an estimate: simulated costs, nothing ran",
         "estimates": rows,
     }
 
 
 def compare(setup: Setup, peers: list[Peer], lengths: list[int], num_ranks: int) -> dict:
-    """One global batch of the documents that both can hold."""
+    """One global batch of the documents that both can hold, ParaDySe without spreading any."""
     most = max(peer.max_tokens for peer in peers)
     grid = Grid(
         p=P,
@@ -120,12 +130,16 @@ def compare(setup: Setup, peers: list[Peer], lengths: list[int], num_ranks: int)
         num_replicas=num_ranks // P,
         alignment=2 * P,
     )
-    price = costs_of(setup, grid)
+    price = costs_of(setup)
     fitting = [t for t in lengths if t <= most and price.row(one_document(t)) is not None]
     fitting = fitting[: len(fitting) // grid.num_replicas * grid.num_replicas]
     start = time.perf_counter()
     packing = pack(fitting, None, grid, price)
     solved = time.perf_counter() - start
+    by_spread = {1: packing.seconds}
+    for spread in (n for n in SPREADS if n <= grid.num_replicas):
+        wide = pack_wide(fitting, None, dataclasses.replace(grid, spread=spread), price)
+        by_spread[spread] = wide.seconds
     found = {
         f"{peer.strategy}, {limit} tokens a rank": peer.scheduled_seconds(
             fitting, limit, len(fitting)
@@ -146,6 +160,8 @@ def compare(setup: Setup, peers: list[Peer], lengths: list[int], num_ranks: int)
         "peer_seconds": found[best],
         "peer": best,
         "ratio": found[best] / packing.seconds,
+        "paradyse_seconds_by_spread": by_spread,
+        "spread_ratio": found[best] / min(by_spread.values()),
     }
 
 
@@ -156,10 +172,15 @@ def limits(peer: Peer, longest_tokens: int) -> list[int]:
     return sorted(limit for limit in halves if limit * peer.ranks >= longest_tokens)
 
 
-def costs_of(setup: Setup, grid: Grid) -> Costs:
-    """Of rows on a group of the setup, as training predicts them."""
+def costs_of(setup: Setup) -> Costs:
+    """Of rows on a group of the setup, and wide ones, as training predicts them."""
+    model = setup.policies.model
+    assert model.packed is not None
+    rate = LINKS[BETWEEN_NODES].rate
+    packed = dataclasses.replace(model.packed, wide_bytes_per_second=rate)
+    setup.policies.model = model.with_rows(packed)
     prices = RowPrices(
-        setup.policy,
+        setup.policies.policy(setup.stage, smooth=False),
         setup.policies.model,
         setup.layers,
         alignment=ALIGNMENT,

@@ -82,6 +82,8 @@ class SwitchableAttention:
         """Of hidden_states [s/p, b, h]; table: RoPE's angles [s or more, 1, 1, d_rot]."""
         rows, batch_size = hidden_states.shape[:2]
         size = {"seq_length": rows * self.pg_collection.tp.size(), "batch_size": batch_size}
+        if planned is not None and planned.row is not None:
+            size["seq_length"] = planned.row.seq_length  # of all groups, if it is wide
         if planned is None:
             return Microbatch(**size, rope=None if table is None else table[:, 0, 0, :])
         return Microbatch(
@@ -90,6 +92,7 @@ class SwitchableAttention:
             shards=planned.shards,
             rope=None if table is None else planned.angles(table)[:, 0, 0, :],
             dropout_seed=planned.dropout_seed(self.plan_number),
+            wide_group=planned.wide_group,
         )
 
 

@@ -24,7 +24,7 @@ from megatron_paradyse.microbatch_params import PlannedMicrobatch, planned_micro
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.plan import Plan
-from megatron_paradyse.strategies import takes
+from megatron_paradyse.strategies import check_takes_wide, takes
 from megatron_paradyse.strategies.contract import Microbatch
 
 if TYPE_CHECKING:
@@ -90,12 +90,13 @@ class MicrobatchHook:
     def __call__(self, block: TransformerBlock, args, kwargs):
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
         rows, batch_size = hidden.shape[0], hidden.shape[1]  # [s/p, b, h]
-        seed = self._next_seed()
         original, seq_length = kwargs.get("packed_seq_params"), rows * self._shards
         row = row_of(original, seq_length=seq_length, batch_size=batch_size, p=self._shards)
+        seed = self._next_seed(1 if row is None else row.groups)
         planned = self._decide(batch_size, seq_length, row)
         if self._verify:
-            _verify(planned, block.tp_group, hidden.device)
+            wide_group = getattr(original, "wide_group", None)
+            _verify(planned, wide_group or block.tp_group, hidden.device)
         if self._outcome is not None:
             _drop_other_buffers(seq_length * hidden[0].numel())
         padded = _documents(kwargs.get("attention_mask"))
@@ -148,6 +149,10 @@ class MicrobatchHook:
         """UserError if the plan names a strategy that cannot run this microbatch."""
         microbatch = microbatch_of(row) if row else Microbatch(seq_length, batch_size)
         choices = set(plan.layers.values())
+        if row is not None and row.groups > 1:
+            for name in sorted({one.attention for one in choices}):
+                check_takes_wide(name, row.groups)
+            return
         for name in sorted({name for one in choices for name in (one.attention, one.mlp)}):
             if not takes(name, microbatch, self._shards):
                 what = f"{len(row.lengths)} packed documents" if row else "a whole sequence"
@@ -156,8 +161,8 @@ class MicrobatchHook:
                     "not every document lies on one rank: use megatron_cz, which runs any"
                 )
 
-    def _next_seed(self) -> int:
-        """A hash of the run's seed, the iteration, the microbatch and the replica.
+    def _next_seed(self, groups: int) -> int:
+        """A hash of the run's seed, the iteration, the microbatch and the replicas that have it.
 
         Megatron may run an iteration again to validate it: the microbatches then count anew.
         """
@@ -166,7 +171,7 @@ class MicrobatchHook:
         if iteration != self._iteration:
             self._iteration, self._microbatch = iteration, -1
         self._microbatch = (self._microbatch + 1) % get_num_microbatches()
-        counters = (args.seed, iteration, self._microbatch, get_data_parallel_rank())
+        counters = (args.seed, iteration, self._microbatch, get_data_parallel_rank() // groups)
         return int.from_bytes(hashlib.sha256(repr(counters).encode()).digest()[:4])
 
 
@@ -208,7 +213,7 @@ def _verify(planned: Planned, group, device) -> None:
     if others:
         raise UserError(
             f"plans differ at iteration {planned.iteration}, s={planned.seq_length}: rank "
-            f"{group.rank()} of the tensor-parallel group runs {planned.plan.runs()}, ranks "
+            f"{group.rank()} of those that have it runs {planned.plan.runs()}, ranks "
             f"{others} another plan: give all ranks the same flags, cost file and code"
         )
 

@@ -22,13 +22,18 @@ from megatron_paradyse.strategies.host import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 @dataclass
 class RowParams(PackedSeqParams):
-    """How a packed microbatch reaches the model: its row, for which max_seqlen_q is the longest."""
+    """How a packed microbatch reaches the model: its row, for which max_seqlen_q is the longest.
+
+    wide_group: all ranks of a wide row, one group after the other.
+    """
 
     row: Row | None = None
+    wide_group: ProcessGroup | None = None
     _following: tuple[Tensor, Tensor] | None = field(init=False, default=None)
     _numbers: Tensor | None = field(init=False, default=None)
 
@@ -63,14 +68,15 @@ class PlannedMicrobatch(PackedSeqParams):
     original is what Megatron passed: None for unpacked sequences. row: of packed documents, whoever
     packed them; qkv_format is then not "thd", so that Megatron's attention leaves documents and
     their angles to this package. documents: what strategies must know of padding and of documents
-    (strategies/contract.py). seed differs between microbatches and between data-parallel replicas,
-    and is the same after a restart.
+    (strategies/contract.py); wide_group: the ranks of a wide row. seed differs between microbatches
+    and between data-parallel replicas that do not share them, and is the same after a restart.
     """
 
     plan: Plan = field(default_factory=lambda: Plan({}))
     original: PackedSeqParams | None = None
     row: Row | None = None
     documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    wide_group: ProcessGroup | None = None
     seed: int = 0
     _angles: dict[bool, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
     _for_kernels: PackedSeqParams | None = field(init=False, default=None)
@@ -130,7 +136,13 @@ def planned_microbatch(
         fields["qkv_format"] = "sbhd"
     documents = padded if row is None else (row.documents,)
     return PlannedMicrobatch(
-        **fields, plan=plan, original=original, row=row, documents=documents, seed=seed
+        **fields,
+        plan=plan,
+        original=original,
+        row=row,
+        documents=documents,
+        wide_group=getattr(original, "wide_group", None),
+        seed=seed,
     )
 
 
@@ -139,12 +151,14 @@ def row_of(
 ) -> Row | None:
     """The packed documents of a microbatch of s tokens over p ranks, None if it has none.
 
+    Of a wide row these are the tokens and ranks of one group.
+
     RowParams have theirs. Megatron's own (--sft) have contiguous shards, and perhaps padding
     between the documents (cu_seqlens_q_padded).
     """
     if isinstance(params, RowParams):
         assert params.row is not None
-        of_row = (params.row.seq_length, 1, params.row.p)
+        of_row = (params.row.group_length, 1, params.row.group_size)
         assert of_row == (seq_length, batch_size, p), (of_row, seq_length, batch_size, p)
         return params.row
     if params is None or params.cu_seqlens_q is None:

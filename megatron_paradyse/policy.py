@@ -11,7 +11,7 @@ from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import LayerChoice, Plan, uniform_plan
 from megatron_paradyse.plan_file import PlanFile, load_plan_file
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.strategies import parse_strategy_name, strategy_names
+from megatron_paradyse.strategies import parse_strategy_name, strategy_names, takes_wide
 
 POLICIES = "fixed:STRATEGY, plan:FILE, random:SEED, optimal or heuristic"
 
@@ -89,20 +89,31 @@ class RandomPolicy:
         self._drawn = 0
 
     def plan(
-        self, batch_size: int, seq_length: int, layer_numbers: Sequence[int], **_: object
+        self,
+        batch_size: int,
+        seq_length: int,
+        layer_numbers: Sequence[int],
+        *,
+        row: Row | None = None,
+        **_: object,
     ) -> Plan:
         self._drawn += 1
+        attention = mlp = self.strategies
+        if row is not None and row.groups > 1:
+            attention = tuple(name for name in attention if takes_wide(name))
         return Plan(
             {
-                number: LayerChoice(self._draw(number, "attention"), self._draw(number, "mlp"))
+                number: LayerChoice(
+                    self._draw(number, "attention", attention), self._draw(number, "mlp", mlp)
+                )
                 for number in layer_numbers
             }
         )
 
-    def _draw(self, layer_number: int, operation: str) -> str:
+    def _draw(self, layer_number: int, operation: str, names: tuple[str, ...]) -> str:
         key = f"{self._seed} {self._drawn} {layer_number} {operation}"
         number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])
-        return self.strategies[number % len(self.strategies)]
+        return names[number % len(names)]
 
 
 def cost_policy_kind(settings: Settings) -> str | None:

@@ -132,6 +132,12 @@ def _tokens(value: Any, where: str) -> int:
     return tokens
 
 
+def _replicas(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{where}: {value!r:.60} is not a number of replicas such as 4")
+    return value
+
+
 def _head_tile(value: Any, where: str) -> str | int:
     if value is False:  # YAML reads `off` so
         value = "off"
@@ -254,6 +260,7 @@ SECONDS = Kind(_seconds, {"type": "number", "minimum": 0, "maximum": MAX_SECONDS
 SWITCH = Kind(_switch, {"type": "boolean"})
 TOKEN = Kind(_token, {"type": "integer", "minimum": 0}, "ID", int)
 TOKENS = Kind(_tokens, {"anyOf": _COUNTS}, "TOKENS")
+REPLICAS = Kind(_replicas, {"type": "integer", "minimum": 1}, "REPLICAS", int)
 HEAD_TILE = Kind(_head_tile, _TILE, "TOKENS")
 STRATEGIES = Kind(_names, _STRATEGIES, "NAMES")
 LAYERS = Kind(_restrictions, by_layer(_STRATEGIES))

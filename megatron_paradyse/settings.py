@@ -168,6 +168,12 @@ class Settings:
         "tokens of a packed microbatch at most, such as 64K (default: the most predicted tokens "
         "per second within memory, where the policy chooses by cost)",
     )
+    spread: int = _setting(
+        1,
+        kinds.REPLICAS,
+        "over how many data-parallel replicas a long document may lie, with packed: those that do "
+        "not fit on one replica, and those for which others would wait (default 1)",
+    )
     order: str = _setting(
         "shuffled",
         kinds.choice(*ORDER_CHOICES),

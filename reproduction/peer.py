@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
-from megatron_paradyse.costs.description import ELEMENT_BYTES, ModelShape
+from megatron_paradyse.costs.description import ELEMENT_BYTES, Description
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.pipeline import parameters
@@ -82,7 +82,7 @@ def _rows(of_model: costs.ModelCosts, distribution: str) -> list[dict]:
     lengths = [int(t) for t in in_order(document_lengths(distribution), SHUFFLED)]
     ran = until_out_of_memory(Runner(of_model, ours()).run(sorted(set(lengths))))
     seconds = {one.tokens: one.seconds for one in ran}
-    static_bytes = static_bytes_of(read_cost_file(of_model.path()).table.description.model)
+    static_bytes = static_bytes_of(read_cost_file(of_model.path()).table.description)
     rows = []
     for strategy in (RING, RING + RECOMPUTE):
         peer = Peer(of_model, strategy)
@@ -130,8 +130,7 @@ class Peer:
     def _budget(self, path: str) -> dict[str, str]:
         """Of a rank, more by what it holds less of the optimizer than on 8 ranks."""
         setup = make_setup(path, {"policy": "optimal"})
-        shape = setup.description.model
-        saved = static_bytes_of(shape) - static_bytes_of(shape, self.ranks)
+        saved = static_bytes_of(setup.description) - static_bytes_of(setup.description, self.ranks)
         return {"memory_budget": f"{int(setup.stage.budget_bytes + saved)}B"} if saved else {}
 
     def schedule_seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
@@ -224,7 +223,7 @@ def _cost_file(of_model: costs.ModelCosts, size: int) -> Path:
     # The planner takes the gather buffer of the longest profiled length out of static bytes.
     shape = table.description.model
     buffer = max(table.lengths()) * shape.hidden_size * ELEMENT_BYTES[costs.DTYPE]
-    static_bytes = static_bytes_of(shape) + (buffer if size > 1 else 0)
+    static_bytes = static_bytes_of(table.description) + (buffer if size > 1 else 0)
     constants = dataclasses.replace(table.constants, static_bytes=static_bytes)
     table = dataclasses.replace(table, constants=constants)
     write_cost_file(path, table, fit_table(table))
@@ -234,9 +233,10 @@ def _cost_file(of_model: costs.ModelCosts, size: int) -> Path:
 def state_fits(of_model: costs.ModelCosts) -> bool:
     """Whether a rank can hold the whole model at all."""
     setup = make_setup(str(of_model.path()), {"policy": "optimal"})
-    return static_bytes_of(setup.description.model) < setup.stage.budget_bytes
+    return static_bytes_of(setup.description) < setup.stage.budget_bytes
 
 
-def static_bytes_of(shape: ModelShape, ranks: int = SIZES[-1]) -> float:
+def static_bytes_of(description: Description, ranks: int = SIZES[-1]) -> float:
     """Of one rank, which holds the whole model: matrices only, a tied vocabulary once."""
-    return parameters(shape, shape.num_layers) * (WHOLE_BYTES + SHARED_BYTES / ranks)
+    count = parameters(description, description.model.num_layers)
+    return count * (WHOLE_BYTES + SHARED_BYTES / ranks)

@@ -55,6 +55,7 @@ class Packed:
     causal: whether these have one triangle of scores; sizes: of the layer, for any s. windows: the
     keys that a query sees, of each kind of attention that has a window; in_tiles: whether the tiled
     kernel hides the others; drops: whether it runs anyway, for attention dropout.
+    wide_bytes_per_second: what a rank receives of other groups' ranks; infinite where not known.
     """
 
     causal: bool
@@ -63,6 +64,7 @@ class Packed:
     windows: Mapping[str, int] = field(default_factory=dict)
     in_tiles: bool = False
     drops: bool = False
+    wide_bytes_per_second: float = math.inf
 
     @property
     def window(self) -> int | None:
@@ -79,6 +81,18 @@ class Packed:
 
     def load_of_one(self, seq_length: int, p: int) -> Load:
         return load_of_one(seq_length, p, causal=self.causal, window=self.window)
+
+    def key_seconds(self, strategy: str) -> tuple[float, float]:
+        """Forward and backward, of a token whose keys and values come from another group.
+
+        In the backward they come again, and their gradients go in the accumulation dtype.
+        """
+        z = self.sizes
+        heads = z.kv_heads_sent if base_name(strategy) == "metp" else z.g
+        sent = 2 * heads * z.d * z.element_bytes
+        return tuple(  # type: ignore[return-value]
+            size / self.wide_bytes_per_second for size in (sent, sent + z.wide(sent))
+        )
 
     def counts_window(self, strategy: str, operation: str, fit: object) -> bool:
         """Whether a time follows the scores that the operation's window leaves, not all of them.

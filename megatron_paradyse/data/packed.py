@@ -23,11 +23,15 @@ Packer = Callable[[Sequence[int]], Packing]  # of the lengths of a global batch
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """lengths: tokens of its documents. row None: one document, padded at its end to s tokens."""
+    """lengths: tokens of its documents. row None: one document, padded at its end to s tokens.
+
+    seq_length: s; of a wide row that of the replica, which is the place-th of those that share it.
+    """
 
     lengths: tuple[int, ...]
     row: Row | None
     seq_length: int
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,19 +73,20 @@ class PackedShares(torch.utils.data.Dataset):
         for made in self._pack(lengths).replicas[self._replica]:
             of_row = tuple(lengths[number] for number in made.documents)
             s = -(-sum(of_row) // self._alignment) * self._alignment
+            place = 0
             if made.row is not None:
-                s = made.row.seq_length
-            microbatches.append(PackedMicrobatch(of_row, made.row, s))
+                s, place = made.row.group_length, self._replica % made.row.groups
+            microbatches.append(PackedMicrobatch(of_row, made.row, s, place))
             if self._reads_tokens:
                 samples = [self._stream.tokens(first + number) for number in made.documents]
-                parts.append(collate_row(samples, made.row, s))
+                parts.append(collate_row(samples, made.row, s)[:, place * s : (place + 1) * s])
         tokens = torch.from_numpy(np.concatenate(parts, axis=1)) if parts else None
         return Share(tuple(microbatches), tokens)
 
 
 def collate_row(samples: Sequence[np.ndarray], row: Row | None, seq_length: int) -> np.ndarray:
-    """Inputs and labels, int32 [2, s], of samples of lengths + 1 tokens."""
-    both = np.zeros((2, seq_length), dtype=np.int32)
+    """Inputs and labels, int32 [2, s], of samples of lengths + 1 tokens; s is the row's if any."""
+    both = np.zeros((2, seq_length if row is None else row.seq_length), dtype=np.int32)
     both[1] = NO_LABEL
     stop = 0
     for sample in samples:

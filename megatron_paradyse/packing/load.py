@@ -20,12 +20,13 @@ Pieces = list[tuple[int, int, int]]  # of a document, in its order: (rank, start
 class Load:
     """A row's tokens, attention work and exchange; scores are per head.
 
-    seq_length: s, padding included. scores: unmasked, of all ranks together; fullest_scores: of the
+    seq_length: s, padding included; of a wide row, as scores, what its fullest group has, and p the
+    ranks of a group. scores: unmasked, of all ranks together; fullest_scores: of the
     queries that the rank with the most of them holds. keys_received: tokens whose keys and values
     the rank with the most of them needs of others, for its queries see them. documents: how many
     there are; fullest_documents: of how many the rank with the most of them holds tokens. in_order:
     whether the rows of the ranks, one rank after the other, are in the order of positions. peers:
-    the ranks with which the one that has the most of them shares documents.
+    the ranks with which the one that has the most of them shares documents. groups: Row.groups.
     within: of a model with a sliding window, the same for layers that have it: the scores and keys
     that it leaves, and as peers the ranks that keys come from or go to. None of other models.
     """
@@ -39,6 +40,7 @@ class Load:
     fullest_documents: int
     peers: int
     in_order: bool = True
+    groups: int = 1
     within: Load | None = None
 
     @property
@@ -84,16 +86,18 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
                 for rank in group:
                     sharing.setdefault(rank, set()).update(group)
     starts = [start for shard in row.shards for start, _ in shard]
+    size = row.group_size
     return Load(
-        seq_length=row.seq_length,
-        p=row.p,
-        scores=sum(scores),
+        seq_length=row.group_length,
+        p=size,
+        scores=max(sum(scores[first : first + size]) for first in range(0, row.p, size)),
         fullest_scores=max(scores),
         keys_received=max(missing),
         documents=len(row.lengths),
         fullest_documents=max(documents),
         peers=max(map(len, sharing.values()), default=1) - 1,
         in_order=starts == sorted(starts),
+        groups=row.groups,
     )
 
 
@@ -172,7 +176,7 @@ def _rounded_up(load: Load, one: Load) -> Load:
         seq_length=one.seq_length,
         scores=_step_up(load.scores, one.scores),
         fullest_scores=_step_up(load.fullest_scores, one.fullest_scores),
-        keys_received=_step_up(load.keys_received, one.keys_received),
+        keys_received=_step_up(load.keys_received, one.keys_received or one.seq_length),
         documents=_step_up(load.documents, 1),
         fullest_documents=_step_up(load.fullest_documents, 1),
         within=_rounded_up(load.within, one.within) if load.within and one.within else None,

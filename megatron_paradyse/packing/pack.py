@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_paradyse.packing.groups import filled_up, like_lengths
 from megatron_paradyse.packing.placement import place
@@ -23,11 +23,13 @@ SAMPLED = 12  # rows by which a budget is judged
 class Costs:
     """Predicted seconds of microbatches over the whole model, forward and backward.
 
-    row: of a packed one; None where it does not fit. alone: of one document, by its tokens.
+    row: of a packed one; None where it does not fit. alone: of one document, by its tokens; fits:
+    whether that fits.
     """
 
     row: Callable[[Row], float | None]
     alone: Callable[[int], float]
+    fits: Callable[[int], bool] = lambda tokens: True
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Grid:
 
     hidden_size: of the model. alignment: s is a multiple of it, and it of p. multiple_of: what
     the number of a replica's microbatches is. stages: of the pipeline. window: as place takes it.
+    spread: how many replicas, whose number is a multiple of it, may share a row. groups: how many
+    do share each; p, alignment and num_replicas are then of all of these together.
     """
 
     p: int
@@ -46,6 +50,20 @@ class Grid:
     multiple_of: int = 1
     stages: int = 1
     window: int | None = None
+    spread: int = 1
+    groups: int = 1
+
+    @property
+    def wide(self) -> Grid:
+        """Of rows that `spread` replicas share."""
+        return replace(
+            self,
+            p=self.p * self.spread,
+            num_replicas=self.num_replicas // self.spread,
+            alignment=self.alignment * self.spread,
+            spread=1,
+            groups=self.spread,
+        )
 
     def work(self, tokens: int) -> float:
         """FLOPs of a document, in tokens of linear layers: 24 h^2 a token, 4 h a score."""
@@ -57,19 +75,21 @@ class Grid:
 class Microbatch:
     """documents: indices into the global batch, in the order of the row's lengths.
 
-    row None: one document, not packed.
+    row None: one document, not packed. fits: whether it is known not to; of a row it does.
     """
 
     documents: tuple[int, ...]
     row: Row | None
     seconds: float
+    fits: bool = True
 
 
 @dataclass(frozen=True)
 class Packing:
     """The microbatches of each replica, of each the same number; a budget of tokens made them.
 
-    seconds: predicted for the slowest replica.
+    Wide rows come first, at the same places in every replica of those that share them. seconds:
+    predicted for the slowest replica.
     """
 
     replicas: tuple[tuple[Microbatch, ...], ...]
@@ -82,7 +102,7 @@ def flops_costs(grid: Grid) -> Costs:
 
     def row_work(row: Row) -> float:
         fullest = max(scores_per_rank(row, causal=grid.causal, window=grid.window))
-        return row.seq_length / grid.p + fullest / (6 * grid.hidden_size)
+        return row.seq_length / row.p + fullest / (6 * grid.hidden_size)
 
     return Costs(row_work, lambda tokens: grid.work(tokens) / grid.p)
 
@@ -93,8 +113,7 @@ def pack(lengths: Sequence[int], tokens: int | None, grid: Grid, costs: Costs) -
     tokens: of a microbatch at most; None: what is predicted to be fastest. Documents of like
     lengths share microbatches, or long ones are filled up with short ones: whichever is predicted
     to be faster. A longer document is a microbatch of its own; a row that does not fit is halved
-    until it does.
-    """
+    until it does."""
     if tokens is None:
         return _of_best_budget(lengths, grid, costs)
     makers = (like_lengths, filled_up)
@@ -152,11 +171,14 @@ def _priced(
 ) -> Microbatch | None:
     """None where it does not fit."""
     documents = tuple(sorted(group))
-    if len(documents) == 1:
-        return Microbatch(documents, None, costs.alone(lengths[documents[0]]))
     of_row = [lengths[number] for number in documents]
+    if len(documents) == 1 and grid.groups == 1:
+        return Microbatch(documents, None, costs.alone(*of_row))
     row = place(of_row, grid.p, causal=grid.causal, alignment=grid.alignment, window=grid.window)
+    row = replace(row, groups=grid.groups)
     seconds = costs.row(row)
+    if seconds is None and len(documents) == 1:
+        return Microbatch(documents, row, costs.alone(*of_row) / grid.groups, fits=False)
     return None if seconds is None else Microbatch(documents, row, seconds)
 
 

@@ -23,12 +23,16 @@ class Row:
     lengths: tokens of each document, at least 1.
     shards: for each of the p ranks the ranges of positions that its s/p rows hold, in the order of
         the rows; every position is held once. Contiguous chunks are the case of one range a rank.
+    groups: tensor-parallel groups whose ranks these are, one after the other. Of several, the row
+        is wide: each group is that of another replica, and has s / groups of its positions.
     """
 
     lengths: tuple[int, ...]
     shards: tuple[tuple[Range, ...], ...]
+    groups: int = 1
 
     def __post_init__(self) -> None:
+        assert self.groups > 0 and len(self.shards) % self.groups == 0, "groups of one size"
         held = sorted(itertools.chain.from_iterable(self.shards))
         ends = [0, *(stop for _, stop in held)]
         assert [start for start, _ in held] == ends[:-1], "every position is held once"
@@ -44,6 +48,16 @@ class Row:
     def seq_length(self) -> int:
         """s, padding included."""
         return sum(stop - start for shard in self.shards for start, stop in shard)
+
+    @property
+    def group_length(self) -> int:
+        """Positions of each group: s where there is one."""
+        return self.seq_length // self.groups
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of a group: p where there is one."""
+        return self.p // self.groups
 
     @property
     def num_tokens(self) -> int:

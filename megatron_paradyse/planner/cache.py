@@ -81,17 +81,17 @@ class SmoothedPlanner:
     def __init__(self, cached: CachedPlanner, *, gamma: float = 0.05, capacity: int = CAPACITY):
         if not 0 <= gamma <= 1:
             raise ValueError(f"gamma is a fraction from 0 to 1, got {gamma}")
-        self._cached, self._gamma, self._capacity = cached, gamma, capacity
+        self.cached, self._gamma, self._capacity = cached, gamma, capacity
         self.previous: dict[bool, Plan] = {}  # by forward_only
         self._judged: dict[Key, tuple[Plan, Outcome]] = {}
 
     def plan(
         self, batch_size: int, seq_length: int, forward_only: bool = False, *packed: Any
     ) -> Outcome:
-        outcome = self._cached.plan(batch_size, seq_length, forward_only, *packed)
+        outcome = self.cached.plan(batch_size, seq_length, forward_only, *packed)
         previous = self.previous.get(forward_only)
         if previous is not None and previous is not outcome.plan:
-            key = self._cached.key(batch_size, seq_length, forward_only, *packed)
+            key = self.cached.key(batch_size, seq_length, forward_only, *packed)
             outcome = self._judge(key, outcome)
         self.previous[forward_only] = outcome.plan
         return outcome
@@ -99,14 +99,14 @@ class SmoothedPlanner:
     def clear(self) -> None:
         """Forget what is remembered of costs; the previous plan stays."""
         self._judged.clear()
-        self._cached.clear()
+        self.cached.clear()
 
     def _judge(self, key: Key, new: Outcome) -> Outcome:
         """The previous plan's outcome if it is good enough, or the new one."""
         previous = self.previous[key[2]]
         known = self._judged.pop(key, None)
         if known is None or known[0] is not previous:
-            kept = evaluate(self._cached.problem(key), previous) if new.fits else None
+            kept = evaluate(self.cached.problem(key), previous) if new.fits else None
             good = kept is not None and kept.fits
             if kept is None or not good or kept.seconds > (1 + self._gamma) * new.seconds:
                 kept = new

@@ -17,7 +17,14 @@ from megatron_paradyse.packing.load import Load, rounded_up
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.sources import CostSource, Numbers, RowSource, StageMemory
-from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE, base_name, offloads, recomputes
+from megatron_paradyse.strategies import (
+    OFFLOAD,
+    RECOMPUTE,
+    base_name,
+    offloads,
+    recomputes,
+    takes_wide,
+)
 
 # of strategy, operation, s, b: a CostModel's method `operation`, or a table of measurements
 CostsOf = Callable[[str, str, int, int], OperationCosts]
@@ -114,7 +121,9 @@ def row_source(model: CostModel, correct: Correct, *, alignment: int) -> RowSour
     return RowSource(load, costs, _takes)
 
 
-def _takes(strategy: str, load: Load | None) -> bool:
+def _takes(strategy: str, half: str, load: Load | None) -> bool:
+    if load is not None and load.groups > 1:
+        return half == MLP or takes_wide(strategy)
     return base_name(strategy) != LOCAL or (load is not None and not load.crosses)
 
 
@@ -188,6 +197,7 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         host_bytes=stage.host_bytes,
         num_in_flight=stage.num_in_flight,
         margin=stage.margin,
+        angle_bytes_per_position=stage.angle_bytes_per_position,
     )
 
 

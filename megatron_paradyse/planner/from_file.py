@@ -6,6 +6,9 @@ Training (train/choosing.py) and the commands that tell beforehand what training
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 from megatron_paradyse.costs.description import ELEMENT_BYTES
 from megatron_paradyse.costs.layers import HALVES, MLP
 from megatron_paradyse.costs.packed import LOCAL
@@ -43,7 +46,7 @@ class FilePolicies:
     the shape lets one estimate. megatron_mlp: the MLP is Megatron's own whatever the plan says, as
     a mixture of experts is; experts_shared: by replicas, whose plans may differ, so that no MLP may
     run again on some of them alone. host_bytes: a rank's host memory for +offload, where the
-    settings do not say; None without limit.
+    settings do not say; None without limit. wide_bytes_per_second: as Packed has it.
     """
 
     def __init__(
@@ -56,9 +59,14 @@ class FilePolicies:
         megatron_mlp: bool = False,
         experts_shared: bool = False,
         host_bytes: int | None = None,
+        wide_bytes_per_second: float = math.inf,
     ):
         self.settings, self.costs, self.budget_bytes = settings, costs, budget_bytes
         self.model = costs.file.require_model()
+        packed = self.model.packed
+        if packed is not None:
+            packed = dataclasses.replace(packed, wide_bytes_per_second=wide_bytes_per_second)
+            self.model = self.model.with_rows(packed)
         description = costs.file.table.description
         shape = description.model
         self.num_layers = num_layers or shape.num_layers

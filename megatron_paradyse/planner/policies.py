@@ -75,8 +75,9 @@ class CostPolicy:
     ) -> Outcome:
         """The plan with its estimated seconds and peak.
 
-        row: the documents of a packed microbatch, of which s and b = 1 are then those. Where
-        nothing fits: the least peak with a warning, or UserError if told to refuse.
+        row: the documents of a packed microbatch, of which s (of a wide row a group's) and b = 1
+        are then those. Where nothing fits: the least peak with a warning, or UserError if told to
+        refuse.
         """
         numbers = tuple(layer_numbers)
         planner = self._planners.get(numbers)
@@ -85,8 +86,10 @@ class CostPolicy:
         if row is None:
             outcome = planner.plan(batch_size, seq_length, forward_only)
         else:
-            assert (row.seq_length, 1) == (seq_length, batch_size), "s and b of the row"
+            assert (row.group_length, 1) == (seq_length, batch_size), "s and b of the row"
             load = self._rows.load(row)
+            if row.groups > 1 and isinstance(planner, SmoothedPlanner):
+                planner = planner.cached  # the groups must plan alike, and have seen other rows
             outcome = planner.plan(1, load.seq_length, forward_only, load)
         if outcome.exceeds_bytes:
             self._exceeds(outcome, batch_size, seq_length)
@@ -152,6 +155,8 @@ class CostPolicy:
         """The numbers of one microbatch, as the planner sees them; load: of a packed one."""
         memory, budget = self.memory, self._room
         kept = memory.embedding_kept(seq_length, batch_size)
+        if load is not None:
+            kept += (load.groups - 1) * seq_length * memory.angle_bytes_per_position
         others, tail = 0, 0
         if not forward_only and memory.budget_bytes < UNLIMITED:  # else there is nothing to share
             others, tail = shares(budget - memory.static_bytes, memory.num_in_flight)
@@ -203,7 +208,8 @@ class CostPolicy:
     ) -> LayerOptions:
         halves = []
         for operation, names in zip(of, allowed, strict=True):
-            able = [name for name in names if self.rows is None or self.rows.takes(name, load)]
+            at = half_of(operation)
+            able = [name for name in names if self.rows is None or self.rows.takes(name, at, load)]
             half = [self._choice(costs, operation, name, s, b, forward_only) for name in able]
             halves.append(tuple(choice for choice in half if choice is not None))
             if not halves[-1]:

@@ -56,8 +56,9 @@ class RowPrices:
         self._policy, self._model, self._layers = policy, model, tuple(layers)
         self._alignment, self._edge_seconds = alignment, edge_seconds
         self._packed = model.packed
-        self._plans: dict[tuple[int, int], tuple[_Made, ...]] = {}
-        self._lengths: dict[tuple[int, int], _Length] = {}
+        # By s and p of a group, and the number of groups.
+        self._plans: dict[tuple[int, int, int], tuple[_Made, ...]] = {}
+        self._lengths: dict[tuple[int, int, int], _Length] = {}
 
     def seconds(self, row: Row) -> float | None:
         """Forward and backward of the row; None where no plan of the pool fits.
@@ -65,22 +66,23 @@ class RowPrices:
         A row of one document tells of that document alone, unpacked.
         """
         load = self._packed.load_of(row)
-        alone = len(row.lengths) == 1
+        alone = len(row.lengths) == 1 and row.groups == 1
         return self.seconds_of(unpacked(load, self._packed.window) if alone else load)
 
     def seconds_of(self, load: Load) -> float | None:
         """As seconds, of a row that is known by its load."""
         s = -(-load.seq_length // self._alignment) * self._alignment
-        at = self._lengths.get((s, load.p))
+        key = s, load.p, load.groups
+        at = self._lengths.get(key)
         if at is None:
             if len(self._lengths) >= CAPACITY:
                 del self._lengths[next(iter(self._lengths))]
-            at = self._lengths[s, load.p] = self._length(s, load.p)
+            at = self._lengths[key] = self._length(*key)
         return at.seconds(load)
 
-    def _length(self, s: int, p: int) -> _Length:
+    def _length(self, s: int, p: int, groups: int) -> _Length:
         load = self._packed.load_of_one(s, p)
-        plans = self._plans_for(s, p)
+        plans = self._plans_for(s, p, groups)
         mlp = {}
         for name, operation in {half for made in plans for _, half, _ in made.pairs}:
             made_from = like(self._model, _on_device(name), operation)[0]
@@ -90,25 +92,29 @@ class RowPrices:
             terms[name, operation] = row_terms(self._model, _on_device(name), load, operation)
         return _Length(plans, terms, mlp, self._model.offloaded, self._edge_seconds(s))
 
-    def _plans_for(self, s: int, p: int) -> tuple[_Made, ...]:
+    def _plans_for(self, s: int, p: int, groups: int) -> tuple[_Made, ...]:
         """Made for the next of a few lengths above s: what fits there fits here.
 
         If nothing does, made for s itself.
         """
         step = math.ceil(math.log2(s) * PLANS_PER_DOUBLING - 1e-9)
         longer = -(-round(2 ** (step / PLANS_PER_DOUBLING)) // self._alignment) * self._alignment
-        key = (max(longer, s), p)
+        key = (max(longer, s), p, groups)
         if key not in self._plans:
             self._plans[key] = self._pool(*key)
-        return self._plans[key] or self._pool(s, p)
+        return self._plans[key] or self._pool(s, p, groups)
 
-    def _pool(self, s: int, p: int) -> tuple[_Made, ...]:
-        found = [self._made(s, p, share, crosses) for share, crosses in MADE_FOR]
+    def _pool(self, s: int, p: int, groups: int) -> tuple[_Made, ...]:
+        found = [
+            self._made(s, p, groups, share, crosses)
+            for share, crosses in MADE_FOR
+            if crosses or groups == 1
+        ]
         return tuple(dict.fromkeys(made for made in found if made is not None))
 
-    def _made(self, s: int, p: int, share: float, crosses: bool) -> _Made | None:
+    def _made(self, s: int, p: int, groups: int, share: float, crosses: bool) -> _Made | None:
         """The plan of rows that hold so much; None if nothing fits."""
-        load = _holding(self._packed.load_of_one(s, p), share, crosses)
+        load = _holding(self._packed.load_of_one(s, p), share, crosses, groups)
         try:
             problem = self._policy.problem(self._layers, 1, s, False, load)
             outcome = self._policy.planner.plan(problem)
@@ -167,17 +173,22 @@ class _Length:
         return sum((self.offloaded(h) if offloads(n) else h).time_seconds for h, n in halves)
 
 
-def _holding(one: Load, share: float, crosses: bool) -> Load:
-    """Of a row that has this share of one document's scores; within a window at most all of its."""
+def _holding(one: Load, share: float, crosses: bool, groups: int) -> Load:
+    """Of a row that has this share of one document's scores; within a window at most all of its.
+
+    one: of a document of s tokens on one group; of several groups it is one of so many times s.
+    """
+    ranks = one.p * groups
     load = replace(
         one,
-        scores=math.ceil(one.scores * share),
-        fullest_scores=math.ceil(one.fullest_scores * share),
-        keys_received=one.keys_received if crosses else 0,
+        scores=math.ceil(one.scores * groups * share),
+        fullest_scores=math.ceil(one.fullest_scores * groups * share),
+        keys_received=one.seq_length * groups - one.seq_length // one.p if crosses else 0,
         documents=math.ceil(1 / share) + 1,
-        fullest_documents=math.ceil(1 / share / one.p),
-        peers=one.p - 1 if crosses else 0,
+        fullest_documents=math.ceil(1 / share / ranks),
+        peers=ranks - 1 if crosses else 0,
         in_order=False,
+        groups=groups,
         within=None,
     )
     if one.within is None:

@@ -35,7 +35,8 @@ class StageMemory:
     this size keep, the embedding's peak, the head's peak. gather_bytes: of the buffer that is there
     besides if the plan has a choice for which gathers(half, strategy, s, b) is true.
     host_bytes: what +offload may take of host memory, None without limit; input_bytes: of a layer's
-    input, which it keeps there.
+    input, which it keeps there. angle_bytes_per_position: of RoPE's table, of which embedding_kept
+    has those of s positions: a wide row has more.
     """
 
     budget_bytes: int
@@ -49,6 +50,7 @@ class StageMemory:
     host_bytes: int | None = None
     num_in_flight: int = 1
     margin: float = 0.0
+    angle_bytes_per_position: int = 0
 
     def layers_on_host(self, seq_length: int, batch_size: int) -> int | None:
         """Of how many layers the inputs fit there, with every microbatch in flight; None: all."""
@@ -87,10 +89,10 @@ class RowSource:
     """Where the numbers of packed rows come from.
 
     load: what a row's costs depend on, rounded so that like rows share it; its s is what the row is
-    planned as. costs: of the rows of a load. takes: whether a strategy can run the rows of a load,
-    or without one a microbatch of single documents.
+    planned as. costs: of the rows of a load. takes: whether a strategy can run a half, "attention"
+    or "mlp", of the rows of a load, or without one of a microbatch of single documents.
     """
 
     load: Callable[[Row], Load]
     costs: Callable[[Load], CostSource]
-    takes: Callable[[str, Load | None], bool]
+    takes: Callable[[str, str, Load | None], bool]

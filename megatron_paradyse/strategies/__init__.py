@@ -53,6 +53,15 @@ def takes_wide(name: str) -> bool:
     return base in WIDE if base in BUILT_IN else _load(base).takes_wide
 
 
+def check_takes_wide(name: str, groups: int) -> None:
+    """UserError unless its attention runs over so many groups."""
+    if not takes_wide(name):
+        raise UserError(
+            f"{name} cannot run attention over {groups} replicas (--paradyse-spread): use one of "
+            f"{', '.join(WIDE)}"
+        )
+
+
 def base_name(name: str) -> str:
     """ "ulysses_z+offload" -> "ulysses_z"; the name may be of a strategy that is not there."""
     suffix = OFFLOAD if name.endswith(OFFLOAD) else RECOMPUTE

@@ -24,6 +24,7 @@ from megatron_paradyse.train.model_flags import (
 )
 from megatron_paradyse.train.model_kind import GPT, SPECS
 from megatron_paradyse.train.packed_flags import check_packed
+from megatron_paradyse.train.spread_flags import check_spread
 from megatron_paradyse.train.strategy_flags import check_strategies, only_megatron_ts
 
 
@@ -124,6 +125,7 @@ def before_validation(args: argparse.Namespace) -> None:
     if args.paradyse_settings.sequences != FIXED:
         prepare_documents(args)
     check_ranks(args)
+    check_spread(args)
 
 
 def after_validation(args: argparse.Namespace) -> None:

@@ -127,11 +127,12 @@ def derive_batch(tokens: torch.Tensor, lengths: torch.Tensor, *, max_position: i
 def count_lengths(lengths: torch.Tensor, vp_stage: int | None) -> None:
     """Tell Megatron's FLOP statistics and the meter of documents [n] that are trained on.
 
-    Once for all chunks of an interleaved pipeline, of which each reads them.
+    Once for all chunks of an interleaved pipeline, of which each reads them. None are told too:
+    the replicas add up their statistics, and Megatron wants to have heard of some on each.
     """
     if vp_stage or not torch.is_grad_enabled():  # an evaluation does not count
         return
-    starts = torch.zeros(1, dtype=lengths.dtype, device=lengths.device)
+    starts = torch.zeros(1 if len(lengths) else 2, dtype=lengths.dtype, device=lengths.device)
     update_seqlen_stats_from_cu_seqlens(torch.cat([starts, lengths.cumsum(0)]).int())
     meter.lengths.append(lengths.clone())  # a view would keep the microbatch's tokens alive
 

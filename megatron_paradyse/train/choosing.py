@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 
 import torch
@@ -41,7 +42,13 @@ from megatron_paradyse.units import bytes_text
 class CostPolicies:
     """Makes the policy of each transformer block that this rank holds."""
 
-    def __init__(self, settings: Settings, *, trace: Path | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        trace: Path | None = None,
+        wide_bytes_per_second: float = math.inf,
+    ):
         """Must be called once Megatron's process groups exist, by all ranks."""
         from megatron_paradyse.train.describe import describe
 
@@ -66,6 +73,7 @@ class CostPolicies:
             megatron_mlp=bool(get_args().num_experts),
             experts_shared=get_args().expert_model_parallel_size > 1,
             host_bytes=host_bytes(settings),
+            wide_bytes_per_second=wide_bytes_per_second,
         )
         self.online = self._online() if settings.correction else None
         self._correct: Correct | None = None

@@ -21,7 +21,8 @@ from megatron_paradyse.data.loader import Balance, Sharding, microbatches
 from megatron_paradyse.data.order import make_order
 from megatron_paradyse.data.packed import PackedShares, packed_shares
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.packing.pack import Costs, Grid, flops_costs, pack
+from megatron_paradyse.packing.pack import Costs, Grid, flops_costs
+from megatron_paradyse.packing.wide import pack_wide
 from megatron_paradyse.settings import PACKED
 from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 
@@ -168,11 +169,12 @@ def _packed(
         multiple_of=(args.microbatch_group_size_per_vp_stage or stages) if interleaved else 1,
         stages=stages,
         window=common_window(ModelLayers.of_arguments(args, count_layers(args)).windows(args)),
+        spread=args.paradyse_settings.spread,
     )
     shares = PackedShares(
         stream,
         functools.partial(
-            pack,
+            pack_wide,
             tokens=args.paradyse_settings.pack_tokens,
             grid=grid,
             costs=costs or flops_costs(grid),

@@ -259,7 +259,7 @@ class _Interval:
 
 def _range_over_replicas(lengths: list[int]) -> tuple[int, int]:
     """The shortest and the longest sequence that any replica trained on."""
-    shortest, longest = min(lengths), max(lengths)
+    shortest, longest = min(lengths, default=sys.maxsize), max(lengths, default=0)
     if mpu.get_data_parallel_world_size() == 1:
         return shortest, longest
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"

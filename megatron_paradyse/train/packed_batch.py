@@ -21,6 +21,7 @@ from megatron_paradyse.train.batch import (
     device_of_rank,
     less_eod,
 )
+from megatron_paradyse.train.teams import wide_group
 
 
 class PackedStep:
@@ -48,8 +49,12 @@ class PackedStep:
         microbatch = self._microbatches[self._next]
         self._next += 1
         device = device_of_rank()
-        count_lengths(to_device(np.array(microbatch.lengths), device), vp_stage)
-        params = None if microbatch.row is None else RowParams(row=microbatch.row)
+        lengths = to_device(np.array(microbatch.lengths), device)
+        count_lengths(lengths[:0] if microbatch.place else lengths, vp_stage)  # once for all places
+        params = None
+        if microbatch.row is not None:
+            wide = wide_group() if microbatch.row.groups > 1 else None
+            params = RowParams(row=microbatch.row, wide_group=wide)
         batch = {**dict.fromkeys(BATCH_NAMES), "packed_seq_params": params}
         if not is_first_or_last_pipeline_stage(vp_stage):
             return batch
@@ -77,7 +82,8 @@ class PackedStep:
 def _positions(microbatch: PackedMicrobatch, device: torch.device) -> torch.Tensor:
     if microbatch.row is None:
         return torch.arange(microbatch.seq_length, device=device)
-    return to_device(microbatch.row.places(by_rows=True), device)
+    s, places = microbatch.seq_length, microbatch.row.places(by_rows=True)
+    return to_device(places[microbatch.place * s : (microbatch.place + 1) * s], device)
 
 
 def _broadcast_microbatches(share: Share | None) -> tuple[PackedMicrobatch, ...]:
@@ -93,12 +99,12 @@ def _broadcast_microbatches(share: Share | None) -> tuple[PackedMicrobatch, ...]
 
 
 def as_numbers(microbatches: Sequence[PackedMicrobatch]) -> list[int]:
-    """For each: s, documents and their lengths, ranks, and for each rank its ranges."""
+    """For each: s, its place, documents and their lengths, groups, ranks, for each its ranges."""
     numbers: list[int] = []
     for made in microbatches:
-        numbers += [made.seq_length, len(made.lengths), *made.lengths]
+        numbers += [made.seq_length, made.place, len(made.lengths), *made.lengths]
         shards = () if made.row is None else made.row.shards
-        numbers.append(len(shards))
+        numbers += [1 if made.row is None else made.row.groups, len(shards)]
         for shard in shards:
             numbers.append(len(shard))
             numbers += [end for held in shard for end in held]
@@ -109,11 +115,14 @@ def from_numbers(numbers: Sequence[int]) -> tuple[PackedMicrobatch, ...]:
     """What as_numbers wrote."""
     rest, made = iter(numbers), []
     for s in rest:
+        place = next(rest)
         lengths = tuple(next(rest) for _ in range(next(rest)))
+        groups = next(rest)
         shards = tuple(
             tuple((next(rest), next(rest)) for _ in range(next(rest))) for _ in range(next(rest))
         )
-        made.append(PackedMicrobatch(lengths, Row(lengths, shards) if shards else None, s))
+        row = Row(lengths, shards, groups) if shards else None
+        made.append(PackedMicrobatch(lengths, row, s, place))
     return tuple(made)
 
 

@@ -27,6 +27,7 @@ from megatron_paradyse.train.log import IterationLog
 from megatron_paradyse.train.run_record import run_record
 from megatron_paradyse.train.static_bytes import static_bytes
 from megatron_paradyse.train.summary import Summary
+from megatron_paradyse.train.teams import bytes_per_second, make_groups
 from megatron_paradyse.train.telemetry import Microbatch, Telemetry
 from megatron_paradyse.train.trace import Trace
 from megatron_paradyse.units import parse_bytes
@@ -102,7 +103,7 @@ class Session:
         """By which documents are packed; None where the policy does not choose by cost."""
         if cost_policy_kind(self.settings) is None:
             return None
-        return Costs(self._row_seconds, self._alone_seconds)
+        return Costs(self._row_seconds, self._alone_seconds, self._fits_alone)
 
     def _row_seconds(self, row: Row) -> float | None:
         assert self._policies is not None, "the model is built before the data are read"
@@ -110,14 +111,16 @@ class Session:
 
     def _alone_seconds(self, tokens: int) -> float:
         """Of one document: as a row, which is quick to predict, or by the plan of least peak."""
-        row = place([tokens], mpu.get_tensor_model_parallel_world_size(), causal=True)
-        seconds = self._row_seconds(row)
+        seconds = self._row_seconds(_row_of_one(tokens))
         if seconds is not None:
             return seconds
         try:
             return self._predicted_seconds(1, tokens)
         except UserError:  # told to refuse: the rank that is to run it says so
             return math.inf
+
+    def _fits_alone(self, tokens: int) -> bool:
+        return self._row_seconds(_row_of_one(tokens)) is not None
 
     def _predicted_seconds(self, batch_size: int, seq_length: int) -> float:
         assert self._policies is not None, "the model is built before the data are read"
@@ -133,6 +136,7 @@ class Session:
 
     def _attach(self, model_chunks: list) -> list:
         """Once Megatron has built the model on this rank and its process groups exist."""
+        make_groups(self.settings.spread)
         alone = mpu.get_pipeline_model_parallel_world_size() == 1
         self._telemetry.meter = self._meter if alone else None
         attach = functools.partial(
@@ -147,7 +151,13 @@ class Session:
         if mpu.get_tensor_model_parallel_rank() != 0:
             logging.getLogger("megatron_paradyse.planner").setLevel(logging.ERROR)
         trace = self._trace.path if self._trace else None
-        policies = self._policies = CostPolicies(self.settings, trace=trace)
+        rate = math.inf
+        if self.settings.spread > 1:
+            rate = bytes_per_second()
+            print_rank_0(f"> paradyse: {rate / 1e9:.2f} GB/s a rank between replicas")
+        policies = self._policies = CostPolicies(
+            self.settings, trace=trace, wide_bytes_per_second=rate
+        )
         chunks = attach(policy_of=lambda block: policies.policy_of(block, model_chunks))
         self._made.extend(policy for _, policy in policies.made)
         print_rank_0(policies.describe())
@@ -188,6 +198,10 @@ class Session:
             return result
 
         training.save_checkpoint_and_time = save_and_forget
+
+
+def _row_of_one(tokens: int) -> Row:
+    return place([tokens], mpu.get_tensor_model_parallel_world_size(), causal=True)
 
 
 def _meter(settings: Settings) -> Meter | None:

@@ -7,7 +7,8 @@ microbatch       batch_size, seq_length (padded), plan (runs of like layers), sw
                  planner_microseconds, predicted_seconds and predicted_peak_bytes (null where
                  the policy does not choose by cost), seconds (the layers', forward and
                  backward), peak_bytes (null where it cannot be told); of a packed row documents
-                 and tokens (without padding)
+                 and tokens (without padding), and replicas, if several share it: seq_length is then
+                 that of each, all else of the row
 iteration        seconds, losses (last pipeline stage; null for NaN and infinity, which JSON
                  lacks), and for documents tokens, shortest_sequence_tokens, longest_sequence_tokens
 correction       seconds_factors and bytes_factors by strategy, in force from the next iteration on
@@ -145,6 +146,8 @@ def as_record(microbatch: Microbatch) -> dict[str, Any]:
     """The line of a microbatch."""
     planned, seconds, row = microbatch.planned, microbatch.seconds, microbatch.planned.row
     packed = {} if row is None else {"documents": len(row.lengths), "tokens": row.num_tokens}
+    if row is not None and row.groups > 1:
+        packed["replicas"] = row.groups
     return {
         "kind": "microbatch",
         "iteration": planned.iteration + 1,

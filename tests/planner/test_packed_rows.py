@@ -12,6 +12,7 @@ from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import load_of
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.planner.cost_settings import Costs
 from megatron_paradyse.planner.from_costs import Stage
@@ -19,6 +20,7 @@ from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies
 from megatron_paradyse.planner.known import known_for_rows
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Restriction, Settings
+from megatron_paradyse.strategies import base_name
 from tests.costs.synthetic import make_table
 from tests.costs.test_packed_windows import measured_rows, table_of
 from tests.packing.rows import random_row, zigzag
@@ -239,3 +241,87 @@ def test_local_z_is_known_where_the_registry_and_others_costs_have_it(file, monk
     model = file.require_model()
     monkeypatch.setattr("megatron_paradyse.planner.known.LOCAL", "megatron_ts")
     assert known_for_rows(model)[0] == "megatron_ts"
+
+
+def wide(lengths, groups=2):
+    row = place(lengths, P * groups, causal=True, alignment=2 * P * groups)
+    return dataclasses.replace(row, groups=groups)
+
+
+WIDE_ROWS = [wide((6000,)), wide((3000, 500, 400)), wide((900,) * 9), wide((5000, 60), 4)]
+
+
+@pytest.mark.parametrize("budget_mib", [4, 16, 1 << 20])
+@pytest.mark.parametrize("row", WIDE_ROWS)
+def test_wide_rows_are_planned_as_well_as_can_be_by_what_runs_over_groups(row, budget_mib, file):
+    chooses = policy(file, budget_mib)
+    outcome = chooses.outcome(1, row.group_length, LAYERS, row=row)
+    load = chooses.rows.load(row)
+    problem = chooses.problem(LAYERS, 1, load.seq_length, False, load)
+    fits, seconds, _ = best_of_all(problem)
+    assert (outcome.fits, outcome.seconds) == (fits, pytest.approx(seconds))
+    offered = {choice.name for layer in problem.layers.values() for choice in layer.attention}
+    assert {base_name(name) for name in offered} == {"megatron_cz", "metp"}
+    assert "megatron_ts" in {c.name for layer in problem.layers.values() for c in layer.mlp}
+    exact = dataclasses.replace(load_of(row, causal=True), seq_length=load.seq_length)
+    best = chooses.planner.plan(chooses.problem(LAYERS, 1, exact.seq_length, False, exact))
+    priced = prices(file, budget_mib).seconds(row)
+    assert (priced is not None) == best.fits
+    assert priced is None or 1 - 1e-9 < priced / best.seconds < 1.15
+
+
+def test_a_document_over_two_groups_takes_more_than_half_of_its_time_on_one(file):
+    """Half the tokens of a rank, which meet twice the keys; peaks are of half the tokens."""
+    chooses = policy(file, names=("megatron_cz",))
+    one = chooses.outcome(1, 8192, LAYERS, row=zigzag((8192,), P))
+    two = chooses.outcome(1, 4096, LAYERS, row=wide((8192,)))
+    half = chooses.outcome(1, 4096, LAYERS, row=zigzag((4096,), P))
+    assert half.seconds < two.seconds < one.seconds
+    assert half.peak_bytes <= two.peak_bytes < one.peak_bytes
+
+
+def test_plans_of_wide_rows_do_not_depend_on_what_a_group_ran_before(file):
+    """Its replicas must run the same, whatever their own rows were."""
+    fresh, used = (
+        policies(file, ("local_z", "metp", "megatron_cz"), smoothing=1.0).policy(
+            Stage(budget_bytes=1 << 40, static_bytes=0)
+        )
+        for _ in range(2)
+    )
+    used.plan(1, 4096, LAYERS, row=contiguous((64,) * 64, P))
+    for row in WIDE_ROWS:
+        plans = [chooses.plan(1, row.group_length, LAYERS, row=row) for chooses in (fresh, used)]
+        assert plans[0] == plans[1]
+
+
+def test_a_wide_row_of_strategies_that_run_on_one_group_is_refused(file):
+    row = wide((1024,))
+    with pytest.raises(UserError, match="no strategy of megatron_ts can run attention"):
+        policy(file, names=("megatron_ts",)).plan(1, row.group_length, LAYERS, row=row)
+
+
+def test_what_crosses_slowly_decides(file):
+    """Keys and values once forward, and backward again, with their gradients."""
+    row, rate = wide((6000,)), 1e6
+    found = FilePolicies(
+        Settings(policy="optimal", memory_margin=0.0),
+        Costs(file, ("megatron_cz",), ("megatron_cz",)),
+        0,
+        wide_bytes_per_second=rate,
+    )
+    chooses = found.policy(Stage(budget_bytes=1 << 50, static_bytes=0), smooth=False)
+    load, shape = chooses.rows.load(row), file.table.description.model
+    token = 2 * shape.num_kv_heads * shape.head_dim * 4  # float32
+    slow = load.keys_received * 3 * token / rate
+    mlp = found.model.operation("megatron_cz", "mlp", load.seq_length).time_seconds
+    outcome = chooses.outcome(1, row.group_length, LAYERS, row=row)
+    assert outcome.seconds == pytest.approx(len(LAYERS) * (slow + mlp))
+    fast = policy(file, names=("megatron_cz",)).outcome(1, row.group_length, LAYERS, row=row)
+    assert fast.seconds < outcome.seconds / 10
+    priced = RowPrices(
+        chooses, found.model, LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
+    )
+    assert 0.9 * outcome.seconds < priced.seconds(row) <= outcome.seconds
+    one = zigzag((3000,), P)
+    alone = policy(file, names=("megatron_cz",)).outcome(1, 3000, LAYERS, row=one)
+    assert chooses.outcome(1, 3000, LAYERS, row=one).seconds == alone.seconds

@@ -1,0 +1,64 @@
+"""Which flags go with documents over several replicas (--paradyse-spread)."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.planner.cost_settings import read_costs
+from megatron_paradyse.policy import RandomPolicy, cost_policy_kind, make_policy
+from megatron_paradyse.settings import PACKED, Settings
+from megatron_paradyse.strategies import WIDE, check_takes_wide, takes_wide
+from megatron_paradyse.train.model_layers import count_layers
+
+
+def check_spread(args: argparse.Namespace) -> None:
+    """Before Megatron validates them; UserError for what cannot run."""
+    settings = args.paradyse_settings
+    spread = settings.spread
+    if spread == 1:
+        return
+    if settings.sequences != PACKED:
+        raise UserError(
+            f"--paradyse-spread {spread} with --paradyse-sequences {settings.sequences}: only "
+            "packed microbatches lie over several replicas: give --paradyse-sequences packed"
+        )
+    replicas = args.world_size // (
+        args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    )
+    if replicas % spread:
+        fitting = max(q for q in range(1, spread) if replicas % q == 0)
+        raise UserError(
+            f"--paradyse-spread {spread} does not divide the {replicas} data-parallel replicas: "
+            f"use {fitting}"
+        )
+    if args.mtp_num_layers:
+        raise UserError(
+            f"--mtp-num-layers {args.mtp_num_layers} with --paradyse-spread {spread}: a token's "
+            "next ones may be on another replica: leave one of them out"
+        )
+    _check_attention(args, settings)
+
+
+def _check_attention(args: argparse.Namespace, settings: Settings) -> None:
+    """Some strategy that the policy may choose for attention must run over replicas, or all that
+    it always chooses.
+    """
+    if cost_policy_kind(settings):
+        names = settings.strategies or WIDE
+        if settings.cost_model is not None:
+            names = read_costs(settings).strategies
+        some = any(takes_wide(name) for name in names)
+    else:
+        policy = make_policy(settings)
+        names = policy.strategies
+        some = any(takes_wide(name) for name in names)
+        if not isinstance(policy, RandomPolicy) and args.num_layers:
+            plan = policy.plan(1, 1, range(1, count_layers(args) + 1))
+            for name in sorted({choice.attention for choice in plan.layers.values()}):
+                check_takes_wide(name, settings.spread)
+    if not some:
+        raise UserError(
+            f"--paradyse-spread {settings.spread} with {', '.join(names)}, none of which runs "
+            f"attention over several replicas: allow one of {', '.join(WIDE)}"
+        )
