@@ -68,6 +68,8 @@ class SwitchableAttention:
         A core attention other than ours takes packed documents in the order of its rows, and not
         in every version with a softmax that has one more logit.
         """
+        if planned.wide is not None:
+            return False
         if planned.row is None or isinstance(self.core_attention, CoreAttention):
             return True
         return self.config.softmax_type == "vanilla" and in_order(microbatch_of(planned.row))
@@ -92,7 +94,7 @@ class SwitchableAttention:
             shards=planned.shards,
             rope=None if table is None else planned.angles(table)[:, 0, 0, :],
             dropout_seed=planned.dropout_seed(self.plan_number),
-            wide_group=planned.wide_group,
+            wide=planned.wide,
         )
 
 

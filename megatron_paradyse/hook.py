@@ -95,8 +95,8 @@ class MicrobatchHook:
         seed = self._next_seed(1 if row is None else row.groups)
         planned = self._decide(batch_size, seq_length, row)
         if self._verify:
-            wide_group = getattr(original, "wide_group", None)
-            _verify(planned, wide_group or block.tp_group, hidden.device)
+            wide = getattr(original, "wide", None)
+            _verify(planned, wide.ranks if wide else block.tp_group, hidden.device)
         if self._outcome is not None:
             _drop_other_buffers(seq_length * hidden[0].numel())
         padded = _documents(kwargs.get("attention_mask"))

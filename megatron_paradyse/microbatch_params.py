@@ -22,18 +22,19 @@ from megatron_paradyse.strategies.host import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
+
+    from megatron_paradyse.strategies.contract import Wide
 
 
 @dataclass
 class RowParams(PackedSeqParams):
     """How a packed microbatch reaches the model: its row, for which max_seqlen_q is the longest.
 
-    wide_group: all ranks of a wide row, one group after the other.
+    wide: the groups of a wide row.
     """
 
     row: Row | None = None
-    wide_group: ProcessGroup | None = None
+    wide: Wide | None = None
     _following: tuple[Tensor, Tensor] | None = field(init=False, default=None)
     _numbers: Tensor | None = field(init=False, default=None)
 
@@ -68,7 +69,7 @@ class PlannedMicrobatch(PackedSeqParams):
     original is what Megatron passed: None for unpacked sequences. row: of packed documents, whoever
     packed them; qkv_format is then not "thd", so that Megatron's attention leaves documents and
     their angles to this package. documents: what strategies must know of padding and of documents
-    (strategies/contract.py); wide_group: the ranks of a wide row. seed differs between microbatches
+    (strategies/contract.py); wide: the groups of a wide row. seed differs between microbatches
     and between data-parallel replicas that do not share them, and is the same after a restart.
     """
 
@@ -76,7 +77,7 @@ class PlannedMicrobatch(PackedSeqParams):
     original: PackedSeqParams | None = None
     row: Row | None = None
     documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    wide_group: ProcessGroup | None = None
+    wide: Wide | None = None
     seed: int = 0
     _angles: dict[bool, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
     _for_kernels: PackedSeqParams | None = field(init=False, default=None)
@@ -141,7 +142,7 @@ def planned_microbatch(
         original=original,
         row=row,
         documents=documents,
-        wide_group=getattr(original, "wide_group", None),
+        wide=getattr(original, "wide", None),
         seed=seed,
     )
 

@@ -23,14 +23,13 @@ from megatron_paradyse.costs.row_law import RowLaw
 from megatron_paradyse.packing.load import Load, load_of, load_of_one
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.strategies import base_name
+from megatron_paradyse.strategies.accounting import SPLIT_HEADS
 from megatron_paradyse.strategies.sizes import LayerSizes
 
 MIN_ROWS = 4
 Work = tuple[float, ...]  # what the factors of a law multiply
 # No row takes less than this share of one document's time: fits know no kernel's launch.
 LEAST_SHARE = 0.05
-# Every rank has some heads of all queries, so that documents need not be even.
-SPLIT_HEADS = ("megatron_ts", "ulysses_z")
 # Score rows with a column for each key that is there, masked or not.
 WHOLE_COLUMNS = ("colossal_z",)
 LOCAL = "local_z"  # costs nothing of its own where it was not profiled:
@@ -82,17 +81,22 @@ class Packed:
     def load_of_one(self, seq_length: int, p: int) -> Load:
         return load_of_one(seq_length, p, causal=self.causal, window=self.window)
 
-    def key_seconds(self, strategy: str) -> tuple[float, float]:
-        """Forward and backward, of a token whose keys and values come from another group.
+    def crossing_seconds(self, strategy: str, load: Load) -> tuple[float, float]:
+        """Forward and backward, of keys and values that come from other groups of a wide row.
 
-        In the backward they come again, and their gradients go in the accumulation dtype.
+        To a group once, divided by heads, or to each of its ranks. In the backward they come again,
+        and their gradients go back in the accumulation dtype.
         """
-        z = self.sizes
-        heads = z.kv_heads_sent if base_name(strategy) == "metp" else z.g
-        sent = 2 * heads * z.d * z.element_bytes
-        return tuple(  # type: ignore[return-value]
-            size / self.wide_bytes_per_second for size in (sent, sent + z.wide(sent))
-        )
+        z, base = self.sizes, base_name(strategy)
+        heads: float = z.g
+        if base == "metp" or base in SPLIT_HEADS:
+            heads = z.kv_heads_sent
+        keys = load.keys_received
+        if base in SPLIT_HEADS:
+            keys, heads = load.group_keys, heads / z.p
+        sent = keys * 2 * heads * z.d * z.element_bytes
+        wide = sent * z.wide_bytes / z.element_bytes
+        return sent / self.wide_bytes_per_second, (sent + wide) / self.wide_bytes_per_second
 
     def counts_window(self, strategy: str, operation: str, fit: object) -> bool:
         """Whether a time follows the scores that the operation's window leaves, not all of them.

@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_paradyse.costs.description import CAUSAL, ELEMENT_BYTES, Description
-from megatron_paradyse.costs.packed import LOCAL, SPLIT_HEADS, WHOLE_COLUMNS, Packed
+from megatron_paradyse.costs.packed import LOCAL, WHOLE_COLUMNS, Packed
 from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.strategies import base_name, recomputes
+from megatron_paradyse.strategies.accounting import SPLIT_HEADS
 from megatron_paradyse.strategies.sizes import LayerSizes
 
 WIDEST = 8  # of a dtype that is none of these
@@ -98,10 +99,14 @@ def extra_bytes(
         heads = z.q + z.kv_sent
         if load.documents > 1:
             backward = z.wide(heads)
+        if load.groups > 1:  # keys that are used, that come and that are sent; gradients likewise
+            chunks = min(load.groups, 3)
+            forward = heads + z.wide(z.q) + chunks * z.kv_sent
+            backward += z.q + chunks * (z.kv_sent + z.wide(z.kv_sent))
         if not load.in_order and base != LOCAL:
             copy = z.q if base == "megatron_ts" and not z.narrow_values else 0
             kept = INDEX_BYTES * z.s + copy
-            forward = heads
+            forward = max(forward, heads)
     else:
         most = max(z.s - z.s // z.p, 1)
         rings = z.p if base == "metp" else 1

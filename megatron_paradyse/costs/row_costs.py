@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_paradyse.costs.hybrid import HybridFit
@@ -41,8 +42,8 @@ class RowTerms:
     """Seconds of a strategy's attention on the rows of s tokens.
 
     one: costs of one document; like: whose document it is. forward, backward: of the strategy
-    without suffix, and alone: what its one document takes. key_seconds: as Packed has them; within:
-    whether keys beyond a window do not come.
+    without suffix, and alone: what its one document takes. crossing: of a load, forward and
+    backward, what comes from other groups.
     """
 
     strategy: str
@@ -51,8 +52,7 @@ class RowTerms:
     forward: Counted
     backward: Counted
     alone: OperationCosts
-    key_seconds: tuple[float, float]
-    within: bool
+    crossing: Callable[[Load], tuple[float, float]]
 
     def seconds(self, load: Load) -> tuple[float, float]:
         """Forward and backward on a row.
@@ -67,9 +67,8 @@ class RowTerms:
         forward = self.forward.seconds(alone[0], load.seq_length, work)
         backward = self.backward.seconds(alone[1], load.seq_length, again)
         if load.groups > 1:
-            keys = load.seen(self.within).keys_received
-            forward = max(forward, keys * self.key_seconds[0])
-            backward = max(backward, keys * self.key_seconds[1])
+            crossing = self.crossing(load)
+            forward, backward = max(forward, crossing[0]), max(backward, crossing[1])
         if self.one is self.alone:
             return forward, backward
         return (
@@ -92,7 +91,10 @@ def row_terms(model: CostModel, strategy: str, load: Load, operation: str) -> Ro
     packed, s = model.packed, load.seq_length
     assert packed is not None and not offloads(strategy)
     fit = packed.fits.get(base_name(strategy)) if operation == ATTENTION else None
-    crossing = packed.key_seconds(strategy), operation in packed.windows
+
+    def crossing(load: Load) -> tuple[float, float]:
+        return packed.crossing_seconds(strategy, load.seen(operation in packed.windows))
+
     if fit is not None:
         one = alone = model.operation(fit.like, ATTENTION, s)
         name = fit.like
@@ -101,7 +103,7 @@ def row_terms(model: CostModel, strategy: str, load: Load, operation: str) -> Ro
             one = model.operation(name, ATTENTION, s)
         counts = _of_one(model, strategy, fit.like, operation, load)
         forward, backward = Counted(fit.forward, *counts[0]), Counted(fit.backward, *counts[1])
-        return RowTerms(strategy, name, one, forward, backward, alone, *crossing)
+        return RowTerms(strategy, name, one, forward, backward, alone, crossing)
     # What exchanges less than others takes no longer than the fastest of them.
     names = like(model, strategy, operation)
     name = min(names, key=lambda name: model.operation(name, operation, s).time_seconds)
@@ -114,7 +116,7 @@ def row_terms(model: CostModel, strategy: str, load: Load, operation: str) -> Ro
     )
     first = model.operation(names[0], operation, s)  # keeps what it does
     one = replace(first, forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds)
-    return RowTerms(strategy, names[0], one, forward, backward, one, *crossing)
+    return RowTerms(strategy, names[0], one, forward, backward, one, crossing)
 
 
 def _derived(fit: object, seq_length: int, seconds: float, of_one: Work) -> RowLaw:

@@ -31,9 +31,9 @@ from megatron_paradyse.units import MAX_SEQ_LENGTH
 KEYS = ("strategy", "load", "status")
 WITHIN = "within"  # a window, where a model has one: those of a load that are fewer then
 WITHIN_KEYS = ("scores", "fullest_scores", "keys_received", "peers")
-NOT_MEASURED = "groups"  # of wide rows
+OF_WIDE = ("groups", "group_keys")  # none is measured
 LOAD_KEYS = tuple(
-    field.name for field in dataclasses.fields(Load) if field.name not in (WITHIN, NOT_MEASURED)
+    field.name for field in dataclasses.fields(Load) if field.name not in (WITHIN, *OF_WIDE)
 )
 
 

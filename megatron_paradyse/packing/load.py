@@ -26,7 +26,8 @@ class Load:
     the rank with the most of them needs of others, for its queries see them. documents: how many
     there are; fullest_documents: of how many the rank with the most of them holds tokens. in_order:
     whether the rows of the ranks, one rank after the other, are in the order of positions. peers:
-    the ranks with which the one that has the most of them shares documents. groups: Row.groups.
+    the ranks with which the one that has the most of them shares documents. groups: Row.groups;
+    group_keys: of a wide row, tokens whose keys and values come to the group with the most of them.
     within: of a model with a sliding window, the same for layers that have it: the scores and keys
     that it leaves, and as peers the ranks that keys come from or go to. None of other models.
     """
@@ -41,6 +42,7 @@ class Load:
     peers: int
     in_order: bool = True
     groups: int = 1
+    group_keys: int = 0
     within: Load | None = None
 
     @property
@@ -98,6 +100,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
         peers=max(map(len, sharing.values()), default=1) - 1,
         in_order=starts == sorted(starts),
         groups=row.groups,
+        group_keys=_load_of(row.by_groups, causal, window).keys_received if row.groups > 1 else 0,
     )
 
 
@@ -177,6 +180,7 @@ def _rounded_up(load: Load, one: Load) -> Load:
         scores=_step_up(load.scores, one.scores),
         fullest_scores=_step_up(load.fullest_scores, one.fullest_scores),
         keys_received=_step_up(load.keys_received, one.keys_received or one.seq_length),
+        group_keys=_step_up(load.group_keys, one.seq_length),
         documents=_step_up(load.documents, 1),
         fullest_documents=_step_up(load.fullest_documents, 1),
         within=_rounded_up(load.within, one.within) if load.within and one.within else None,

@@ -60,6 +60,13 @@ class Row:
         return self.p // self.groups
 
     @property
+    def by_groups(self) -> Row:
+        """The same with each group as one rank that holds its tokens in the order of positions."""
+        size = self.group_size
+        held = [sorted(itertools.chain(*self.shards[i : i + size])) for i in range(0, self.p, size)]
+        return Row(self.lengths, tuple(map(tuple, held)))
+
+    @property
     def num_tokens(self) -> int:
         """Of the documents, without padding."""
         return sum(self.lengths)

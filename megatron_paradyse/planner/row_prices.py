@@ -189,6 +189,7 @@ def _holding(one: Load, share: float, crosses: bool, groups: int) -> Load:
         peers=ranks - 1 if crosses else 0,
         in_order=False,
         groups=groups,
+        group_keys=one.seq_length * (groups - 1),
         within=None,
     )
     if one.within is None:

@@ -17,6 +17,7 @@ from megatron_paradyse.strategies.walks import TILED_ZERO_MLP, WALKS
 from megatron_paradyse.strategies.walks.aligned import aligned_rows
 from megatron_paradyse.strategies.walks.rings import second_half, swaps
 
+SPLIT_HEADS = ("megatron_ts", "ulysses_z")  # every rank of a group has some heads of its tokens
 RINGS = ("megatron_cz", "colossal_z", "metp")  # keys and values go between ranks as they are
 # Whose ranks hold or send different amounts: the costs are of each quantity the largest.
 RANKS_DIFFER = {("megatron_cz", "attention"), ("metp", "attention")}
@@ -179,22 +180,31 @@ def _sent_bytes(base: str, operation: str, z: LayerSizes, rank: int) -> tuple[in
 
 
 def packed_attention_sent(
-    strategy: str, z: LayerSizes, *, keys_sent: int, keys_received: int
+    strategy: str,
+    z: LayerSizes,
+    *,
+    keys_sent: int,
+    keys_received: int,
+    across_groups: tuple[int, int] = (0, 0),
 ) -> tuple[int, int]:
     """Bytes that a rank sends for a microbatch with shards, in the forward and in the backward.
 
     Weights included; exact but of METP with g % p != 0, where they count as those of the rank that
     sends most. keys_sent, keys_received: tokens whose keys and values it sends and receives
-    (packing/work.py); the gradients of what it received go back in the backward. The MLP sends what
-    operation_costs says.
+    (packing/work.py); the gradients of what it received go back in the backward. across_groups: of
+    a wide microbatch, those that its group sends to and receives from others, of which each rank
+    has its heads where these are split; z is of one group. The MLP sends what operation_costs says.
     """
     base, recompute = parse_strategy_name(strategy)
     forward, backward = _sent_whatever_is_packed(base, "attention", z)
     if base == "metp":
         aligned, aligned_back = map(max, zip(*_aligning_sent(z), strict=True))
         forward, backward = forward + aligned, backward + aligned_back
-    if base in RINGS:
-        token = (z.kv_sent if base == "metp" else z.kv) // z.rows
+    token = (z.kv_sent if base == "metp" else z.kv) // z.rows
+    if base in SPLIT_HEADS:
+        keys_sent, keys_received = across_groups
+        token = z.kv_sent // (z.rows * z.p)
+    if base in RINGS or base in SPLIT_HEADS:
         forward += keys_sent * token
         backward += keys_sent * token + z.wide(keys_received * token)
     return forward, backward + (forward if recompute else 0)

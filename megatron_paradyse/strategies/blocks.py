@@ -85,8 +85,17 @@ def num_visible(rows: int, columns: int, *, ahead: int, causal: bool, window: in
 
 
 def whole(microbatch: Microbatch) -> tuple[Span, ...]:
-    """The span of a rank that holds every position, in their order (order.py brings them there)."""
-    return (Span(0, 0, microbatch.seq_length),)
+    """The spans of a rank that holds every position of its group, in their order (order.py)."""
+    if microbatch.wide is None:
+        return (Span(0, 0, microbatch.seq_length),)
+    return group_spans(microbatch, microbatch.wide.peers.rank())
+
+
+def group_spans(microbatch: Microbatch, index: int) -> tuple[Span, ...]:
+    """The same of one of the groups that share a wide microbatch."""
+    shards = microbatch.shards_of_group(index)
+    assert shards is not None
+    return spans_of_ranges(sorted(itertools.chain.from_iterable(shards)))
 
 
 def contiguous_spans(microbatch: Microbatch, p: int, rank: int) -> tuple[Span, ...]:

@@ -13,7 +13,7 @@ The resident layout, the same for every strategy, so that switching moves nothin
 
     activations  [s/p, b, h]           rank r holds the r-th contiguous chunk of the sequence, or
                                        of packed documents the positions of Microbatch.shards[r]
-                                       (over the w ranks of Microbatch.wide_group: [s/w, b, h])
+                                       (over the w ranks of a Wide: [s/w, b, h])
     qkv          [(n + 2g) d / p, h]   rows of Megatron's linear_qkv: for each key/value head its
                                        n/g query heads, then its key head, then its value head
     proj         [h, n d / p]          columns of Megatron's linear_proj
@@ -40,6 +40,8 @@ from megatron_paradyse.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+Shards = tuple[tuple[tuple[int, int], ...], ...]  # of each rank, ranges of positions
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,18 @@ class MlpWeights:
 
 
 @dataclass(frozen=True)
+class Wide:
+    """Several groups that share a microbatch; each has all weights, in shards of its own.
+
+    ranks: of all groups, one group after the other. peers: the ranks at the same place of each
+    group, in the order of the groups.
+    """
+
+    ranks: ProcessGroup
+    peers: ProcessGroup
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """What is known of one microbatch, alike on every rank of the group.
 
@@ -160,25 +174,33 @@ class Microbatch:
         document.
     dropout_seed: with global indices (sequence, head, query, key) it decides what attention
         dropout drops, so that every strategy, p and recomputation drops the same.
-    wide_group: None when the microbatch lies on the ranks among which the weights are sharded; else
-        the ranks of several such groups, one group after the other, with a shard for each rank.
-        Weights stay within each group; what attention needs of other tokens crosses all ranks.
+    wide: None when the microbatch lies on the ranks among which the weights are sharded; else it
+        has shards for the ranks of several such groups. Weights stay within each group; what
+        attention needs of tokens elsewhere crosses them.
     """
 
     seq_length: int
     batch_size: int
     documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    shards: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    shards: Shards | None = None
     rope: Tensor | None = None
     dropout_seed: int = 0
-    wide_group: ProcessGroup | None = None
+    wide: Wide | None = None
 
     def __post_init__(self) -> None:
-        assert self.wide_group is None or self.shards is not None, "a wide microbatch has shards"
+        assert self.wide is None or self.shards is not None, "a wide microbatch has shards"
 
     def sequence_group(self, group: ProcessGroup) -> ProcessGroup:
         """The ranks that hold its rows, given those among which the weights are sharded."""
-        return group if self.wide_group is None else self.wide_group
+        return group if self.wide is None else self.wide.ranks
+
+    def shards_of_group(self, index: int | None = None) -> Shards | None:
+        """Those of one of the groups of a wide one, None: of this rank's; of another all."""
+        if self.wide is None or self.shards is None:
+            return self.shards
+        index = self.wide.peers.rank() if index is None else index
+        size = len(self.shards) // self.wide.peers.size()
+        return self.shards[index * size : (index + 1) * size]
 
 
 AttentionFunction = Callable[
@@ -197,7 +219,7 @@ class Strategy:
     tiled_mlp: the MLP that recomputes on long sequences; None: mlp, tile by tile (tiled_mlp.py).
     takes_offset: whether attention heeds AttentionWeights.softmax_offset.
     takes_latents: whether attention heeds AttentionShape.latent.
-    takes_wide: whether attention heeds Microbatch.wide_group.
+    takes_wide: whether attention heeds Microbatch.wide.
     """
 
     name: str  # as code and flags write it: megatron_ts

@@ -36,9 +36,10 @@ from megatron_paradyse.strategies.contract import (
     check_layout,
 )
 from megatron_paradyse.strategies.feedforward import activate, activation_gradient
+from megatron_paradyse.strategies.head_attention import head_attention
 from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.latents import latent_heads, of_values, split_latents
-from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
+from megatron_paradyse.strategies.local_attention import AttentionTask
 from megatron_paradyse.strategies.order import to_positions, to_rows
 from megatron_paradyse.strategies.second_run import is_second_run, without_values
 from megatron_paradyse.strategies.softmax_offset import in_float
@@ -59,11 +60,9 @@ def attention(
         del qkv
     else:
         q, k, v = _heads_of_latents(x, weights, shape.latent, microbatch, group)
-    spans = whole(microbatch)
-    q, k = normalise_and_rotate(q, k, weights, shape, microbatch, spans)
+    q, k = normalise_and_rotate(q, k, weights, shape, microbatch, whole(microbatch))
     task = AttentionTask(shape, microbatch, first_head=rank * shape.num_heads // p)
-    offset = in_float(weights.softmax_offset)
-    out = local_attention(q, k, v, spans=spans, task=task, offset=offset)
+    out = head_attention(q, k, v, task=task, offset=in_float(weights.softmax_offset))
     del q, k, v
     out = to_rows(of_values(out, shape), microbatch).flatten(2)
     return _RowLinear.apply(out, weights.proj, group, None)
@@ -186,4 +185,5 @@ STRATEGY = Strategy(
     check=check,
     takes_offset=True,
     takes_latents=True,
+    takes_wide=True,
 )

@@ -1,7 +1,8 @@
 """Rows of all ranks, as a gather or an all_to_all brings them, <-> rows in the order of positions.
 
 A rank that holds the whole sequence computes each document in one piece, wherever its tokens came
-from. A microbatch without shards, or whose shards are contiguous chunks, is in order already.
+from. A microbatch without shards, or whose shards are contiguous chunks, is in order already. Of a
+wide one these are the rows of one group.
 """
 
 from __future__ import annotations
@@ -14,50 +15,50 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_paradyse.strategies.contract import Microbatch
+from megatron_paradyse.strategies.contract import Microbatch, Shards
 from megatron_paradyse.strategies.host import to_device
-
-Shards = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def to_positions(x: Tensor, microbatch: Microbatch) -> Tensor:
     """x [s, ...] in the order of ranks and their rows -> in the order of positions."""
     if in_order(microbatch):
         return x
-    rows, positions = _indices(microbatch, x)
-    return _Permute.apply(x, rows, positions)
+    rows, places = _indices(microbatch, x)
+    return _Permute.apply(x, rows, places)
 
 
 def to_rows(x: Tensor, microbatch: Microbatch) -> Tensor:
     """The inverse of to_positions."""
     if in_order(microbatch):
         return x
-    rows, positions = _indices(microbatch, x)
-    return _Permute.apply(x, positions, rows)
+    rows, places = _indices(microbatch, x)
+    return _Permute.apply(x, places, rows)
 
 
 def in_order(microbatch: Microbatch) -> bool:
     """Whether the rows of the ranks, one rank after the other, are in the order of positions."""
-    if microbatch.shards is None:
+    shards = microbatch.shards_of_group()
+    if shards is None:
         return True
-    starts = [start for shard in microbatch.shards for start, _ in shard]
+    starts = [start for shard in shards for start, _ in shard]
     return all(first < second for first, second in itertools.pairwise(starts))
 
 
 def _indices(microbatch: Microbatch, x: Tensor) -> tuple[Tensor, Tensor]:
-    """For each position its row, and for each row its position, on the device of x."""
-    assert microbatch.shards is not None
+    """For each position in order its row, and for each row its place, on the device of x."""
+    shards = microbatch.shards_of_group()
+    assert shards is not None
     make = _indices_on if type(x) is Tensor else _indices_on.__wrapped__  # no fake one is kept
-    return make(microbatch.shards, x.device)
+    return make(shards, x.device)
 
 
 @lru_cache(maxsize=4)  # one copy to the device for all layers
 def _indices_on(shards: Shards, device: torch.device) -> tuple[Tensor, Tensor]:
     ranges = [np.arange(start, stop) for shard in shards for start, stop in shard]
-    positions = np.concatenate(ranges)
-    rows = np.empty_like(positions)
-    rows[positions] = np.arange(len(positions))
-    return to_device(rows, device), to_device(positions, device)
+    rows = np.argsort(np.concatenate(ranges))
+    places = np.empty_like(rows)
+    places[rows] = np.arange(len(rows))
+    return to_device(rows, device), to_device(places, device)
 
 
 class _Permute(Function):

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies.blocks import contiguous_spans, whole
+from megatron_paradyse.strategies.blocks import contiguous_spans
 from megatron_paradyse.strategies.collectives import transpose_blocks
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
@@ -27,8 +27,9 @@ from megatron_paradyse.strategies.contract import (
     Strategy,
     check_layout,
 )
+from megatron_paradyse.strategies.head_attention import head_attention
 from megatron_paradyse.strategies.latents import of_values
-from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
+from megatron_paradyse.strategies.local_attention import AttentionTask
 from megatron_paradyse.strategies.order import to_positions, to_rows
 from megatron_paradyse.strategies.softmax_offset import in_float
 from megatron_paradyse.strategies.zero import gather_weight, zero_mlp, zero_proj, zero_qkv
@@ -44,7 +45,8 @@ def attention(
 ) -> Tensor:
     """[s/p, b, h] -> [s/p, b, h]. Besides weights, two all_to_alls forward and two backward."""
     p, rank = group.size(), group.rank()
-    spans = contiguous_spans(microbatch, p, rank)
+    holders = microbatch.sequence_group(group)
+    spans = contiguous_spans(microbatch, holders.size(), holders.rank())
     q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
     proj = gather_weight(weights.proj.t(), group)
     packed = _pack_heads(q, k, v, p)
@@ -54,8 +56,7 @@ def attention(
     num_heads, num_kv_heads = shape.num_heads // p, num_kv_heads_sent(shape, p) // p
     q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     task = AttentionTask(shape, microbatch, first_head=rank * num_heads)
-    offset = in_float(weights.softmax_offset)
-    out = local_attention(q, k, v, spans=whole(microbatch), task=task, offset=offset)
+    out = head_attention(q, k, v, task=task, offset=in_float(weights.softmax_offset))
     del packed, q, k, v
     out = to_rows(of_values(out, shape), microbatch)
     out = transpose_blocks(out.unflatten(0, (p, -1)), group)  # [p, s/p, b, n/p, d]
@@ -115,4 +116,5 @@ STRATEGY = Strategy(
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
     takes_latents=True,
+    takes_wide=True,
 )

@@ -14,6 +14,7 @@ from megatron_paradyse.data.packed import NO_LABEL, PackedMicrobatch, Share
 from megatron_paradyse.microbatch_params import RowParams
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.strategies.host import to_device
+from megatron_paradyse.train import teams
 from megatron_paradyse.train.batch import (
     BATCH_NAMES,
     check_vocabulary,
@@ -21,7 +22,6 @@ from megatron_paradyse.train.batch import (
     device_of_rank,
     less_eod,
 )
-from megatron_paradyse.train.teams import wide_group
 
 
 class PackedStep:
@@ -53,8 +53,8 @@ class PackedStep:
         count_lengths(lengths[:0] if microbatch.place else lengths, vp_stage)  # once for all places
         params = None
         if microbatch.row is not None:
-            wide = wide_group() if microbatch.row.groups > 1 else None
-            params = RowParams(row=microbatch.row, wide_group=wide)
+            wide = teams.wide() if microbatch.row.groups > 1 else None
+            params = RowParams(row=microbatch.row, wide=wide)
         batch = {**dict.fromkeys(BATCH_NAMES), "packed_seq_params": params}
         if not is_first_or_last_pipeline_stage(vp_stage):
             return batch

@@ -12,11 +12,12 @@ from megatron.training import get_args
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies import transport
+from megatron_paradyse.strategies.contract import Wide
 from megatron_paradyse.train.batch import device_of_rank
 
 MESSAGE_BYTES, TIMES = 1 << 26, 5
 
-_wide_group: ProcessGroup | None = None
+_wide: Wide | None = None
 
 
 def make_groups(spread: int) -> None:
@@ -24,40 +25,45 @@ def make_groups(spread: int) -> None:
 
     Replicas of neighbouring data-parallel ranks share: each pipeline stage has its own groups.
     """
-    global _wide_group
-    if spread == 1 or _wide_group is not None:
+    global _wide
+    if spread == 1 or _wide is not None:
         return
-    world = torch.distributed.get_world_size()
-    rank_of = (
+    place = (
         mpu.get_pipeline_model_parallel_rank(),
         mpu.get_data_parallel_rank(),
         mpu.get_tensor_model_parallel_rank(),
+        torch.distributed.get_rank(),
     )
-    device = torch.cuda.current_device()
-    own = torch.tensor([*rank_of, torch.distributed.get_rank()], device=device)
-    places = [torch.empty_like(own) for _ in range(world)]
+    own = torch.tensor(place, device=torch.cuda.current_device())
+    places = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(places, own)
-    teams: dict[tuple[int, int], list[int]] = {}
-    for stage, replica, _, rank in sorted(place.tolist() for place in places):
+    teams: dict[tuple[int, ...], list[int]] = {}
+    peers: dict[tuple[int, ...], list[int]] = {}
+    for stage, replica, tensor, rank in sorted(tuple(of.tolist()) for of in places):
         teams.setdefault((stage, replica // spread), []).append(rank)
+        peers.setdefault((stage, replica // spread, tensor), []).append(rank)
+    _wide = Wide(_own_group(teams), _own_group(peers))
+
+
+def _own_group(groups: dict[tuple[int, ...], list[int]]) -> ProcessGroup:
+    """Makes them all, on every rank; this rank's."""
     limit = timedelta(minutes=get_args().distributed_timeout_minutes)
-    for ranks in teams.values():
-        group = torch.distributed.new_group(ranks, timeout=limit)
-        if isinstance(group, ProcessGroup):  # of others there is none
-            _wide_group = group
+    made = [torch.distributed.new_group(ranks, timeout=limit) for ranks in groups.values()]
+    (own,) = (group for group in made if isinstance(group, ProcessGroup))
     # NCCL makes a communicator at its first use, which must not be an exchange of a few ranks.
-    torch.distributed.all_reduce(torch.zeros(1, device=device), group=_wide_group)
+    torch.distributed.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=own)
+    return own
 
 
-def wide_group() -> ProcessGroup:
-    """All ranks of the replicas that share this rank's wide rows: one replica after the other."""
-    assert _wide_group is not None, "the model is built before the data are read"
-    return _wide_group
+def wide() -> Wide:
+    """The groups of the replicas that share this rank's wide rows."""
+    assert _wide is not None, "the model is built before the data are read"
+    return _wide
 
 
 def bytes_per_second() -> float:
     """What a rank sends to another replica's while all do, the least of any; all must call it."""
-    group = wide_group()
+    group = wide().ranks
     w, rank, device = group.size(), group.rank(), device_of_rank()
     x = torch.zeros(
         MESSAGE_BYTES if device.type == "cuda" else MESSAGE_BYTES >> 4,

@@ -13,6 +13,8 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_paradyse.costs import row_bytes
 from megatron_paradyse.costs.fitting import fit_table
@@ -28,8 +30,16 @@ from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.packing.load import load_of, load_of_one
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
-from megatron_paradyse.strategies import base_name, recomputes, strategy_names, takes, tiled_kernel
+from megatron_paradyse.strategies import (
+    base_name,
+    recomputes,
+    strategy_names,
+    takes,
+    takes_wide,
+    tiled_kernel,
+)
 from megatron_paradyse.strategies.accounting import operation_costs
+from megatron_paradyse.strategies.contract import Wide
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.synthetic import DESCRIPTION
 from tests.packing.rows import zigzag
@@ -207,4 +217,49 @@ def test_no_rank_holds_more_than_predicted_and_keeps_what_is(strategy):
                 wrong.append((label, variant, name, found, peak))
         if recomputes(strategy):
             break
+    assert not wrong, "\n" + "\n".join(map(str, wrong))
+
+
+@functools.cache
+def measured_wide(case, groups):
+    """Of each quantity the largest that any rank of all groups has."""
+    p, world, found = case.p, groups * case.p, []
+    for rank in range(world):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            first = rank // p * p
+            group, ranks, peers = (
+                dist.new_group(list(of))
+                for of in (range(first, first + p), range(world), range(rank % p, world, p))
+            )
+            found.append(measure_rank(group, case, wide=Wide(ranks, peers)))
+        finally:
+            dist.destroy_process_group()
+    return {name: max(getattr(m, name) for m in found) for name in BYTES}
+
+
+WIDE_NAMES = [name for name in NAMES if takes_wide(name)]
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("strategy", WIDE_NAMES)
+def test_no_rank_of_a_wide_row_holds_more_than_predicted(strategy, groups):
+    p, wrong = 4, []
+    ranks = groups * p
+    short = [5, 11, 2, 60, 1, 9, 6, 27 * groups, 3, 20, 7, 10]
+    found = [zigzag((groups * S,), ranks), zigzag(short, ranks), contiguous([120, 40], ranks)]
+    for row, variant in zip(found, VARIANTS, strict=True):
+        row = dataclasses.replace(row, groups=groups)
+        load = load_of(row, causal=True)
+        costs = RowCosts(model_of(p, "causal", variant), load)
+        costs = costs(strategy, ATTENTION, load.seq_length)
+        case = dataclasses.replace(case_of(strategy, p, "causal", variant, row), s=row.seq_length)
+        truth = measured_wide(case, groups)
+        if abs(costs.kept_bytes / truth["kept_bytes"] - 1) > TOLERANCE:
+            wrong.append((row, variant, "kept_bytes", costs.kept_bytes, truth["kept_bytes"]))
+        for name in BYTES[1:]:
+            most = costs.kept_bytes + getattr(costs, name)
+            peak = truth["kept_bytes"] + truth[name]
+            if most < (1 - TOLERANCE) * peak:
+                wrong.append((row, variant, name, most, peak))
     assert not wrong, "\n" + "\n".join(map(str, wrong))

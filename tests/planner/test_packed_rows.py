@@ -261,8 +261,8 @@ def test_wide_rows_are_planned_as_well_as_can_be_by_what_runs_over_groups(row, b
     fits, seconds, _ = best_of_all(problem)
     assert (outcome.fits, outcome.seconds) == (fits, pytest.approx(seconds))
     offered = {choice.name for layer in problem.layers.values() for choice in layer.attention}
-    assert {base_name(name) for name in offered} == {"megatron_cz", "metp"}
-    assert "megatron_ts" in {c.name for layer in problem.layers.values() for c in layer.mlp}
+    assert {base_name(name) for name in offered} == set(BASES)
+    assert "local_z" in {choice.name for layer in problem.layers.values() for choice in layer.mlp}
     exact = dataclasses.replace(load_of(row, causal=True), seq_length=load.seq_length)
     best = chooses.planner.plan(chooses.problem(LAYERS, 1, exact.seq_length, False, exact))
     priced = prices(file, budget_mib).seconds(row)
@@ -296,32 +296,36 @@ def test_plans_of_wide_rows_do_not_depend_on_what_a_group_ran_before(file):
 
 def test_a_wide_row_of_strategies_that_run_on_one_group_is_refused(file):
     row = wide((1024,))
-    with pytest.raises(UserError, match="no strategy of megatron_ts can run attention"):
-        policy(file, names=("megatron_ts",)).plan(1, row.group_length, LAYERS, row=row)
+    with pytest.raises(UserError, match="no strategy of local_z can run attention"):
+        policy(file, names=("local_z",)).plan(1, row.group_length, LAYERS, row=row)
 
 
-def test_what_crosses_slowly_decides(file):
-    """Keys and values once forward, and backward again, with their gradients."""
+@pytest.mark.parametrize("name", ["megatron_cz", "megatron_ts"])
+def test_what_crosses_slowly_decides(name, file):
+    """Keys and values once forward, and backward again, with their gradients: to each rank, or to
+    each group once, divided by heads.
+    """
     row, rate = wide((6000,)), 1e6
     found = FilePolicies(
         Settings(policy="optimal", memory_margin=0.0),
-        Costs(file, ("megatron_cz",), ("megatron_cz",)),
+        Costs(file, (name,), (name,)),
         0,
         wide_bytes_per_second=rate,
     )
     chooses = found.policy(Stage(budget_bytes=1 << 50, static_bytes=0), smooth=False)
     load, shape = chooses.rows.load(row), file.table.description.model
     token = 2 * shape.num_kv_heads * shape.head_dim * 4  # float32
-    slow = load.keys_received * 3 * token / rate
-    mlp = found.model.operation("megatron_cz", "mlp", load.seq_length).time_seconds
+    keys = load.keys_received if name == "megatron_cz" else load.group_keys / P
+    slow = keys * 3 * token / rate
+    mlp = found.model.operation(name, "mlp", load.seq_length).time_seconds
     outcome = chooses.outcome(1, row.group_length, LAYERS, row=row)
     assert outcome.seconds == pytest.approx(len(LAYERS) * (slow + mlp))
-    fast = policy(file, names=("megatron_cz",)).outcome(1, row.group_length, LAYERS, row=row)
+    fast = policy(file, names=(name,)).outcome(1, row.group_length, LAYERS, row=row)
     assert fast.seconds < outcome.seconds / 10
     priced = RowPrices(
         chooses, found.model, LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
     )
     assert 0.9 * outcome.seconds < priced.seconds(row) <= outcome.seconds
     one = zigzag((3000,), P)
-    alone = policy(file, names=("megatron_cz",)).outcome(1, 3000, LAYERS, row=one)
+    alone = policy(file, names=(name,)).outcome(1, 3000, LAYERS, row=one)
     assert chooses.outcome(1, 3000, LAYERS, row=one).seconds == alone.seconds

@@ -14,6 +14,7 @@ from megatron_paradyse.strategies.contract import (
     AttentionWeights,
     Microbatch,
     MlpWeights,
+    Wide,
 )
 from megatron_paradyse.strategies.reference import (
     reference_attention,
@@ -102,13 +103,22 @@ def shard_of(case: AttentionCase | MlpCase, weights, p: int, rank: int):
     return shard_attention(weights, p, rank)
 
 
-def rank_layer(group, case: AttentionCase | MlpCase, device: str = "cpu") -> RankLayer:
-    """Raises if the strategy refuses the case. Tensors are leaves that require gradients."""
+def rank_layer(
+    group, case: AttentionCase | MlpCase, device: str = "cpu", *, wide: Wide | None = None
+) -> RankLayer:
+    """Raises if the strategy refuses the case. Tensors are leaves that require gradients.
+
+    wide: of a row over several groups, of which this is one.
+    """
     p, rank = group.size(), group.rank()
     strategy = get_strategy(case.strategy)
     x, grad, weights = inputs_of(case)
     shards = shard_of(case, weights, p, rank)
     microbatch = None if isinstance(case, MlpCase) else microbatch_of(case, device)
+    holders = group
+    if microbatch is not None:
+        microbatch = replace(microbatch, wide=wide)
+        holders = microbatch.sequence_group(group)
 
     def run(x, weights):
         sizes.TILE_ROWS = case.tile_rows or TILE_ROWS  # also for the backward
@@ -120,7 +130,7 @@ def rank_layer(group, case: AttentionCase | MlpCase, device: str = "cpu") -> Ran
     def local(t: Tensor) -> Tensor:
         return t.to(device, case.dtype, copy=True)
 
-    mine = positions_of(case, p, rank)
+    mine = positions_of(case, holders.size(), holders.rank())
     return RankLayer(
         local(x[mine]).requires_grad_(),
         map_tensors(shards, lambda t: local(t).requires_grad_()),

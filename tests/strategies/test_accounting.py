@@ -20,6 +20,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy
 from megatron_paradyse.strategies import sizes as sizes_module
 from megatron_paradyse.strategies.accounting import operation_costs
+from megatron_paradyse.strategies.contract import Wide
 from megatron_paradyse.strategies.memory import Measured, measure
 from megatron_paradyse.strategies.sizes import LayerSizes
 from megatron_paradyse.strategies.walks import WALKS
@@ -48,8 +49,8 @@ def on_fake_ranks(case: AttentionCase | MlpCase, job, ranks: Iterable[int]) -> l
     return results
 
 
-def measure_rank(group, case: AttentionCase | MlpCase) -> Measured:
-    layer = rank_layer(group, case)
+def measure_rank(group, case: AttentionCase | MlpCase, *, wide: Wide | None = None) -> Measured:
+    layer = rank_layer(group, case, wide=wide)
     has_rope = isinstance(case, AttentionCase) and case.rope is not None
     others = [layer.microbatch.rope] if has_rope else []
     x, weights = layer.x, layer.weights

@@ -14,15 +14,16 @@ import torch.distributed as dist
 
 from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.packing.work import keys_moved
-from megatron_paradyse.strategies import WIDE, get_strategy, strategy_names, takes_wide
-from megatron_paradyse.strategies.accounting import packed_attention_sent
+from megatron_paradyse.strategies import base_name, get_strategy, strategy_names, takes_wide
+from megatron_paradyse.strategies.accounting import SPLIT_HEADS, packed_attention_sent
 from megatron_paradyse.strategies.collectives import Communication, count_communication
+from megatron_paradyse.strategies.contract import Wide
 from megatron_paradyse.strategies.sizes import LayerSizes
-from tests.strategies.cases import AttentionCase, inputs_of, microbatch_of, positions_of
+from tests.strategies.cases import AttentionCase, positions_of
 from tests.strategies.deviations import combine, deviation
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import (
-    map_tensors,
+    rank_layer,
     run_and_differentiate,
     run_documents_one_by_one,
     run_reference,
@@ -64,7 +65,7 @@ class _Wide:
 
 def _cases():
     for p in (1, 2):
-        for strategy in WIDE:
+        for strategy in strategy_names():
             for i, (label, row) in enumerate(ROWS.items()):
                 for variant in (VARIANTS[i], VARIANTS[(i + p) % len(VARIANTS)]):
                     case = AttentionCase(strategy, p, s=row.seq_length, b=1, row=row)
@@ -78,44 +79,31 @@ CASES = {f"{wide.case.name}-{label}": wide for label, wide in _cases()}
 
 @functools.cache
 def _groups(p: int):
-    """Of this process: the ranks that share the weights, and those that hold the same shard."""
-    own = {}
-    for kind, lines in (
-        ("weights", [range(i, i + p) for i in range(0, RANKS, p)]),
-        ("shard", [range(i, RANKS, p) for i in range(p)]),
-    ):
-        for line in lines:
-            made = dist.new_group(list(line))
-            if dist.get_rank() in line:
-                own[kind] = made
-    return own["weights"], own["shard"]
+    """Of this process: the ranks that share the weights, and its peers in the other groups."""
+    lines = [range(i, i + p) for i in range(0, RANKS, p)] + [range(i, RANKS, p) for i in range(p)]
+    made = [dist.new_group(list(line)) for line in lines]
+    group, peers = (of for line, of in zip(lines, made, strict=True) if dist.get_rank() in line)
+    return group, peers
 
 
 def _run(ranks, wide: _Wide):
     """Deviations from the oracle through a transport that poisons; bytes sent; steps taken."""
     case = wide.case
-    group, same = _groups(case.p)
-    strategy = get_strategy(case.strategy)
-    microbatch = replace(microbatch_of(case), wide_group=ranks)
-    x, grad, weights = inputs_of(case)
+    group, peers = _groups(case.p)
+    layer, forward = rank_layer(group, case, wide=Wide(ranks, peers)), Communication()
     mine = positions_of(case, RANKS, ranks.rank())
-    shards = map_tensors(shard_of(case, weights, case.p, group.rank()), lambda t: t.to(case.dtype))
-    forward = Communication()
 
     def run(x, weights):
-        strategy.check(case.shape, case.p)
         with count_communication() as count:
-            output = strategy.attention(x, weights, case.shape, microbatch, group)
+            output = layer.run(x, weights)
         forward.sent_bytes.update(count.sent_bytes)
         return output
 
     with staged() as staging, count_communication() as both:
-        output, grad_x, grads = run_and_differentiate(
-            run, x[mine].to(case.dtype), shards, grad[mine].to(case.dtype)
-        )
+        output, grad_x, grads = run_and_differentiate(run, layer.x, layer.weights, layer.grad)
     for name in grads:
         grads[name] = grads[name].double()
-        dist.all_reduce(grads[name], group=ranks if "norm" in name else same)
+        dist.all_reduce(grads[name], group=ranks if "norm" in name else peers)
     if case.dropout:
         truth = run_reference(case, torch.float64)
     else:
@@ -165,22 +153,30 @@ def test_bytes_sent_are_those_of_the_formula(name):
         s=case.s // wide.groups, b=1, h=case.h, n=case.n, g=case.g, d=case.d, f=1, p=case.p,
         element_bytes=4, causal=case.mask == "causal", bias=case.bias,
     )  # fmt: skip
-    moved = keys_moved(case.row, causal=case.mask == "causal", window=case.window)
+    mask = {"causal": case.mask == "causal", "window": case.window}
+    moved = keys_moved(case.row, **mask)
+    across = keys_moved(replace(case.row, groups=wide.groups).by_groups, **mask)
     expected = [
         packed_attention_sent(
             case.strategy,
             sizes,
             keys_sent=sum(moved[rank]),
             keys_received=sum(line[rank] for line in moved),
+            across_groups=(
+                sum(across[rank // case.p]),
+                sum(line[rank // case.p] for line in across),
+            ),
         )
         for rank in range(RANKS)
     ]
-    offsets = 4 * (case.p - 1) * case.n // case.p if case.offset else 0  # no part of the formulas
+    gathers = case.offset and base_name(case.strategy) not in SPLIT_HEADS
+    offsets = 4 * (case.p - 1) * case.n // case.p if gathers else 0  # no part of the formulas
     sent = [sent for _, sent, _ in _results()[name]]
     assert sent == [(forward + offsets, backward + offsets) for forward, backward in expected]
 
 
 def test_which_strategies_run_wide_rows_is_known_without_loading_them():
-    wide = {name for name in strategy_names(packed=True) if get_strategy(name).takes_wide}
-    assert wide == set(WIDE) == {name for name in strategy_names(packed=True) if takes_wide(name)}
-    assert takes_wide("metp+offload") and not takes_wide("ulysses_z+recompute")
+    names = strategy_names(packed=True)
+    wide = {name for name in names if get_strategy(name).takes_wide}
+    assert wide == set(strategy_names()) == {name for name in names if takes_wide(name)}
+    assert takes_wide("metp+offload") and not takes_wide("local_z+recompute")

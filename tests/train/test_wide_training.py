@@ -57,10 +57,11 @@ def wide_microbatches(folder) -> list[dict]:
         ("llama", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "fixed:megatron_cz"]),
         ("llama", ["--paradyse-spread", 2, "--paradyse-policy", "fixed:metp+recompute"]),
         ("llama", ["--paradyse-spread", 4, "--paradyse-policy", "fixed:metp"]),
+        ("llama", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "fixed:megatron_ts"]),
         ("window", ["--paradyse-spread", 4, "--paradyse-policy", "random:2"]),
         ("latent", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "random:1"]),
     ],
-    ids=["tp2-spread2", "tp1-dp4-spread2", "tp1-spread4", "window", "latent"],
+    ids=["tp2-spread2", "tp1-dp4-spread2", "tp1-spread4", "megatron_ts", "window", "latent"],
 )
 def test_documents_over_replicas_train_as_one_by_one(model, flags, data, alone, tmp_path):
     trace = ["--paradyse-trace", tmp_path / "trace.jsonl", "--paradyse-verify-plans"]
@@ -105,7 +106,7 @@ def test_with_stages_and_experts(model, grid, ranks, data, tmp_path):
         np.testing.assert_allclose(run.values(name), expected.values(name), rtol=1e-5)
 
 
-NOT_WIDE = ["--paradyse-policy", "random:1", "--paradyse-strategies", "megatron_ts,ulysses_z"]
+NOT_WIDE = ["--paradyse-policy", "random:1", "--paradyse-strategies", "local_z"]
 
 
 @pytest.mark.parametrize(
@@ -119,12 +120,12 @@ NOT_WIDE = ["--paradyse-policy", "random:1", "--paradyse-strategies", "megatron_
             "--mtp-num-layers 1 with --paradyse-spread 2: a token's next ones",
         ),
         (
-            [*ROWS, "--paradyse-spread", 2, "--paradyse-policy", "fixed:ulysses_z"],
-            "ulysses_z cannot run attention over 2 replicas (--paradyse-spread): use one of",
+            [*ROWS, "--paradyse-spread", 2, "--paradyse-policy", "fixed:local_z"],
+            "local_z cannot run attention over 2 replicas (--paradyse-spread): use megatron_cz",
         ),
         (
             [*ROWS, "--paradyse-spread", 2, *NOT_WIDE],
-            "with megatron_ts, ulysses_z, none of which runs attention over several replicas",
+            "with local_z, none of which runs attention over several replicas",
         ),
     ],
 )
