@@ -59,7 +59,9 @@ def main() -> None:
 
 def chain(folder: Path, layouts, form: str) -> list[dict]:
     """Save in the first layout, then load and save in each; how far each is from the first."""
-    rows, first, before = [], {}, None
+    rows: list[dict] = []
+    first: dict[str, torch.Tensor] = {}
+    before: Path | None = None
     for number, (by, tp, pp) in enumerate(layouts):
         saved = folder / f"{number}-{by}-tp{tp}-pp{pp}"
         flags = ["--mock-data", "--train-iters", ITERATIONS, "--save", saved, "--save-interval", 9]

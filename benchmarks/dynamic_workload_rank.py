@@ -106,6 +106,12 @@ class Workload:
         self._model.policy.chosen = self.policies[policy].plan(1, length, tuple(layers))
         return time.perf_counter() - start
 
+    def chosen_runs(self) -> str:
+        """The plan that a policy chose last."""
+        plan = self._model.policy.chosen
+        assert plan is not None, "a policy has chosen"
+        return plan.runs()
+
     def _step(self, policy: str, length: int) -> None:
         self.choosing.append(self._choose(policy, length))
         from megatron_paradyse.profiler.iterations import train_one
@@ -185,21 +191,21 @@ class Workload:
             name: [statistics.median(times) if times else None for times in per_document]
             for name, per_document in seconds.items()
         }
-        totals = {
-            name: sum(values) if all(v is not None for v in values) else "oom"
-            for name, values in medians.items()
-        }
+        totals = {name: _sum(values) for name, values in medians.items()}
         peaks = {name: self._peaks(name, documents) for name in ("optimal", "heuristic")}
         fixed = {name: totals[name] for name in runs}
-        finishing = {name: total for name, total in fixed.items() if total != "oom"}
+        finishing = {name: total for name, total in fixed.items() if total is not None}
         five = [total for name, total in finishing.items() if name in bases]
         fitting = [i for i, length in enumerate(documents) if length <= runs[fastest]]
         best = [
-            min((medians[name][i] for name in runs if medians[name][i] is not None), default=None)
+            min((m for name in runs if (m := medians[name][i]) is not None), default=None)
             for i in range(len(documents))
         ]
-        oracle = None if None in best else sum(best)
-        ours = totals["optimal"]
+        oracle = _sum(best)
+        ours, heuristic = totals["optimal"], totals["heuristic"]
+        assert ours is not None and heuristic is not None, "both run every document"
+        of_ours, of_fastest = (_sum([medians[n][i] for i in fitting]) for n in ("optimal", fastest))
+        assert of_ours is not None and of_fastest is not None, "both run these"
         result = {
             "documents": len(documents),
             "finished": sum(peak <= self.budget for peak in peaks["optimal"]),
@@ -211,13 +217,12 @@ class Workload:
             "ratio_to_best_fixed": ours / min(five) if five else None,
             "ratio_to_best_fixed_recompute": ours / min(finishing.values()) if finishing else None,
             "ratio_to_oracle": ours / oracle if oracle else None,
-            "ratio_to_fastest_where_it_fits": sum(medians["optimal"][i] for i in fitting)
-            / sum(medians[fastest][i] for i in fitting),
-            "heuristic_over_optimal": totals["heuristic"] / ours,
+            "ratio_to_fastest_where_it_fits": of_ours / of_fastest,
+            "heuristic_over_optimal": heuristic / ours,
             "switch_overhead": sum(self.choosing) / sum(map(_total, seconds.values())),
             "optimal_seconds": ours,
             "oracle_seconds": oracle,
-            "fixed": fixed,
+            "fixed": {name: "oom" if total is None else total for name, total in fixed.items()},
             "longest": runs,
             "noise": _noise(seconds),
         }
@@ -231,8 +236,10 @@ class Workload:
         rows = []
         for index, length in enumerate(documents):
             self._choose("optimal", length)
-            plan = self._model.policy.chosen.runs()
-            rows.append({"s": length, "plan": plan} | {n: v[index] for n, v in medians.items()})
+            rows.append(
+                {"s": length, "plan": self.chosen_runs()}
+                | {n: v[index] for n, v in medians.items()}
+            )
         return rows
 
     def _tail(self, lengths: list[int], fastest: str, rounds: int) -> dict:
@@ -243,20 +250,20 @@ class Workload:
         for length in lengths:
             rule = self._simple_rule(fastest, length)
             running = {"rule": rule} | {name: name for name in names}
-            fits = {
-                key: policy is not None and self.peak(policy, length) <= self.budget
+            fitting = {
+                key: policy
                 for key, policy in running.items()
+                if policy is not None and self.peak(policy, length) <= self.budget
             }
             times: dict = {key: [] for key in running}
             for _ in range(rounds):
-                for key, policy in running.items():
-                    if fits[key]:
-                        times[key].append(self.seconds(policy, length))
+                for key, policy in fitting.items():
+                    times[key].append(self.seconds(policy, length))
             row: dict = {"s": length, "rule": rule}
             for key in running:
                 row[f"{key}_seconds"] = statistics.median(times[key]) if times[key] else "oom"
             self._choose("operation", length)
-            row["plan"] = self._model.policy.chosen.runs()
+            row["plan"] = self.chosen_runs()
             rows.append(row)
             _say(json.dumps(row))
         return {
@@ -282,6 +289,12 @@ def _profiled_strategies(costs: str) -> list[str]:
     known = read_cost_file(costs).require_model().strategies("attention")
     ordered = [name for base in strategy_names() for name in (base, base + RECOMPUTE)]
     return [name for name in ordered if name in known]
+
+
+def _sum(values: list[float | None]) -> float | None:
+    """None where one of them is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _total(per_document: list[list[float]]) -> float:

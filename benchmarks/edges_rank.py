@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -52,7 +53,7 @@ class WhoMadeIt(LiveBytes):
 
 def _maker() -> str:
     """The innermost function of Megatron or of ours, as file:function."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path, function = frame.f_code.co_filename, frame.f_code.co_name
         if any(part in path for part in MAKERS) and Path(path).stem not in THROUGH:

@@ -137,14 +137,14 @@ def _interleaved(sides: dict[str, Callable], rounds: int, device: str) -> dict[s
 def main() -> None:
     arguments = options(__doc__.splitlines()[0]).parse_args()
     if torch.cuda.is_available():
-        sizes = {"s": 32768, "n": 12, "d": 128, "dtype": torch.bfloat16, "device": "cuda"}
+        sizes, dtype, device = {"s": 32768, "n": 12, "d": 128}, torch.bfloat16, "cuda"
     else:
         s = 1024 if arguments.quick else 8192
-        sizes = {"s": s, "n": 2, "d": 64, "dtype": torch.float32, "device": "cpu"}
+        sizes, dtype, device = {"s": s, "n": 2, "d": 64}, torch.float32, "cpu"
     rounds = 5 if arguments.quick else 15
-    result = run(**sizes, rounds=rounds)
-    configuration = {**sizes, "dtype": str(sizes["dtype"]), "p": P, "b": 1, "rounds": rounds}
-    finish("gpu_ring", result, configuration, arguments)
+    result = run(**sizes, dtype=dtype, device=device, rounds=rounds)
+    run_as = {"dtype": str(dtype), "device": device, "p": P, "b": 1, "rounds": rounds}
+    finish("gpu_ring", result, {**sizes, **run_as}, arguments)
 
 
 if __name__ == "__main__":

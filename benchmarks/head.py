@@ -67,14 +67,14 @@ def count_bytes(models: dict[str, dict[str, int]]) -> list[dict]:
 
     rows = []
     for name, shape in models.items():
-        workspace = head_workspace_bytes("tiles", **shape)
+        workspace = head_workspace_bytes("tiles", **shape, again=False)
         rows.append(
             {
                 "model": name,
                 **shape,
                 "workspace_bytes": workspace,
                 "workspace_fraction_of_80gib": workspace / (80 * GIB),
-                "megatron_bytes": head_workspace_bytes("megatron", **shape),
+                "megatron_bytes": head_workspace_bytes("megatron", **shape, again=False),
                 "embedding_bytes": embedding_workspace_bytes("tiles", **shape),
                 "megatron_embedding_bytes": embedding_workspace_bytes("megatron", **shape),
             }

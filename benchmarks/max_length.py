@@ -106,7 +106,9 @@ def _rows(folder: Path, name: str, *, quick: bool) -> list[dict]:
 
 def _parts(setup: Setup, found: Longest) -> dict | None:
     """What ParaDySe's peak consists of at its limit."""
-    return found.forecast and dataclasses.asdict(peak_parts(setup, found.forecast))
+    if found.forecast is None:
+        return None
+    return dataclasses.asdict(peak_parts(setup, found.forecast))
 
 
 def _limits(costs: Path, *, offload: bool | None = None) -> tuple[Setup, Longest]:
@@ -160,7 +162,9 @@ def _verify(folder: Path, name: str, state_bytes: int) -> dict:
     costs = {(m.strategy, m.operation): m.costs for m in table.measurements}
 
     def to_host(recomputed):
-        return offloaded(recomputed, host_link(table))
+        link = host_link(table)
+        assert link is not None, "simulated costs have it"
+        return offloaded(recomputed, link)
 
     def costs_of(strategy, operation, s, b):
         if offloads(strategy):

@@ -199,7 +199,8 @@ class Workload:
     # -- iterations
 
     def _step(self, name: str, share) -> None:
-        self._model.policy.plan = self.policies[name].plan  # of the hooks of every layer
+        # of the hooks of every layer
+        self._model.policy.plan = self.policies[name].plan  # type: ignore[method-assign]
         from megatron_paradyse.profiler.iterations import train_share
 
         train_share(self._model, share)

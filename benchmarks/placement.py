@@ -11,6 +11,7 @@ keys.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
@@ -69,11 +70,8 @@ def measure(distribution: str, p: int, budget: int, window: int | None) -> dict:
     start = time.process_time()
     packing = pack(lengths, budget, grid, flops_costs(grid))
     seconds = time.process_time() - start
-    placing = {"causal": True, "alignment": 2 * p, "window": window}
-    placed = [
-        made.row or place([lengths[made.documents[0]]], p, **placing)
-        for made in packing.replicas[0]
-    ]
+    alone = functools.partial(place, p=p, causal=True, alignment=2 * p, window=window)
+    placed = [made.row or alone([lengths[made.documents[0]]]) for made in packing.replicas[0]]
     uneven = [imbalance(row, causal=True, window=window) for row in placed]
     exchanged = sum(sum(keys_received(row, causal=True, window=window)) for row in placed)
     ring = sum((p - 1) * row.seq_length for row in placed)

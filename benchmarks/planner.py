@@ -62,18 +62,18 @@ def realistic(rng: random.Random) -> Problem:
         halves.append(tuple(choices))
     pairs, same, untried = {}, {}, []
     for a, m in itertools.product(*halves):
-        (_, how, where), (name, again, other) = a.name.partition("+"), m.name.partition("+")
-        if not how or not again:
+        (_, plus, where), (base, too, other) = a.name.partition("+"), m.name.partition("+")
+        if not plus or not too:
             untried += [(a.name, m.name)] if "offload" in (where, other) else []
             continue
         if where != other:  # the attention's name decides for the layer
-            same[a.name, m.name] = (a.name, f"{name}+{where}")
+            same[a.name, m.name] = (a.name, f"{base}+{where}")
             continue
         moved = a.name.endswith("+offload")
-        seconds = a.seconds + m.seconds - copy * moved
+        both = a.seconds + m.seconds - copy * moved
         back = a.backward_bytes + m.backward_bytes - unit * moved
-        kept = 0 if moved else unit
-        pairs[a.name, m.name] = Choice(a.name, seconds, kept, 9 * unit - kept, back)
+        stays = 0 if moved else unit
+        pairs[a.name, m.name] = Choice(a.name, both, stays, 9 * unit - stays, back)
     options = LayerOptions(halves[0], halves[1], pairs, same, frozenset(untried))
     layers = dict.fromkeys(range(1, NUM_LAYERS + 1), options)
     return Problem(layers, 80 * GIB, base_bytes=20 * GIB, head_bytes=4 * unit, embedding_bytes=unit)
@@ -136,6 +136,7 @@ def measure(make: Callable[[random.Random], Problem], count: int) -> dict:
         kind = "over budget" if not outcome.fits else "mixed" if mixed else "uniform"
         rows[kind].append(wall)
         processor.append(cpu)
+        assert outcome.bound_seconds is not None, "this planner proves one"
         gaps.append(1 - outcome.bound_seconds / outcome.seconds if outcome.seconds else 0)
     every = [value for values in rows.values() for value in values]
     kinds = {kind: _spread(values) for kind, values in rows.items() if values}

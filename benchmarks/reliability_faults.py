@@ -6,8 +6,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.reliability_job import RANKS, SAVE_INTERVAL, WATCHDOG_SECONDS, Job, Outcome
@@ -27,7 +27,7 @@ class Case:
     spec: dict
     expect: str
     message: str = ""
-    flags: list[object] = field(default_factory=list)
+    flags: Sequence[object] = ()
     more_iterations: int = 2 * SAVE_INTERVAL
     saves: bool = False  # starting the helpers of a save takes most of a run's time
     after: Callable[[Outcome], str | None] = lambda outcome: None
@@ -105,12 +105,11 @@ def slow(draw: random.Random, job: Job) -> Case:
 
 def not_a_number(draw: random.Random, job: Job) -> Case:
     """Megatron saves what it has, for a second look on another machine, unless that is off."""
-    spec = {"fault": "NaN loss", "rank": draw.randrange(RANKS), "iteration": at(job, draw)}
+    rank, iteration = draw.randrange(RANKS), at(job, draw)
+    spec = {"fault": "NaN loss", "rank": rank, "iteration": iteration}
 
     def after(outcome: Outcome) -> None:
-        good = [
-            p for p in job.checkpoints.glob("iter_*") if int(p.name[5:]) < spec["iteration"] - 1
-        ]
+        good = [p for p in job.checkpoints.glob("iter_*") if int(p.name[5:]) < iteration - 1]
         for path in set(job.checkpoints.glob("iter_*")) - set(good):
             shutil.rmtree(path)
         last = max(int(path.name[5:]) for path in good)

@@ -74,7 +74,7 @@ class Job:
     def flags(self, *, until: int) -> list[str]:
         policy = ["--paradyse-policy", f"plan:{self.folder / 'plan.yaml'}"]
         if self.by_cost:
-            policy = ["--paradyse-policy", "optimal", "--paradyse-cost-model", self.costs]
+            policy = ["--paradyse-policy", "optimal", "--paradyse-cost-model", str(self.costs)]
             policy += ["--paradyse-accept-costs", "--paradyse-no-correction"]
         flags = [*FLAGS, *policy, "--data-path", self.folder / "corpus"]
         flags += ["--train-iters", 10_000, "--exit-interval", until]

@@ -53,7 +53,8 @@ def profiles(values: dict) -> None:
 def kill_later(spec: Spec) -> None:
     from megatron_paradyse.profiler.runner import Runner
 
-    original, armed = Runner.run, []
+    original = Runner.run
+    armed: list[bool] = []
 
     @functools.wraps(original)
     def run(self, point):
@@ -62,7 +63,7 @@ def kill_later(spec: Spec) -> None:
             later(spec, signal.SIGKILL)
         return original(self, point)
 
-    Runner.run = run
+    Runner.run = run  # type: ignore[method-assign]
 
 
 def record_losses(path: str) -> None:
@@ -110,7 +111,8 @@ def around(where: str, iteration: int, act: Callable[[], None]) -> None:
         "save": (training, "save_checkpoint"),
         "step": (training, "train_step"),
     }[where]
-    original, done = getattr(module, name), []
+    original = getattr(module, name)
+    done: list[int] = []
 
     @functools.wraps(original)
     def wrapped(*args, **kwargs):
@@ -175,7 +177,7 @@ def other_flags(spec: Spec) -> None:
 def other_code(spec: Spec) -> None:
     from megatron_paradyse.train import agreement
 
-    agreement.code_digest = lambda: "0123456789abcdef"
+    agreement.code_digest = lambda: "0123456789abcdef"  # type: ignore[assignment]
 
 
 def other_plans(spec: Spec) -> None:
@@ -192,7 +194,7 @@ def other_plans(spec: Spec) -> None:
             return uniform_plan(tuple(layer_numbers), "metp")
         return original(self, batch_size, seq_length, layer_numbers, **more)
 
-    PlanFilePolicy.plan = plan
+    PlanFilePolicy.plan = plan  # type: ignore[method-assign]
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP

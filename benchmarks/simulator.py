@@ -47,7 +47,7 @@ LARGE_DEVIATION, CLOSE_PAIR = 0.40, 0.10
 def main() -> None:
     arguments = options(__doc__.splitlines()[0]).parse_args()
     lengths = LENGTHS[:2] if arguments.quick else LENGTHS
-    rows = []
+    rows: list[dict] = []
     for layers, hidden, fits in _fits():
         simulated = _simulated(hidden, lengths)
         for name, (a, b, c) in fits.items():
@@ -111,8 +111,8 @@ def _simulated(hidden: int, lengths: tuple[int, ...]) -> dict[tuple[str, int], f
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "costs.json"
         command = [sys.executable, "-m", "megatron_paradyse", "simulate", "--gpu", "a100-80g"]
-        command += ["--ranks", "8", "--mask", "bidirectional", "--dtype", "float16", "-o", output]
-        command += ["--lengths", ",".join(map(str, lengths))]
+        command += ["--ranks", "8", "--mask", "bidirectional", "--dtype", "float16"]
+        command += ["-o", str(output), "--lengths", ",".join(map(str, lengths))]
         command += ["--strategies", ",".join(NAMES.values()), "--num-layers", "1"]
         command += ["--hidden-size", str(hidden), *MODELS[hidden], "--vocab-size", "50257"]
         command += ["--attention-dropout", "0", "--hidden-dropout", "0"]

@@ -15,24 +15,33 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TypedDict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import finish, options, spawn
 
+
+class Plan(TypedDict):
+    """grid: name, sizes, and rounds by length of each layer."""
+
+    ranks: list[int]
+    grid: list[tuple[str, dict[str, int], dict[int, int]]]
+
+
 GPT = {"h": 256, "n": 8, "g": 8, "f": 1024, "gated": False}
 LLAMA = {"h": 256, "n": 8, "g": 2, "f": 688, "gated": True}
 LARGE = {"h": 4096, "n": 32, "g": 32, "f": 16384, "gated": False}
-QUICK = {"ranks": [2], "grid": [["gpt", GPT, {128: 3, 512: 3}]]}
-FULL = {
+QUICK: Plan = {"ranks": [2], "grid": [("gpt", GPT, {128: 3, 512: 3})]}
+FULL: Plan = {
     "ranks": [2, 4],
     "grid": [
-        ["gpt", GPT, {128: 21, 512: 15, 2048: 9, 4096: 5}],
-        ["llama", LLAMA, {512: 11, 2048: 7}],
+        ("gpt", GPT, {128: 21, 512: 15, 2048: 9, 4096: 5}),
+        ("llama", LLAMA, {512: 11, 2048: 7}),
     ],
 }
-ON_GPU = {"ranks": [8], "grid": [["large", LARGE, {2**i: 9 for i in range(13, 19)}]]}
-QUICK_ON_GPU = {"ranks": [8], "grid": [["large", LARGE, {8192: 3}]]}
+ON_GPU: Plan = {"ranks": [8], "grid": [("large", LARGE, {2**i: 9 for i in range(13, 19)})]}
+QUICK_ON_GPU: Plan = {"ranks": [8], "grid": [("large", LARGE, {8192: 3})]}
 
 
 def main() -> None:

@@ -108,7 +108,9 @@ def _join_group(stand_in: int | None) -> dist.ProcessGroup:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=stand_in - 1, world_size=stand_in)
-    return dist.new_group(list(range(dist.get_world_size())))
+    group = dist.new_group(list(range(dist.get_world_size())))
+    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    return group
 
 
 def _rows(group, sizes: dict, s: int, rounds: int, *, on_gpu: bool) -> list[dict]:

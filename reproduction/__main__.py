@@ -23,7 +23,7 @@ def main(given: list[str]) -> None:
         raise SystemExit(f"python -m reproduction {{{','.join(NAMES)}}} [options]")
     name, *options = given
     module = importlib.import_module(f"reproduction.{name}")
-    reader = parser(module.__doc__.splitlines()[0])
+    reader = parser((module.__doc__ or name).splitlines()[0])
     reader.prog = f"reproduction {name}"
     if hasattr(module, "add_options"):
         module.add_options(reader)

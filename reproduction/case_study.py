@@ -44,10 +44,13 @@ def panel_rows(of_model: costs.ModelCosts, distribution: str) -> list[dict]:
     best: dict[int, tuple[float, str]] = {}
     for tokens in sorted({int(t) for t in document_lengths(distribution)}):
         alone = fixed.run(tokens)
-        fitting = [(alone[n].seconds, n) for n in FIXED if alone[n].seconds is not None]
+        fitting = [(taken, n) for n in FIXED if (taken := alone[n].seconds) is not None]
         if fitting:
             best[tokens] = min(fitting)
-    seconds = {ran.tokens: ran.seconds for ran in paradyse.run(best)}
+    seconds: dict[int, float] = {}
+    for ran in paradyse.run(best):
+        assert ran.seconds is not None, "where one strategy fits, a plan does"
+        seconds[ran.tokens] = ran.seconds
     rows = []
     for order in ORDERS:
         lengths = [int(t) for t in in_order(document_lengths(distribution), order)]

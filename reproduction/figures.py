@@ -87,29 +87,30 @@ def _panel(axes, model: str, distribution: str, found: dict[str, Curve], order: 
     if not found:
         axes.set_axis_off()
         return
-    ended = []
+    ended: list[str] = []
+    crosses: list[tuple[int, float, str]] = []
     for policy in POLICIES:
         if policy in found and found[policy].tokens:
             curve = found[policy]
             x = curve.tokens if order == SORTED else range(1, len(curve.tokens) + 1)
             axes.plot(x, curve.seconds, **_line(policy))
             if curve.failed_tokens is not None:
-                ended.append((x[-1], curve.seconds[-1], policy))
+                ended.append(policy)
+                crosses.append((x[-1], curve.seconds[-1], policy))
         elif policy in found:
-            ended.append((None, None, policy))
+            ended.append(policy)
     axes.set_yscale("log")
     if order == SORTED:
         axes.set_xscale("log", base=2)
-    for x, y, policy in ended:
-        if x is not None:
-            axes.plot(x, y, "x", color=_line(policy)["color"], ms=8, mew=2, zorder=5, clip_on=False)
+    for end, y, policy in crosses:
+        axes.plot(end, y, "x", color=_line(policy)["color"], ms=8, mew=2, zorder=5, clip_on=False)
     if order == SORTED:
         token_axis(axes.xaxis)
     else:
         axes.xaxis.get_major_locator().set_params(integer=True)
     plain_log_axis(axes.yaxis)
     grid(axes)
-    lines = [_end_words(found[policy], order) for _, _, policy in ended]
+    lines = [_end_words(found[policy], order) for policy in ended]
     if lines:
         axes.text(
             0.985,

@@ -99,7 +99,7 @@ class Trained(Workload):
                     row["seconds"] = self.seconds(name, length) if fitting else None
                     row["peak_bytes"] = fits[name].get(length)
                     chooses = fitting and not isinstance(self.policies[name], FixedPolicy)
-                    row["plan"] = self._model.policy.chosen.runs() if chooses else ""
+                    row["plan"] = self.chosen_runs() if chooses else ""
                     rows.append(row)
             _say(f"{order}: {len(sequence)} documents")
         return rows
@@ -184,6 +184,7 @@ class Trained(Workload):
     def _frameworks(self) -> dict[str, tuple[str, dict[str, Any]]]:
         """Name -> cost file and settings."""
         everything = [n for base in strategy_names() for n in (base, base + RECOMPUTE)]
+        frameworks: dict[str, tuple[str, dict[str, Any]]]
         frameworks = {"full": (self._costs, {"policy": "optimal"})}
         for left_out in strategy_names():
             kept = tuple(n for n in everything if base_name(n) != left_out)

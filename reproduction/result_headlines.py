@@ -84,7 +84,9 @@ def _cell(files: Files, form: str, what: str, panel: tuple[str, str], framework:
     return words
 
 
-def _compared(files: Files, form: str, panel, framework: str) -> list[Compared] | None:
+def _compared(
+    files: Files, form: str, panel: tuple[str, str], framework: str
+) -> list[Compared] | None:
     if form == SIMULATED:
         found = files["headlines-simulated"]
         return compared.simulated(found, *panel, framework) if found else None

@@ -132,9 +132,14 @@ def read_table(path: Path) -> Table | None:
     with path.open(encoding="utf-8", newline="") as stream:
         lines = list(stream)
     found = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
-    starts = [re.fullmatch(r"# source(?: from row (\d{1,9}) on)?: (.*)\n", line) for line in found]
-    if not starts or not all(starts) or starts[0][1] is not None:
-        raise UserError(f"{path}: the first line must be '# source: ...', got {lines[:1]!r:.60}")
+    matches = (re.fullmatch(r"# source(?: from row (\d{1,9}) on)?: (.*)\n", line) for line in found)
+    starts = [match for match in matches if match is not None]
+    whole = [number for number, start in enumerate(starts) if start[1] is None]
+    if len(starts) != len(found) or whole != [0]:
+        raise UserError(
+            f"{path}: the first line must be '# source: ...', other comments "
+            f"'# source from row N on: ...', got {lines[: len(found) or 1]!r:.60}"
+        )
     rows = list(csv.DictReader(lines[len(found) :]))
     origins = [starts[0][2]] * len(rows)
     for start in starts[1:]:

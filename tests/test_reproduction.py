@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_paradyse.costs.cost_file import write_cost_file
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.description import Hardware
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.model import PAPER
@@ -269,7 +269,14 @@ def test_a_measured_panel_is_of_one_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "model,policy\n", "# source from row 2 on: x\na\n", "# x\na\n"]
+    "text",
+    [
+        "",
+        "model,policy\n",
+        "# source from row 2 on: x\na\n",
+        "# x\na\n",
+        "# source: x\n# source: y\na\n",
+    ],
 )
 def test_a_file_that_does_not_say_where_it_comes_from_is_refused(text, tmp_path):
     (tmp_path / "f.csv").write_text(text)
@@ -306,6 +313,18 @@ def test_hybrid_context_parallel_runs_every_document_once_on_a_power_of_two_of_r
     assert sorted(document for document, _ in placed) == sorted(lengths)
     for document, size in placed:
         assert size in (1, 2, 4, 8) and lengths[document] <= 10_000 * size
+
+
+def test_hybrid_context_parallel_holds_the_whole_model_and_a_share_of_the_optimizer(costs):
+    from reproduction.peer import state_fits, static_bytes_of
+
+    assert state_fits(costs)
+    described = read_cost_file(costs.path()).table.description
+    shape = described.model
+    layer = 4 * shape.hidden_size * shape.num_heads * shape.head_dim
+    layer += 2 * shape.hidden_size * shape.ffn_size
+    count = shape.num_layers * layer + shape.hidden_size * shape.vocab_size
+    assert static_bytes_of(described) == count * (2 + 4 + 12 / 8)
 
 
 def test_a_script_writes_its_table_and_results_from_scratch(tmp_path):

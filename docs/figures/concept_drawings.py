@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from megatron_paradyse.strategies.sizes import LayerSizes  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "dynamic_workload-cpu-2-cores.json"
 LENGTHS = (48, 400, 3912, 7184, 7672, 9144)  # of the plans that are drawn
 # The model that those plans are of: 4 layers, h = 256, 8 heads, 4 ranks, float32.
-SIZES = {"b": 1, "h": 256, "n": 8, "g": 8, "d": 32, "f": 1024, "p": 4, "element_bytes": 4}
+SIZES = partial(LayerSizes, b=1, h=256, n=8, g=8, d=32, f=1024, p=4, element_bytes=4)
 
 
 def halves(choice: LayerChoice) -> tuple[str, str]:
@@ -150,13 +151,14 @@ def draw_plan() -> Figure:
 
 def _choices(plan: Any, s: int) -> list[tuple[str, Choice]]:
     """The operations in the order in which they run, by the formulas of strategies.md."""
-    sizes = LayerSizes(s=s, **SIZES)
+    sizes = SIZES(s=s)
     run = []
     for number, choice in plan.layers.items():
         for half, name in zip(("attention", "mlp"), halves(choice), strict=True):
             costs = operation_costs(name, half, sizes)
             numbers = (costs.kept_bytes, costs.forward_bytes, costs.backward_bytes)
-            run.append((f"{number} {half}", Choice(name, 0.0, *map(int, numbers))))
+            kept, forward, backward = map(int, numbers)
+            run.append((f"{number} {half}", Choice(name, 0.0, kept, forward, backward)))
     return run
 
 

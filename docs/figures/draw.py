@@ -23,12 +23,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from strategy_drawings import DRAWINGS
 
-STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "megatron_paradyse",
-    "hatch.linewidth": 0.5,
-}
-
 
 def draw_strategy(name: str) -> Figure:
     """Attention above, MLP below, the legend at the bottom."""
@@ -80,7 +74,13 @@ def _with_classes(text: str) -> str:
 
 
 def main(folder: Path, *, png: bool) -> None:
-    with rc_context(STYLE):
+    with rc_context(
+        {
+            "svg.fonttype": "none",  # text stays text
+            "svg.hashsalt": "megatron_paradyse",
+            "hatch.linewidth": 0.5,
+        }
+    ):
         figures = {f"strategy-{name}": draw_strategy(name) for name in DRAWINGS}
         figures |= {"layout": draw_layout(), "plan": draw_plan(), "peak": draw_peak()}
         for name, figure in figures.items():

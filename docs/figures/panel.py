@@ -91,17 +91,16 @@ def _tensor(ax: Axes, x: float, step: Tensor) -> None:
 
 def _between(ax: Axes, left: float, right: float, step: Compute | Send) -> None:
     center = (left + right) / 2
-    sends = isinstance(step, Send)
-    colour = SENT if sends or step.weights == "gathered" else INK
+    gathered = isinstance(step, Compute) and step.weights == "gathered"
+    colour = SENT if gathered or isinstance(step, Send) else INK
     label(ax, center, TOP + 0.12, step.name, colour)
-    if sends:
+    if isinstance(step, Send):
         _sending(ax, left, right, step.how)
         return
     for rank in range(P):
         arrow(ax, (left, middle(rank)), (right, middle(rank)), MUTED)
     if step.weights is None:
         return
-    gathered = step.weights == "gathered"
     if gathered:  # all weights are gathered along the ranks
         ends = ((center, middle(0) + 0.3), (center, middle(P - 1) - 0.3))
         arrow(ax, *ends, SENT, head="<|-|>")

@@ -8,17 +8,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from megatron_paradyse.data.documents import SampleStream
 from megatron_paradyse.packing.pack import Packing
 from megatron_paradyse.packing.row import Row
 
 NO_LABEL = -1  # where padding has no next token
 
 Packer = Callable[[Sequence[int]], Packing]  # of the lengths of a global batch
+
+
+class Samples(Protocol):
+    """By position, as data/documents.py's stream: how many inputs count, and the tokens."""
+
+    def length(self, position: int) -> int: ...
+
+    def tokens(self, position: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class PackedShares(torch.utils.data.Dataset):
 
     def __init__(
         self,
-        stream: SampleStream,
+        stream: Samples,
         pack: Packer,
         *,
         global_batch_size: int,
