@@ -47,7 +47,7 @@ P = 8  # ranks of a tensor-parallel group
 RANKS = (8, 16, 32, 64)
 SPREADS = (2, 4, 8)
 BETWEEN_NODES = "infiniband-hdr"
-DOCUMENTS_PER_GROUP = 128  # of a global batch, for every 8 ranks
+DOCUMENTS_PER_GROUP, FEW = 128, 16  # of a global batch, for every 8 ranks
 PUBLISHED_CAP = 2048  # tokens of a rank in the benchmark with the lognormal lengths
 LOGNORMAL = {"low": 128, "high": 8192, "mean": 1024, "sigma": 1.5}
 
@@ -67,7 +67,7 @@ def quick_estimate() -> dict:
     """Few ranks, few documents, few simulated lengths: nothing of it is kept."""
     with tempfile.TemporaryDirectory() as folder:
         of_model = costs.ModelCosts(MODEL, Path(folder), coarse=True)
-        return estimate(RANKS[:1], of_model=of_model, documents=DOCUMENTS_PER_GROUP // 4)
+        return estimate(RANKS[:1], of_model=of_model, documents=(DOCUMENTS_PER_GROUP // 4, FEW))
 
 
 def workloads(count: int) -> dict[str, list[int]]:
@@ -89,36 +89,34 @@ def estimate(
     *,
     folder: Path | None = None,
     of_model: costs.ModelCosts | None = None,
-    documents: int = DOCUMENTS_PER_GROUP,
+    documents: tuple[int, int] = (DOCUMENTS_PER_GROUP, FEW),
 ) -> dict:
-    """The ratio by workload and ranks, and their geometric mean.
+    """The ratio by workload and ranks, and their geometric means; "few": of few documents.
 
-    folder: of the simulated costs, unless of_model says which; documents: for every 8 ranks.
+    folder: of the simulated costs, unless of_model says which; documents: for every 8 ranks, many
+    and few.
     """
     folder = folder or costs.ROOT / "build" / "reproduction" / costs.sources_digest()
     of_model = of_model or costs.ModelCosts(MODEL, folder)
     of_model.folder.mkdir(parents=True, exist_ok=True)
     simulate([of_model])
     setup = make_setup(str(of_model.path()), {"policy": "optimal", "offload": False})
-    rows = []
-    for num_ranks in ranks:
-        peers = [Peer(of_model, name, num_ranks) for name in (RING, RING + RECOMPUTE)]
-        count = documents * num_ranks // P
-        for name, lengths in workloads(count).items():
-            row = compare(setup, peers, lengths, num_ranks)
-            rows.append({"workload": name, "ranks": num_ranks, **row})
-            print(json.dumps(rows[-1]), file=sys.stderr)
-    ratios, spread = ([row[name] for row in rows] for name in ("ratio", "spread_ratio"))
-    return {
-        "hybrid_cp_estimate_ratio": statistics.geometric_mean(ratios),
-        "hybrid_cp_estimate_ratio_min": min(ratios),
-        "hybrid_cp_estimate_ratio_max": max(ratios),
-        "hybrid_cp_estimate_spread_ratio": statistics.geometric_mean(spread),
-        "hybrid_cp_estimate_spread_ratio_min": min(spread),
-        "hybrid_cp_estimate_spread_ratio_max": max(spread),
-        "source": "an estimate: simulated costs, nothing ran",
-        "estimates": rows,
-    }
+    rows, found = [], {}
+    for label, each in zip(("", "few_"), documents, strict=True):
+        of_label = []
+        for num_ranks in ranks:
+            peers = [Peer(of_model, name, num_ranks) for name in (RING, RING + RECOMPUTE)]
+            for name, lengths in workloads(each * num_ranks // P).items():
+                row = compare(setup, peers, lengths, num_ranks)
+                of_label.append({"workload": name, "ranks": num_ranks, **row})
+                print(json.dumps(of_label[-1]), file=sys.stderr)
+        for kind in ("ratio", "spread_ratio"):
+            ratios = [row[kind] for row in of_label]
+            found[f"hybrid_cp_estimate_{label}{kind}"] = statistics.geometric_mean(ratios)
+            found[f"hybrid_cp_estimate_{label}{kind}_min"] = min(ratios)
+            found[f"hybrid_cp_estimate_{label}{kind}_max"] = max(ratios)
+        rows += of_label
+    return {**found, "source": "an estimate: simulated costs, nothing ran", "estimates": rows}
 
 
 def compare(setup: Setup, peers: list[Peer], lengths: list[int], num_ranks: int) -> dict:
