@@ -37,12 +37,13 @@ MOST_FACTOR = 8.0
 class Observation:
     """One microbatch. seconds: predicted with the present factors, by strategy (without suffix).
 
+    measured_seconds: None where they tell nothing of strategies.
     peak_ratio: (measured peak - static) / (predicted peak - static), where the peak is known and
     above the predicted one with its margin; else None.
     """
 
     predicted_seconds: dict[str, float]
-    measured_seconds: float
+    measured_seconds: float | None
     peak_ratio: float | None = None
 
 
@@ -81,6 +82,8 @@ class Correction:
         total = np.zeros((size, size + 1))
         for observation in observations:
             measured = observation.measured_seconds
+            if measured is None:
+                continue
             predicted = sum(observation.predicted_seconds.values())
             row = np.zeros(size)
             row[0] = 1.0

@@ -74,7 +74,10 @@ class OnlineCorrection:
         return changed
 
     def _observe(self, microbatch: Microbatch) -> Observation:
-        """Its prediction is divided among strategies as the costs of their operations are."""
+        """Its prediction is divided among strategies as the costs of their operations are.
+
+        The seconds of a wide row are of the way between replicas too, and of waiting for them.
+        """
         planned = microbatch.planned
         assert planned.seconds and microbatch.seconds, "see _compares"
         parts: defaultdict[str, float] = defaultdict(float)
@@ -83,9 +86,12 @@ class OnlineCorrection:
             costs = costs_of(name, operation, s, planned.batch_size)
             parts[base_name(name)] += costs.time_seconds
         whole = planned.seconds / sum(parts.values())
+        measured: float | None = max(0.0, microbatch.seconds - self._beside(planned))
+        if planned.row is not None and planned.row.groups > 1:
+            measured = None
         return Observation(
             {name: seconds * whole for name, seconds in parts.items()},
-            max(0.0, microbatch.seconds - self._beside(planned)),
+            measured,
             self._peak_ratio(microbatch),
         )
 

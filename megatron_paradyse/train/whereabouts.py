@@ -33,7 +33,7 @@ COLLECTIVES = re.compile(
 # Files of strategies that several share, and whose backward says no more.
 SHARED_FILES = {
     "ring": ("megatron_cz", "colossal_z"),
-    "ring_attention": ("megatron_cz", "colossal_z"),
+    "ring_attention": ("megatron_cz", "colossal_z", "megatron_ts", "ulysses_z"),
     "metp_attention": ("metp",),
     "metp_mlp": ("metp",),
     "weight_blocks": ("metp",),

@@ -82,3 +82,18 @@ def test_a_record_tells_documents_and_their_tokens(policy):
     row = contiguous((10, 3, 7), 4, alignment=64)
     record = as_record(microbatch(policy, row, 0.5))
     assert (record["documents"], record["tokens"], record["seq_length"]) == (3, 20, 64)
+
+
+def test_the_seconds_of_a_wide_row_correct_nothing_but_its_peak_does(policies, policy):
+    """They are those of the way between replicas too, and of waiting for them."""
+    row = dataclasses.replace(contiguous((250,), 8), groups=2)
+    outcome = policy.outcome(1, row.group_length, LAYERS, row=row)
+    told = (outcome.seconds, outcome.peak_bytes)
+    planned = Planned(0, 0, 1, row.group_length, outcome.plan, 1e-4, *told, row, policy)
+    ran = Microbatch(planned, False, [0.0, 5.0, 50.0, 90.0], peak_bytes=2 * outcome.peak_bytes)
+    online = correction_of(policies)
+    seen = online._observe(ran)
+    assert seen.measured_seconds is None and seen.peak_ratio == pytest.approx(2.0)
+    assert not online.correction.sums([seen]).any()
+    assert online.correction.peaks([seen]).max() == pytest.approx(2.0)
+    assert as_record(ran)["replicas"] == 2 and as_record(ran)["seq_length"] == row.group_length
