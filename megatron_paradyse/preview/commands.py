@@ -150,6 +150,12 @@ def _refuse(given: list[str]) -> None:
     epilog="Example: megatron-paradyse max-length costs.json --memory-budget 76GiB",
 )
 @click.option("--figure", metavar="FILE", help="Draw it as bars (.png, .svg or .pdf).")
+@click.option(
+    "--spread",
+    type=click.IntRange(2),
+    metavar="REPLICAS",
+    help="Also of a document over so many replicas (--paradyse-spread).",
+)
 @click.option("--measure", type=FILE, metavar="FILE", help="Run it, too: trials into FILE (JSON).")
 @click.option("--nproc", type=click.IntRange(1), metavar="P", help="--measure: start P ranks here.")
 @click.option("--stand-in", is_flag=True, help="--measure: this device alone, as one of the ranks.")
@@ -170,6 +176,7 @@ def _refuse(given: list[str]) -> None:
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[MEGATRON FLAGS]...")
 def max_length(
     figure: str | None,
+    spread: int | None,
     measure: str | None,
     nproc: int | None,
     stand_in: bool,
@@ -207,6 +214,11 @@ def max_length(
             "--most-seconds": most_seconds,
         }
         _refuse([*flags[:1], *(name for name, value in given.items() if value is not None)])
+    if spread is not None and batch_size > 1:
+        raise UserError(
+            f"--spread {spread} with --batch-size {batch_size}: a packed microbatch is one row: "
+            "leave one of them out"
+        )
     resolution = RESOLUTION if resolution is None else resolution
     if figure is not None:
         check_figure(figure)
@@ -217,7 +229,7 @@ def max_length(
         num_layers=num_layers,
         static_memory=static_memory,
     )
-    found = find_longest(setup, batch_size)
+    found = find_longest(setup, batch_size, spread=spread or 1)
 
     def tell() -> None:
         measured = None

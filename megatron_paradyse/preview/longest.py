@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_paradyse.costs.description import CAUSAL
 from megatron_paradyse.costs.layers import LAYER, half_of
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.problem import Outcome, Problem
 from megatron_paradyse.preview.forecast import Forecast, alone, forecast
@@ -36,13 +38,18 @@ class Limit:
 
 @dataclass(frozen=True)
 class Longest:
-    """Limits in multiples of `alignment` tokens: ParaDySe's, and each strategy's alone."""
+    """Limits in multiples of `alignment` tokens: ParaDySe's, and each strategy's alone.
+
+    wide: ParaDySe's with a document over so many replicas as spread says, if that was asked.
+    """
 
     batch_size: int
     alignment: int
     paradyse: Limit
     forecast: Forecast | None  # at ParaDySe's limit
     single: tuple[Limit, ...]
+    spread: int = 1
+    wide: Limit | None = None
 
     def best(self, *, recompute: bool = True, offload: bool = True) -> Limit | None:
         """The single strategy that reaches furthest, of those that do neither, if told so."""
@@ -56,8 +63,11 @@ class Longest:
         return self.paradyse.tokens / best.tokens if best is not None and best.tokens else None
 
 
-def find_longest(setup: Setup, batch_size: int = 1) -> Longest:
-    """By bisection on the fitted costs; UserError without a budget."""
+def find_longest(setup: Setup, batch_size: int = 1, *, spread: int = 1) -> Longest:
+    """By bisection on the fitted costs; UserError without a budget.
+
+    spread: also of one document over so many replicas.
+    """
     if not setup.limited:
         raise UserError(
             "without a memory budget no sequence is too long: give --memory-budget, such as 76GiB"
@@ -90,7 +100,27 @@ def find_longest(setup: Setup, batch_size: int = 1) -> Longest:
     limit = Limit(
         PARADYSE, tokens, _profiled(setup, used, batch_size), found.outcome if found else None
     )
-    return Longest(batch_size, step, limit, found, tuple(single))
+    wide = _longest_over(setup, spread, step) if spread > 1 else None
+    return Longest(batch_size, step, limit, found, tuple(single), spread, wide)
+
+
+def _longest_over(setup: Setup, replicas: int, step: int) -> Limit:
+    """A document over the ranks of so many replicas: a wide row of its own."""
+    rows, d = setup.policy.rows, setup.description
+    if rows is None:
+        raise UserError(f"{setup.policies.costs.file.path} tells nothing of packed documents")
+
+    def planned(tokens: int) -> Outcome:
+        ranks, causal = d.p * replicas, d.attention_mask == CAUSAL
+        row = place([tokens], ranks, causal=causal, alignment=2 * ranks, window=d.common_window)
+        load = rows.load(replace(row, groups=replicas))
+        problem = setup.policy.problem(setup.layers, 1, load.seq_length, False, load)
+        return setup.policy.planner.plan(problem)
+
+    tokens = longest(lambda s: planned(s).fits, replicas * step)
+    outcome = planned(tokens) if tokens else None
+    used = _used(outcome) if outcome else []
+    return Limit(PARADYSE, tokens, replicas * _profiled(setup, used, 1) if used else 0, outcome)
 
 
 def longest(fits: Callable[[int], bool], step: int, *, most: int = MAX_SEQ_LENGTH) -> int:

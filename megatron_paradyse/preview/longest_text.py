@@ -66,6 +66,13 @@ def _paradyse(setup: Setup, found: Longest) -> str:
         best, ratio = found.best(**without), found.ratio(**without)
         if best is not None and ratio is not None:
             lines.append(f"It reaches {ratio:.3f} times as far as the best {words}, {_name(best)}.")
+    wide = found.wide
+    if wide is not None and wide.outcome is not None:
+        lines.append(
+            f"Packed, over {found.spread} replicas (--paradyse-spread {found.spread}), a document "
+            f"may have {wide.tokens:,} tokens: {wide.outcome.plan.runs()}, peak "
+            f"{bytes_text(wide.outcome.peak_bytes)}."
+        )
     return wrapped(" ".join(lines))
 
 
@@ -97,6 +104,8 @@ def longest_values(
     """The same for machines; seconds and bytes. "measured" only where it was."""
     d = setup.description
     values = {} if measured is None else {"measured": measured_values(measured)}
+    if found.wide is not None:
+        values["spread"] = {"replicas": found.spread, **_values(found.wide)}
     return values | {
         "costs": setup.policies.costs.file.path,
         "source": d.source,

@@ -143,3 +143,18 @@ def test_learned_positions_are_told_to_grow_with_the_length(tmp_path, costs):
     assert words in " ".join(run(learned, *budget).stdout.split())
     for known in ((costs, *budget), (learned, *budget, "--static-memory", "100MB")):
         assert words not in " ".join(run(*known).stdout.split())
+
+
+def test_a_document_over_replicas_may_be_as_many_times_as_long(costs):
+    """Nearly: its ranks hold keys of others, and the table of angles is of the whole document."""
+    arguments = (costs, "--memory-budget", "400MB")
+    found = json.loads(run(*arguments, "--spread", 4, "--json").output)
+    alone, wide = found["paradyse"]["tokens"], found["spread"]
+    assert wide["replicas"] == 4 and 3 * alone < wide["tokens"] <= 4 * alone
+    choices = parse_runs(wide["plan"]).layers.values()
+    assert wide["peak_bytes"] <= 400e6 and choices
+    told = " ".join(run(*arguments, "--spread", 4).output.split())
+    assert f"over 4 replicas (--paradyse-spread 4), a document may have {wide['tokens']:,}" in told
+    assert "spread" not in json.loads(run(*arguments, "--json").output)
+    refused = run(*arguments, "--spread", 4, "--batch-size", 2).output
+    assert "--spread 4 with --batch-size 2: a packed microbatch is one row" in refused
