@@ -80,7 +80,7 @@ class SwitchableLatentAttention(SwitchableAttention, MLASelfAttention):
     def angles(self, planned: PlannedMicrobatch | None, seq_length: int) -> tuple[Tensor, float]:
         """RoPE's table [longest document, 1, 1, d_rot], and the factor of its cosine and sine."""
         row = None if planned is None else planned.row
-        found = self.rotary_pos_emb(seq_length if row is None else max(row.lengths))
+        found = self.rotary_pos_emb(seq_length if row is None else row.longest)
         return found if isinstance(found, tuple) else (found, 1.0)
 
     def _latents(self, x: Tensor) -> Tensor:

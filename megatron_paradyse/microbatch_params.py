@@ -40,7 +40,7 @@ class RowParams(PackedSeqParams):
 
     def __post_init__(self):
         assert self.row is not None
-        self.max_seqlen_q = self.max_seqlen_kv = max(self.row.lengths)  # Megatron's RoPE table
+        self.max_seqlen_q = self.max_seqlen_kv = self.row.longest  # Megatron's RoPE table
 
     def following(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """For every row the row of its document's next token, and where there is none: both [s].
@@ -98,9 +98,11 @@ class PlannedMicrobatch(PackedSeqParams):
         """RoPE's table [longest, 1, 1, d_rot] -> angles [s, 1, 1, d_rot], anew at each document.
 
         In the order of positions, or by_rows of all ranks' rows. Made once for all layers; without
-        packed documents the table itself.
+        packed documents, or of one, the table itself.
         """
         if self.row is None:
+            return table
+        if len(self.row.lengths) == 1 and not by_rows and len(table) >= self.row.seq_length:
             return table
         known = self._angles.get(by_rows)
         if known is None or not known[0].is_set_to(table):

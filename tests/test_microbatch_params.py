@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -81,6 +83,16 @@ def test_angles_restart_at_each_document_in_either_order():
     by_rows = planned.angles(table, by_rows=True)
     assert by_rows.flatten().tolist() == [0.5, 1.5, 0.5, 1.5, 2.5, 3.5, 4.5, 0.5]
     assert planned.angles(table, by_rows=True) is by_rows  # made once for all layers
+
+
+def test_the_angles_of_one_document_are_the_table_itself():
+    """A wide row's would else be there twice, for all positions of all replicas."""
+    row = replace(contiguous((7,), 4, alignment=8), groups=2)
+    params = RowParams(row=row)
+    table = torch.arange(8.0).view(8, 1, 1, 1)
+    planned = planned_microbatch(params, row, None, plan=Plan({}), seed=0)
+    assert params.max_seqlen_q == 8 and planned.angles(table) is table
+    assert RowParams(row=SPREAD).max_seqlen_q == 5
 
 
 def test_megatrons_attention_does_not_see_packed_sequences():

@@ -72,6 +72,11 @@ class Row:
         return sum(self.lengths)
 
     @property
+    def longest(self) -> int:
+        """Positions for which angles are needed; of one document s: their table then serves all."""
+        return self.seq_length if len(self.lengths) == 1 else max(self.lengths)
+
+    @property
     def padding(self) -> int:
         """Tokens of no document."""
         return self.seq_length - self.num_tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from megatron_paradyse.packing.pack import Costs, Grid, Packing, pack
 
@@ -29,7 +30,7 @@ def pack_wide(lengths: Sequence[int], tokens: int | None, grid: Grid, costs: Cos
         return pack(lengths, tokens, grid, costs)
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     best: Packing | None = None
-    fewest_unfit = len(lengths)
+    fewest_unfit: float = inf
     for count in _wide_counts([lengths[number] for number in order], grid, costs):
         made = _pack_longest_wide(lengths, order, count, tokens, grid, costs)
         rounds, unfit = len(made.replicas[0]), _num_unfit(made)

@@ -34,10 +34,17 @@ Pairs = tuple[tuple[Half, Half, int], ...]  # attention, MLP, layers
 
 @dataclass(frozen=True)
 class _Made:
-    """The runs of like layers of a plan, and the most keys that a row may need to run it."""
+    """The runs of like layers of a plan, and the most keys that a row may need to run it.
+
+    single: it may hold one document only, whose angles are in no other table.
+    """
 
     pairs: Pairs
     keys_received: int
+    single: bool
+
+    def holds(self, load: Load) -> bool:
+        return load.keys_received <= self.keys_received and not (self.single and load.documents > 1)
 
 
 class RowPrices:
@@ -105,16 +112,21 @@ class RowPrices:
         return self._plans[key] or self._pool(s, p, groups)
 
     def _pool(self, s: int, p: int, groups: int) -> tuple[_Made, ...]:
-        found = [
+        found = [self._made(s, p, groups, 1.0, True, single=True)]
+        found += [
             self._made(s, p, groups, share, crosses)
             for share, crosses in MADE_FOR
             if crosses or groups == 1
         ]
         return tuple(dict.fromkeys(made for made in found if made is not None))
 
-    def _made(self, s: int, p: int, groups: int, share: float, crosses: bool) -> _Made | None:
+    def _made(
+        self, s: int, p: int, groups: int, share: float, crosses: bool, *, single: bool = False
+    ) -> _Made | None:
         """The plan of rows that hold so much; None if nothing fits."""
         load = _holding(self._packed.load_of_one(s, p), share, crosses, groups)
+        if single:
+            load = replace(load, documents=1)
         try:
             problem = self._policy.problem(self._layers, 1, s, False, load)
             outcome = self._policy.planner.plan(problem)
@@ -122,7 +134,7 @@ class RowPrices:
             return None
         if not outcome.fits:
             return None
-        return _Made(self._pairs(outcome.plan), load.keys_received)
+        return _Made(self._pairs(outcome.plan), load.keys_received, single)
 
     def _pairs(self, plan: Plan) -> Pairs:
         of = self._policy.operations or (lambda number: ALIKE)
@@ -142,7 +154,7 @@ class _Length:
     edge_seconds: float
 
     def seconds(self, load: Load) -> float | None:
-        fit = [made for made in self.plans if load.keys_received <= made.keys_received]
+        fit = [made for made in self.plans if made.holds(load)]
         if not fit:
             return None
         attention = {half: terms.seconds(load) for half, terms in self.terms.items()}

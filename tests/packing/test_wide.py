@@ -97,6 +97,8 @@ def test_where_nothing_fits_anywhere_the_documents_are_trained_all_the_same():
     packing = pack_wide([50] * 8, None, GRID, costs)
     microbatches = itertools.chain(*packing.replicas)
     assert {n for made in microbatches for n in made.documents} == set(range(8))
+    pair = pack_wide([50, 60], None, replace(GRID, num_replicas=2, spread=2), costs)
+    assert all(made.row.groups == 2 for replica in pair.replicas for made in replica)
 
 
 @pytest.mark.parametrize("distribution", ["githubcode", "grch38"])
