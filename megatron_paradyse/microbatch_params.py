@@ -18,6 +18,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.cumulative import row_of_cumulative
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
+from megatron_paradyse.strategies.collectives import all_gather
 from megatron_paradyse.strategies.host import to_device
 
 if TYPE_CHECKING:
@@ -42,24 +43,36 @@ class RowParams(PackedSeqParams):
         assert self.row is not None
         self.max_seqlen_q = self.max_seqlen_kv = self.row.longest  # Megatron's RoPE table
 
-    def following(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For every row the row of its document's next token, and where there is none: both [s].
+    def rolled(self, values: Tensor) -> Tensor:
+        """values [..., s], one for every row -> for every row its document's next, 0 at its end.
 
-        The first int64, 0 where there is none; made once for all tensors of a microbatch.
+        Of a wide row s is this group's, and values come from the others.
         """
-        assert self.row is not None
         if self._following is None:
-            rows = to_device(self.row.following(), device)
+            assert self.row is not None
+            rows = to_device(self._own(self.row.following()), values.device)
             self._following = rows.clamp(min=0), rows < 0
-        return self._following
+        if self.wide is not None:
+            values = torch.cat(tuple(all_gather(values[None], self.wide.peers)), dim=-1)
+        rows, ends = self._following
+        return values.index_select(-1, rows).masked_fill_(ends, 0)
 
     def sums(self, values: Tensor) -> Tensor:
         """values [1, s], a number for every row -> for every row the sum over its document."""
         assert self.row is not None
         if self._numbers is None:
-            self._numbers = to_device(self.row.numbers(), values.device)[None]
+            self._numbers = to_device(self._own(self.row.numbers()), values.device)[None]
         sums = values.new_zeros(1, 1 + len(self.row.lengths))
-        return sums.scatter_add_(1, self._numbers, values).gather(1, self._numbers)
+        sums.scatter_add_(1, self._numbers, values)
+        if self.wide is not None:
+            sums = all_gather(sums, self.wide.peers).sum(0, keepdim=True)
+        return sums.gather(1, self._numbers)
+
+    def _own(self, of_rows: np.ndarray) -> np.ndarray:
+        """Of the rows of all groups, those of this one."""
+        if self.wide is None:
+            return of_rows
+        return np.split(of_rows, self.wide.peers.size())[self.wide.peers.rank()]
 
 
 @dataclass

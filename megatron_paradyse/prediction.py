@@ -115,8 +115,7 @@ def _within_documents(roll):
                 params.cu_seqlens_q = params.cu_seqlens_q_padded
             return roll(tensor, shifts, dims, cp_group, params)
         assert shifts == dims == -1, (shifts, dims)
-        rows, ends = params.following(tensor.device)
-        rolled = tensor.index_select(-1, rows).masked_fill_(ends, 0)
+        rolled = params.rolled(tensor)
         return rolled, rolled.sum()
 
     return roll_tensor

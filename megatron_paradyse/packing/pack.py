@@ -113,7 +113,8 @@ def pack(lengths: Sequence[int], tokens: int | None, grid: Grid, costs: Costs) -
     tokens: of a microbatch at most; None: what is predicted to be fastest. Documents of like
     lengths share microbatches, or long ones are filled up with short ones: whichever is predicted
     to be faster. A longer document is a microbatch of its own; a row that does not fit is halved
-    until it does."""
+    until it does. grid.spread is for pack_wide (wide.py).
+    """
     if tokens is None:
         return _of_best_budget(lengths, grid, costs)
     makers = (like_lengths, filled_up)

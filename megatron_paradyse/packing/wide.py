@@ -23,8 +23,8 @@ def pack_wide(lengths: Sequence[int], tokens: int | None, grid: Grid, costs: Cos
 
     tokens: of a replica's microbatch at most, of a wide row so many for each replica. How many
     documents go wide is tried: the fewest that leave none that does not fit alone, and those with
-    more than a share of a replica's mean work. More do only where fewer then do not fit, or by a
-    gain that is worth what crosses between replicas, which costs do not tell.
+    more than a share of a replica's mean work. More do where fewer then do not fit, or where the
+    slowest replica is predicted to end sooner by WIDE_GAIN.
     """
     if grid.spread == 1:
         return pack(lengths, tokens, grid, costs)

@@ -32,11 +32,6 @@ def check_spread(args: argparse.Namespace) -> None:
             f"--paradyse-spread {spread} does not divide the {replicas} data-parallel replicas: "
             f"use {fitting}"
         )
-    if args.mtp_num_layers:
-        raise UserError(
-            f"--mtp-num-layers {args.mtp_num_layers} with --paradyse-spread {spread}: a token's "
-            "next ones may be on another replica: leave one of them out"
-        )
     _check_attention(args, settings)
 
 

@@ -29,6 +29,7 @@ MODELS = {
     "llama": LLAMA,
     "window": [*LLAMA, "--window-size", "24,0", "--window-attn-skip-freq", 2],
     "latent": LATENT,
+    "prediction": [*LLAMA, "--mtp-num-layers", 2],
 }
 
 
@@ -60,8 +61,19 @@ def wide_microbatches(folder) -> list[dict]:
         ("llama", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "fixed:megatron_ts"]),
         ("window", ["--paradyse-spread", 4, "--paradyse-policy", "random:2"]),
         ("latent", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "random:1"]),
+        ("prediction", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "random:3"]),
+        ("prediction", ["--paradyse-spread", 4, "--paradyse-policy", "random:4"]),
     ],
-    ids=["tp2-spread2", "tp1-dp4-spread2", "tp1-spread4", "megatron_ts", "window", "latent"],
+    ids=[
+        "tp2-spread2",
+        "tp1-dp4-spread2",
+        "tp1-spread4",
+        "megatron_ts",
+        "window",
+        "latent",
+        "prediction",
+        "tp1-prediction",
+    ],
 )
 def test_documents_over_replicas_train_as_one_by_one(model, flags, data, alone, tmp_path):
     trace = ["--paradyse-trace", tmp_path / "trace.jsonl", "--paradyse-verify-plans"]
@@ -115,10 +127,6 @@ NOT_WIDE = ["--paradyse-policy", "random:1", "--paradyse-strategies", "local_z"]
         (["--paradyse-spread", 2], "with --paradyse-sequences documents: only packed"),
         ([*ROWS, "--paradyse-spread", 3], "does not divide the 2 data-parallel replicas: use 2"),
         ([*ROWS, "--paradyse-spread", 0], "0 is not a number of replicas such as 4"),
-        (
-            [*ROWS, "--paradyse-spread", 2, "--mtp-num-layers", 1],
-            "--mtp-num-layers 1 with --paradyse-spread 2: a token's next ones",
-        ),
         (
             [*ROWS, "--paradyse-spread", 2, "--paradyse-policy", "fixed:local_z"],
             "local_z cannot run attention over 2 replicas (--paradyse-spread): use megatron_cz",
