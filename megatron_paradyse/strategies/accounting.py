@@ -222,6 +222,9 @@ def _sent_whatever_is_packed(base: str, operation: str, z: LayerSizes) -> tuple[
     rows = (z.n + 2 * heads) * z.d
     qkv_weight = rows * z.h * z.element_bytes
     forward, backward = _weights_sent(base, z, qkv_weight + z.proj_weight, rows)
+    if z.offset and base not in SPLIT_HEADS:
+        offsets = others * z.n // z.p * z.wide_bytes
+        forward, backward = forward + offsets, backward + offsets
     if base == "ulysses_z":
         inner = others * (z.q + z.kv_sent + z.q) // z.p
         return forward + inner, backward + inner

@@ -53,6 +53,7 @@ class LayerSizes:
     gated: bool = False
     bias: bool = False
     rope_channels: int = 0
+    offset: bool = False  # of the softmax: a logit of each head, as parameters
     narrow_values: bool = False  # of latents: proj has a copy of the output, without its padding
 
     @property
