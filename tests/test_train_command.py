@@ -119,6 +119,7 @@ def test_every_setting_reaches_the_training(tmp_path):
         "log": "compact",
         "sequences": "documents",
         "pack_tokens": "64K",
+        "spread": 2,
         "order": "bucketed",
         "long_documents": "split",
         "head_tile": False,
@@ -133,6 +134,7 @@ def test_every_setting_reaches_the_training(tmp_path):
     assert pairs["--paradyse-memory-margin"] == "0.05"
     assert pairs["--paradyse-head-tile"] == "off"
     assert pairs["--paradyse-mask-token"] == "103"
+    assert pairs["--paradyse-spread"] == "2"
     assert pairs["--paradyse-accept-costs"].startswith("--")
     assert {"--paradyse-no-correction", "--paradyse-no-profile"} < set(flags)
     assert pairs["--paradyse-config"] == path
