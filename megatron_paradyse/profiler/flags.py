@@ -35,6 +35,7 @@ DROPPED = {
     "--paradyse-log": 1,
     "--paradyse-strategies": 1,
     "--paradyse-pack-tokens": 1,
+    "--paradyse-spread": 1,
     "--pipeline-model-parallel-size": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,

@@ -38,6 +38,7 @@ from megatron_paradyse.whole_file import write_whole
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
 LIMIT_SECONDS = 300  # until a quick profile that hangs is given up
 SIMULATION_SECONDS = 300
+SECONDS_FOR_OTHERS = 5
 REMEDY = "give --paradyse-cost-model FILE, or --paradyse-policy fixed:megatron_ts"
 SAID_ERROR = re.compile(r"error(?: \(rank \d+\))?: (.*)")
 # Arguments that change no cost: what is learnt, logged, saved, read, and how long. A tokenizer
@@ -174,6 +175,11 @@ class Search:
             return None
         lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
         errors = [found[1] for line in lines if (found := SAID_ERROR.match(line))]
+        deadline = time.monotonic() + SECONDS_FOR_OTHERS
+        while not errors and time.monotonic() < deadline:  # another rank's child may say why
+            if self._store.check(["failed"]):
+                self._raise_failed()
+            time.sleep(0.1)
         return (errors or lines[-1:] or ["it said nothing"])[0][:300]
 
     def _simulate(self) -> None:

@@ -223,3 +223,30 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
         keys.add(auto_costs._key(args, args.paradyse_settings))
     assert len(keys) == 4
+
+
+TO_PROFILE = {  # of each setting a value that a run by cost may have
+    "policy": "optimal", "strategies": "metp,ulysses_z", "granularity": "layer",
+    "mixing_gain": "0.1", "accept_costs": None, "memory_budget": "1GiB", "host_memory": "64GiB",
+    "memory_margin": "0.05", "over_budget": "refuse", "smoothing": "0.1", "verify_plans": None,
+    "watchdog_seconds": "60", "correction": None, "profile": None, "offload": None,
+    "trace": "t.jsonl", "log": "compact", "sequences": "packed", "pack_tokens": "64K",
+    "spread": "2", "order": "bucketed", "long_documents": "split", "head_tile": "off",
+}  # fmt: skip
+NOT_TO_PROFILE = {"cost_model", "layers", "balance", "mask_token"}  # costs there; packed; a BERT
+
+
+def test_the_profile_at_the_start_parses_beside_every_setting(tmp_path, monkeypatch):
+    """It runs on the ranks of one replica, with documents one by one and a fixed strategy."""
+    assert {*TO_PROFILE, *NOT_TO_PROFILE} == set(Settings.__dataclass_fields__)
+    write_documents(tmp_path / "corpus", [20] * 10)
+    given = ["--vocab-size", "64", "--data-path", str(tmp_path / "corpus")]
+    for name, value in TO_PROFILE.items():
+        no = "no-" if name in ("correction", "profile") else ""
+        given += [f"--paradyse-{no}{name.replace('_', '-')}", *([value] if value else [])]
+    flags = megatron_flags(given, model_path=None, ranks=1)
+    args = parsed(monkeypatch, "--micro-batch-size", 1, *flags)
+    args.data_path = [str(tmp_path / "corpus")]
+    settings = validated(args).paradyse_settings
+    assert (settings.sequences, settings.policy) == ("documents", "fixed:megatron_ts")
+    assert (settings.spread, settings.head_tile) == (1, "off")
