@@ -123,7 +123,7 @@ def row_source(model: CostModel, correct: Correct, *, alignment: int) -> RowSour
 
 def _takes(strategy: str, half: str, load: Load | None) -> bool:
     if load is not None and load.groups > 1:
-        return half == MLP or takes_wide(strategy)
+        return base_name(strategy) != LOCAL and (half == MLP or takes_wide(strategy))
     return base_name(strategy) != LOCAL or (load is not None and not load.crosses)
 
 

@@ -154,10 +154,7 @@ class CostPolicy:
     ) -> Problem:
         """The numbers of one microbatch, as the planner sees them; load: of a packed one."""
         memory, budget = self.memory, self._room
-        kept = memory.embedding_kept(seq_length, batch_size)
-        if load is not None:  # the table of all groups, and of several documents each one's angles
-            tables = load.groups - 1 + (load.groups if load.documents > 1 else 0)
-            kept += tables * seq_length * memory.angle_bytes_per_position
+        kept = memory.embedding_kept(seq_length, batch_size) + memory.more_angles(seq_length, load)
         others, tail = 0, 0
         if not forward_only and memory.budget_bytes < UNLIMITED:  # else there is nothing to share
             others, tail = shares(budget - memory.static_bytes, memory.num_in_flight)

@@ -52,6 +52,17 @@ class StageMemory:
     margin: float = 0.0
     angle_bytes_per_position: int = 0
 
+    def more_angles(self, seq_length: int, load: Load | None) -> int:
+        """Bytes of angles beyond those of s positions that embedding_kept has.
+
+        A wide row's table is of all groups' positions; where there are several documents, each of
+        the row's positions has angles of its own besides.
+        """
+        if load is None:
+            return 0
+        tables = load.groups - 1 + (load.groups if load.documents > 1 else 0)
+        return tables * seq_length * self.angle_bytes_per_position
+
     def layers_on_host(self, seq_length: int, batch_size: int) -> int | None:
         """Of how many layers the inputs fit there, with every microbatch in flight; None: all."""
         each = self.input_bytes(seq_length, batch_size) * self.num_in_flight

@@ -66,6 +66,12 @@ def policy_options(command: Callable) -> Callable:
 )
 @click.option("--lengths", type=LENGTHS, help="Such as 1K,32K,300K.")
 @click.option("--documents", type=DOCUMENTS, help="Packed into one microbatch, such as 512,1K,4K.")
+@click.option(
+    "--spread",
+    type=click.IntRange(2),
+    metavar="REPLICAS",
+    help="--documents: over so many replicas (--paradyse-spread).",
+)
 @click.option("--policy", metavar="POLICY", help="optimal (default), heuristic[:no-mix,...].")
 @click.option(
     "--mixing-gain",
@@ -82,6 +88,7 @@ def policy_options(command: Callable) -> Callable:
 def plan(
     lengths: tuple[int, ...] | None,
     documents: tuple[int, ...] | None,
+    spread: int | None,
     pipeline_stages: int,
     pipeline_stage: int,
     microbatches: int | None,
@@ -109,6 +116,8 @@ def plan(
     grid = Grid(pipeline_stages, pipeline_stage, microbatches)
     if not (lengths or documents):
         raise UserError("nothing to plan: give --lengths, --documents, or both")
+    if spread is not None and documents is None:
+        raise UserError(f"--spread {spread} is of packed documents: give --documents too")
     if microbatches is not None and pipeline_stages == 1:
         raise UserError(
             f"--microbatches {microbatches} is of a pipeline: give --pipeline-stages too"
@@ -125,7 +134,7 @@ def plan(
     )
     found = [forecast(setup, s, batch_size, forward_only=forward_only) for s in lengths or ()]
     if documents is not None:
-        found.append(forecast_row(setup, documents, forward_only=forward_only))
+        found.append(forecast_row(setup, documents, forward_only=forward_only, spread=spread or 1))
     if as_json:
         click.echo(json.dumps(plan_values(setup, found)))
         return

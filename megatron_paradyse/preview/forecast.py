@@ -63,7 +63,9 @@ class Forecast:
         """What is planned for."""
         if self.row is None:
             return f"{self.seq_length:,} tokens"
-        return f"{self.row.num_tokens:,} tokens in {counted(len(self.row.lengths), 'document')}"
+        where = f", over {self.row.groups} replicas" if self.row.groups > 1 else ""
+        documents = counted(len(self.row.lengths), "document")
+        return f"{self.row.num_tokens:,} tokens in {documents}{where}"
 
     @property
     def seconds(self) -> float:
@@ -95,17 +97,34 @@ def forecast(
     return _forecast(setup, seq_length, (batch_size, planned), forward_only, rivals)
 
 
-def forecast_row(setup: Setup, documents: Sequence[int], *, forward_only: bool) -> Forecast:
-    """The same for one microbatch of these documents, placed as training places them."""
-    d = setup.description
+def forecast_row(
+    setup: Setup, documents: Sequence[int], *, forward_only: bool, spread: int = 1
+) -> Forecast:
+    """The same for one microbatch of these documents, placed as training places them.
+
+    spread: over so many replicas; their tokens are then those of each.
+    """
     rows = setup.policy.rows
     if rows is None:
         raise UserError(f"{setup.policies.costs.file.path} tells nothing of packed documents")
-    row = place(documents, d.p, causal=d.attention_mask == CAUSAL, window=d.common_window)
+    row = row_over(setup, documents, spread)
     load = rows.load(row)
     shape = (1, load.seq_length)
-    found = _forecast(setup, row.seq_length, shape, forward_only, True, load)
+    found = _forecast(setup, row.group_length, shape, forward_only, True, load)
     return dataclasses.replace(found, row=row)
+
+
+def row_over(setup: Setup, documents: Sequence[int], replicas: int) -> Row:
+    """The documents on the ranks of so many replicas."""
+    d = setup.description
+    row = place(
+        documents,
+        d.p * replicas,
+        causal=d.attention_mask == CAUSAL,
+        alignment=2 * d.p * replicas if replicas > 1 else None,
+        window=d.common_window,
+    )
+    return dataclasses.replace(row, groups=replicas)
 
 
 def _forecast(

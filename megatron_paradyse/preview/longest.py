@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron_paradyse.costs.description import CAUSAL
 from megatron_paradyse.costs.layers import LAYER, half_of
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.packing.placement import place
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.problem import Outcome, Problem
-from megatron_paradyse.preview.forecast import Forecast, alone, forecast
+from megatron_paradyse.preview.forecast import Forecast, alone, forecast, row_over
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import names_of_costs, offloads, recomputes
 from megatron_paradyse.units import MAX_SEQ_LENGTH
@@ -106,14 +104,12 @@ def find_longest(setup: Setup, batch_size: int = 1, *, spread: int = 1) -> Longe
 
 def _longest_over(setup: Setup, replicas: int, step: int) -> Limit:
     """A document over the ranks of so many replicas: a wide row of its own."""
-    rows, d = setup.policy.rows, setup.description
+    rows = setup.policy.rows
     if rows is None:
         raise UserError(f"{setup.policies.costs.file.path} tells nothing of packed documents")
 
     def planned(tokens: int) -> Outcome:
-        ranks, causal = d.p * replicas, d.attention_mask == CAUSAL
-        row = place([tokens], ranks, causal=causal, alignment=2 * ranks, window=d.common_window)
-        load = rows.load(replace(row, groups=replicas))
+        load = rows.load(row_over(setup, [tokens], replicas))
         problem = setup.policy.problem(setup.layers, 1, load.seq_length, False, load)
         return setup.policy.planner.plan(problem)
 

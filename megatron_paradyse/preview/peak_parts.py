@@ -51,14 +51,15 @@ def peak_parts(setup: Setup, found: Forecast) -> PeakParts:
     size = (found.planned_length, found.batch_size)
     base = base_bytes(problem, run)
     buffer = base - problem.base_bytes
-    embedding = memory.embedding_kept(*size)
+    embedding = memory.embedding_kept(*size) + memory.more_angles(size[0], found.load)
+    in_flight = problem.base_bytes - memory.static_bytes - embedding
     if not problem.gather_bytes:  # then the buffer is counted there, whatever the plan
         buffer = setup.stage.buffer_bytes_per_token * size[0] * size[1]
         embedding -= buffer
     return PeakParts(
         place,
         memory.static_bytes,
-        problem.base_bytes - memory.static_bytes - memory.embedding_kept(*size),
+        in_flight,
         embedding,
         buffer,
         kept,

@@ -155,6 +155,8 @@ def plan_values(setup: Setup, found: Sequence[Forecast]) -> dict[str, Any]:
 
 def _values(setup: Setup, one: Forecast) -> dict[str, Any]:
     packed = {} if one.row is None else {"documents": len(one.row.lengths)}
+    if one.row is not None and one.row.groups > 1:
+        packed["replicas"] = one.row.groups
     return {
         "seq_length": one.seq_length,
         **packed,

@@ -262,7 +262,8 @@ def test_wide_rows_are_planned_as_well_as_can_be_by_what_runs_over_groups(row, b
     assert (outcome.fits, outcome.seconds) == (fits, pytest.approx(seconds))
     offered = {choice.name for layer in problem.layers.values() for choice in layer.attention}
     assert {base_name(name) for name in offered} == set(BASES)
-    assert "local_z" in {choice.name for layer in problem.layers.values() for choice in layer.mlp}
+    of_mlp = {choice.name for layer in problem.layers.values() for choice in layer.mlp}
+    assert {base_name(name) for name in of_mlp} == set(BASES)
     exact = dataclasses.replace(load_of(row, causal=True), seq_length=load.seq_length)
     best = chooses.planner.plan(chooses.problem(LAYERS, 1, exact.seq_length, False, exact))
     priced = prices(file, budget_mib).seconds(row)

@@ -240,3 +240,22 @@ def test_documents_are_planned_as_the_row_that_training_would_make(costs):
     printed = run("plan", costs, "--documents", text, "--explain").output
     assert f"{sum(documents)} tokens in 6 documents" in printed
     assert "20 tokens in 1 document:" in run("plan", costs, "--documents", "20").output
+
+
+def test_documents_over_replicas_are_planned_as_the_wide_row_of_training(costs):
+    """By strategies that run one; the parts of its peak are all of it."""
+    options = ("--documents", "600,20", "--spread", 2, "--memory-budget", "1GB")
+    (wide,) = json.loads(run("plan", costs, *options, "--json").output)["lengths"]
+    assert (wide["replicas"], wide["documents"]) == (2, 2) and "local_z" not in wide["plan"]
+    (alone,) = json.loads(run("plan", costs, *options[:2], *options[4:], "--json").output)[
+        "lengths"
+    ]
+    assert 2 * wide["seq_length"] >= 620 and wide["peak_bytes"] < alone["peak_bytes"]
+    for one in (wide, alone):
+        parts = {name: value for name, value in one["peak"].items() if name != "place"}
+        assert sum(parts.values()) == pytest.approx(one["peak_bytes"], abs=2)
+        assert parts["in_flight"] == 0
+    printed = run("plan", costs, *options, "--explain").output
+    assert "620 tokens in 2 documents, over 2 replicas" in printed
+    refused = run("plan", costs, "--lengths", "1K", "--spread", 2).output
+    assert "--spread 2 is of packed documents: give --documents too" in refused
