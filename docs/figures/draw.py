@@ -1,4 +1,4 @@
-"""Draws the figures of docs/concepts.md and docs/strategies.md.
+"""Draws the figures of docs/concepts.md, docs/packing.md and docs/strategies.md.
 
     python docs/figures/draw.py [--png] [FOLDER]
 
@@ -21,6 +21,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from packing_drawing import draw_replicas
 from strategy_drawings import DRAWINGS
 
 
@@ -83,6 +84,7 @@ def main(folder: Path, *, png: bool) -> None:
     ):
         figures = {f"strategy-{name}": draw_strategy(name) for name in DRAWINGS}
         figures |= {"layout": draw_layout(), "plan": draw_plan(), "peak": draw_peak()}
+        figures["replicas"] = draw_replicas()
         for name, figure in figures.items():
             (folder / f"{name}.svg").write_text(as_svg(figure, name), encoding="utf-8")
             if png:
