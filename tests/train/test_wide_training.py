@@ -10,7 +10,7 @@ import pytest
 from tests.train.harness import LATENT, LLAMA, attempt, train, write_documents
 from tests.train.synthetic_costs import write_costs
 
-ITERATIONS = 5
+ITERATIONS = 3
 LENGTHS = np.random.default_rng(6).integers(2, 60, size=60).tolist() + [300, 280, 250, 310] * 5
 ROWS = ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", 96]
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -62,7 +62,6 @@ def wide_microbatches(folder) -> list[dict]:
         ("window", ["--paradyse-spread", 4, "--paradyse-policy", "random:2"]),
         ("latent", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "random:1"]),
         ("prediction", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "random:3"]),
-        ("prediction", ["--paradyse-spread", 4, "--paradyse-policy", "random:4"]),
     ],
     ids=[
         "tp2-spread2",
@@ -72,7 +71,6 @@ def wide_microbatches(folder) -> list[dict]:
         "window",
         "latent",
         "prediction",
-        "tp1-prediction",
     ],
 )
 def test_documents_over_replicas_train_as_one_by_one(model, flags, data, alone, tmp_path):
@@ -82,7 +80,7 @@ def test_documents_over_replicas_train_as_one_by_one(model, flags, data, alone, 
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(run.values(name), expected.values(name), rtol=1e-5)
     np.testing.assert_array_equal(run.values("tokens"), expected.values("tokens"))
-    assert sum(r["tokens"] >= 250 for r in wide_microbatches(tmp_path)) >= 4
+    assert sum(r["tokens"] >= 250 for r in wide_microbatches(tmp_path)) >= 2
 
 
 def test_what_fits_on_no_replica_goes_over_two_by_cost(data, alone, tmp_path):
@@ -96,7 +94,7 @@ def test_what_fits_on_no_replica_goes_over_two_by_cost(data, alone, tmp_path):
         np.testing.assert_allclose(run.values(name), alone("llama").values(name), rtol=1e-5)
     assert "no plan" not in run.stdout + run.stderr
     wide = wide_microbatches(tmp_path)
-    assert sum(r["tokens"] >= 280 for r in wide) >= 4
+    assert sum(r["tokens"] >= 280 for r in wide) >= 2
     assert max(r["predicted_peak_bytes"] for r in wide) * 1.03 <= 13e6
 
 
