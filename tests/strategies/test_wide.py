@@ -6,7 +6,9 @@ Each group has all weights, in shards; gradients of the groups add up, as replic
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,13 @@ import torch.distributed as dist
 
 from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.packing.work import keys_moved
-from megatron_paradyse.strategies import get_strategy, strategy_names, takes_wide
+from megatron_paradyse.strategies import (
+    blocks,
+    get_strategy,
+    routes,
+    strategy_names,
+    takes_wide,
+)
 from megatron_paradyse.strategies.accounting import packed_attention_sent
 from megatron_paradyse.strategies.collectives import Communication, count_communication
 from megatron_paradyse.strategies.contract import Wide
@@ -178,3 +186,46 @@ def test_which_strategies_run_wide_rows_is_known_without_loading_them():
     wide = {name for name in names if get_strategy(name).takes_wide}
     assert wide == set(strategy_names()) == {name for name in names if takes_wide(name)}
     assert takes_wide("metp+offload") and not takes_wide("local_z+recompute")
+
+
+class _Stays(routes._ReturningGradient):
+    """Gradients of keys from elsewhere are forgotten."""
+
+    def add(self, grad):
+        if self._sum is None:
+            self._sum = grad
+
+
+def _of_the_next_group(microbatch, index):
+    return blocks.group_spans(microbatch, (index + 1) % microbatch.wide.peers.size())
+
+
+PACKAGE = "megatron_paradyse.strategies"
+BROKEN = {
+    "gradients stay": ("megatron_cz", {f"{PACKAGE}.routes._ReturningGradient": _Stays}),
+    "gradients of heads stay": ("megatron_ts", {f"{PACKAGE}.routes._ReturningGradient": _Stays}),
+    "other positions": (
+        "ulysses_z",
+        {f"{PACKAGE}.head_attention.group_spans": _of_the_next_group},
+    ),
+}
+
+
+def _run_broken(ranks, name: str):
+    strategy, patches = BROKEN[name]
+    wide = CASES[f"{strategy}-p2-causal-n4g2-b=1-rope=half-one document"]
+    with ExitStack() as stack:
+        for target, wrong in patches.items():
+            stack.enter_context(patch(target, wrong))
+        return _run(ranks, wide)
+
+
+@functools.cache
+def _broken_results():
+    return run_ranks(RANKS, _run_broken, {name: name for name in BROKEN})
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_check_notices_what_is_broken_between_groups(name):
+    errors = combine([errors for errors, *_ in _broken_results()[name]])
+    assert max(error.relative for error in errors.values()) > 100 * FLOAT32_TOLERANCE
