@@ -29,8 +29,6 @@ MODELS = {
         {**ROPE, **WINDOWS, "--window-attn-skip-freq": 3, "--no-rope-freq": "[0,0,1,0,1,0]"},
         {"attention@3": [3], "attention@5": [5], "attention@6": [6]},
     ),
-    "one in three not rotated": ({**ROPE, "--no-rope-freq": 3}, {"attention@3": [3, 6]}),
-    "experts": ({**EXPERTS, "--moe-layer-freq": "[0,1,1,0,1,1]"}, {"mlp@2": [2, 3, 5, 6]}),
     "experts that Megatron runs again": (
         {
             **EXPERTS,

@@ -57,9 +57,9 @@ EXPERTS += ["--moe-router-load-balancing-type", "none"]
 
 
 def test_experts_train_on_rows_as_on_documents_one_by_one(data, tmp_path):
-    alone = train(tmp_path / "alone", *data, *EXPERTS, "--train-iters", 4, ranks=1)
+    alone = train(tmp_path / "alone", *data, *EXPERTS, "--train-iters", 2, ranks=1)
     policy = ["--paradyse-policy", "random:1", *TP2]
-    rows = train(tmp_path / "rows", *data, *EXPERTS, *BY_FLAG, *policy, "--train-iters", 4, ranks=2)
+    rows = train(tmp_path / "rows", *data, *EXPERTS, *BY_FLAG, *policy, "--train-iters", 2, ranks=2)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(rows.values(name), alone.values(name), rtol=1e-5)
 
