@@ -176,7 +176,8 @@ def _priced(
     if len(documents) == 1 and grid.groups == 1:
         return Microbatch(documents, None, costs.alone(*of_row))
     row = place(of_row, grid.p, causal=grid.causal, alignment=grid.alignment, window=grid.window)
-    row = replace(row, groups=grid.groups)
+    if grid.groups > 1:
+        row = replace(row, groups=grid.groups)
     seconds = costs.row(row)
     if seconds is None and len(documents) == 1:
         return Microbatch(documents, row, costs.alone(*of_row) / grid.groups, fits=False)
