@@ -70,9 +70,8 @@ class RowParams(PackedSeqParams):
 
     def _own(self, of_rows: np.ndarray) -> np.ndarray:
         """Of the rows of all groups, those of this one."""
-        if self.wide is None:
-            return of_rows
-        return np.split(of_rows, self.wide.peers.size())[self.wide.peers.rank()]
+        assert self.row is not None
+        return of_rows[self.row.rows_of(self.wide.peers.rank() if self.wide else 0)]
 
 
 @dataclass

@@ -87,14 +87,18 @@ class PackedShares(torch.utils.data.Dataset):
             microbatches.append(PackedMicrobatch(of_row, made.row, s, place))
             if self._reads_tokens:
                 samples = [self._stream.tokens(first + number) for number in made.documents]
-                parts.append(collate_row(samples, made.row, s)[:, place * s : (place + 1) * s])
+                if made.row is None:
+                    parts.append(collate_row(samples, None, s))
+                else:
+                    whole = collate_row(samples, made.row, made.row.seq_length)
+                    parts.append(whole[:, made.row.rows_of(place)])
         tokens = torch.from_numpy(np.concatenate(parts, axis=1)) if parts else None
         return Share(tuple(microbatches), tokens)
 
 
 def collate_row(samples: Sequence[np.ndarray], row: Row | None, seq_length: int) -> np.ndarray:
-    """Inputs and labels, int32 [2, s], of samples of lengths + 1 tokens; s is the row's if any."""
-    both = np.zeros((2, seq_length if row is None else row.seq_length), dtype=np.int32)
+    """Inputs and labels, int32 [2, s], of samples of lengths + 1 tokens."""
+    both = np.zeros((2, seq_length), dtype=np.int32)
     both[1] = NO_LABEL
     stop = 0
     for sample in samples:

@@ -59,6 +59,10 @@ class Row:
         """Ranks of a group: p where there is one."""
         return self.p // self.groups
 
+    def rows_of(self, group: int) -> slice:
+        """Of the rows of all ranks, one after the other, those of a group."""
+        return slice(group * self.group_length, (group + 1) * self.group_length)
+
     @property
     def by_groups(self) -> Row:
         """The same with each group as one rank that holds its tokens in the order of positions."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_paradyse.moments import slowest_seconds
 from megatron_paradyse.simulator.network import COLLECTIVES, AlphaBeta, Network, write_network
 from megatron_paradyse.strategies import transport
 
@@ -63,25 +63,12 @@ def fit_alpha_beta(points: list[tuple[float, float]]) -> AlphaBeta:
 def _point(name: str, size: int, group, device: str) -> tuple[float, float]:
     """(sent bytes, seconds) for messages of `size` bytes: median over runs of the slowest rank."""
     begin, sent = _communication(name, torch.ones(size, dtype=torch.uint8, device=device), group)
-    _timed(begin, group, device)
-    once = _timed(begin, group, device)
+    slowest_seconds(begin, group, device)
+    once = slowest_seconds(begin, group, device)
     repetitions = max(2, min(MAX_REPETITIONS, int(SECONDS_PER_SIZE / once)))
-    return sent, statistics.median(_timed(begin, group, device) for _ in range(repetitions))
-
-
-def _timed(begin: Callable[[], list], group, device: str) -> float:
-    """Seconds of one run, the slowest rank's."""
-    dist.barrier(group)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for work in begin():
-        work.wait()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = torch.tensor([time.perf_counter() - start], device=device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    return float(seconds)
+    return sent, statistics.median(
+        slowest_seconds(begin, group, device) for _ in range(repetitions)
+    )
 
 
 def _communication(name: str, x: Tensor, group) -> tuple[Callable[[], list], float]:

@@ -111,7 +111,7 @@ def before_validation(args: argparse.Namespace) -> None:
     check_latent(args)
     check_prediction(args)
     check_edges(args)
-    check_strategies(args)
+    names = check_strategies(args)
     spec = SPECS[args.paradyse_model]
     if args.spec is not None and list(args.spec) != spec:
         raise UserError(
@@ -125,7 +125,7 @@ def before_validation(args: argparse.Namespace) -> None:
     if args.paradyse_settings.sequences != FIXED:
         prepare_documents(args)
     check_ranks(args)
-    check_spread(args)
+    check_spread(args, names)
 
 
 def after_validation(args: argparse.Namespace) -> None:

@@ -82,8 +82,8 @@ class PackedStep:
 def _positions(microbatch: PackedMicrobatch, device: torch.device) -> torch.Tensor:
     if microbatch.row is None:
         return torch.arange(microbatch.seq_length, device=device)
-    s, places = microbatch.seq_length, microbatch.row.places(by_rows=True)
-    return to_device(places[microbatch.place * s : (microbatch.place + 1) * s], device)
+    own = microbatch.row.rows_of(microbatch.place)
+    return to_device(microbatch.row.places(by_rows=True)[own], device)
 
 
 def _broadcast_microbatches(share: Share | None) -> tuple[PackedMicrobatch, ...]:

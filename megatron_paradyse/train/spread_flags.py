@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.planner.cost_settings import read_costs
-from megatron_paradyse.policy import RandomPolicy, cost_policy_kind, make_policy
-from megatron_paradyse.settings import PACKED, Settings
+from megatron_paradyse.policy import make_policy
+from megatron_paradyse.settings import PACKED
 from megatron_paradyse.strategies import check_takes_wide, takes_wide
 from megatron_paradyse.train.model_layers import count_layers
 
 
-def check_spread(args: argparse.Namespace) -> None:
-    """Before Megatron validates them; UserError for what cannot run."""
+def check_spread(args: argparse.Namespace, names: tuple[str, ...]) -> None:
+    """Before Megatron validates them; UserError for what cannot run.
+
+    names: the strategies that plans may name; none where that is still open.
+    """
     settings = args.paradyse_settings
     spread = settings.spread
     if spread == 1:
@@ -32,27 +34,19 @@ def check_spread(args: argparse.Namespace) -> None:
             f"--paradyse-spread {spread} does not divide the {replicas} data-parallel replicas: "
             f"use {fitting}"
         )
-    _check_attention(args, settings)
+    _check_attention(args, names)
 
 
-def _check_attention(args: argparse.Namespace, settings: Settings) -> None:
+def _check_attention(args: argparse.Namespace, names: tuple[str, ...]) -> None:
     """Some strategy that the policy may choose for attention must run over replicas, or all that
     it always chooses.
     """
-    if cost_policy_kind(settings):
-        names = settings.strategies or ()
-        if settings.cost_model is not None:
-            names = read_costs(settings).strategies
-        some = not names or any(takes_wide(name) for name in names)
-    else:
-        policy = make_policy(settings)
-        names = policy.strategies
-        some = any(takes_wide(name) for name in names)
-        if not isinstance(policy, RandomPolicy) and args.num_layers:
-            plan = policy.plan(1, 1, range(1, count_layers(args) + 1))
-            for name in sorted({choice.attention for choice in plan.layers.values()}):
-                check_takes_wide(name, settings.spread)
-    if not some:
+    settings = args.paradyse_settings
+    if settings.policy.startswith(("fixed:", "plan:")) and args.num_layers:
+        plan = make_policy(settings).plan(1, 1, range(1, count_layers(args) + 1))
+        for name in sorted({choice.attention for choice in plan.layers.values()}):
+            check_takes_wide(name, settings.spread)
+    if names and not any(takes_wide(name) for name in names):
         raise UserError(
             f"--paradyse-spread {settings.spread} with {', '.join(names)}, none of which runs "
             "attention over several replicas: allow megatron_cz, which runs any"

@@ -28,11 +28,14 @@ from megatron_paradyse.train.model_layers import count_layers
 from megatron_paradyse.units import parse_bytes
 
 
-def check_strategies(args: argparse.Namespace) -> None:
-    """Every strategy that the policy may choose must be able to run this model on p ranks."""
+def check_strategies(args: argparse.Namespace) -> tuple[str, ...]:
+    """Every strategy that the policy may choose must be able to run this model on p ranks.
+
+    Returns these; none where that is still open.
+    """
     heads = args.num_attention_heads
     if not heads:
-        return  # Megatron says that it is missing
+        return ()  # Megatron says that it is missing
     shape = AttentionShape(
         num_heads=heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
@@ -62,6 +65,7 @@ def check_strategies(args: argparse.Namespace) -> None:
     if problem is not None and not names:  # costs of our own choosing
         names = (MEGATRON_TS, MEGATRON_TS + RECOMPUTE)
         args.paradyse_settings = dataclasses.replace(settings, strategies=names)
+    return names
 
 
 def only_megatron_ts(args: argparse.Namespace) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from datetime import timedelta
 
 import torch
@@ -11,8 +10,10 @@ from megatron.core import mpu
 from megatron.training import get_args
 from torch.distributed import ProcessGroup
 
+from megatron_paradyse.moments import slowest_seconds
 from megatron_paradyse.strategies import transport
 from megatron_paradyse.strategies.contract import Wide
+from megatron_paradyse.strategies.transport import Works
 from megatron_paradyse.train.batch import device_of_rank
 
 MESSAGE_BYTES, TIMES = 1 << 26, 5
@@ -72,15 +73,9 @@ def bytes_per_second() -> float:
     )
     into = torch.empty_like(x)
     away = {"to": (rank + w // 2) % w, "source": (rank - w // 2) % w}
-    seconds = []
-    for _ in range(1 + TIMES):  # the first makes connections
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        for work in transport.exchange(into, x, group, **away):
-            work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(seconds[1:])], device=device)
-    torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
-    return x.nbytes / float(slowest)
+
+    def begin() -> Works:
+        return transport.exchange(into, x, group, **away)
+
+    seconds = [slowest_seconds(begin, None, device.type) for _ in range(1 + TIMES)]
+    return x.nbytes / statistics.median(seconds[1:])  # the first makes connections
