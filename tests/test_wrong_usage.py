@@ -130,7 +130,7 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PREPARE, "costs.json"), "costs.json:1: not a JSON object", "write one object a line"),
     (
         (*PREPARE, "folder", "--key", "body"),
-        "--key is of --source jsonl, and this is tree",
+        "--key is of --source jsonl or chat, and this is tree",
         "leave",
     ),
     ((*PREPARE, "trace.jsonl", "--suffix", ".c"), "--suffix is of --source tree", "leave it out"),

@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_paradyse.errors import UserError
 from megatron_paradyse.option_types import COUNT, RATIO, json_option
 from megatron_paradyse.units import counted
 
 if TYPE_CHECKING:
     from megatron_paradyse.data.metadata import DatasetMetadata
 
-JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
-FASTA_SUFFIXES = (".fa", ".fasta", ".fna", ".ffn", ".frn")
-OF_SOURCE = {"suffix": "tree", "exclude": "tree", "key": "jsonl", "split_bases": "fasta"}
 # Written out here, because help must not import what builds them; a test compares.
 MEGATRON_TOKENIZERS = (
     "HuggingFaceTokenizer",
@@ -50,16 +46,17 @@ def data() -> None:
 @output_prefix
 @click.option(
     "--source",
-    type=click.Choice(["auto", "tree", "jsonl", "fasta"]),
+    type=click.Choice(["auto", "tree", "jsonl", "fasta", "chat"]),
     default="auto",
     show_default=True,
-    help="What INPUT is; auto: a folder is a tree, files by their suffix.",
+    help="What INPUT is; auto: a folder is a tree, files by their suffix. chat: conversations, in "
+    "JSONL.",
 )
 @click.option(
     "--tokenizer",
     "--tokenizer-type",
-    type=click.Choice(["bytes", "kmer", *MEGATRON_TOKENIZERS]),
-    help="Default: kmer for FASTA, else bytes.",
+    type=click.Choice(["bytes", "kmer", *MEGATRON_TOKENIZERS, "SFTTokenizer"]),
+    help="Default: kmer for FASTA, HuggingFaceTokenizer for chat, else bytes.",
 )
 @click.option("--kmer", type=int, metavar="K", help="kmer: bases.  [default: 3]")
 @click.option("--tokenizer-model", metavar="PATH", help="File or folder of a Megatron tokenizer.")
@@ -67,13 +64,29 @@ def data() -> None:
 @click.option("--merge-file", metavar="PATH", help="GPT2BPETokenizer: merges.txt.")
 @click.option("--suffix", multiple=True, metavar=".EXT", help="tree: files to take [.py].")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="tree: also leave these out.")
-@click.option("--key", help="jsonl: where the text is.  [default: text]")
+@click.option("--key", help="jsonl: where the text is; chat: messages.  [default: text, messages]")
+@click.option(
+    "--prompt-key",
+    metavar="KEY",
+    help="jsonl: where a prompt is that is not learnt; --key: what follows.  [default: completion]",
+)
+@click.option(
+    "--learn",
+    type=click.Choice(["assistant", "last", "all"]),
+    help="chat: the assistant's turns, the last of them, or all that is written.  [default: "
+    "assistant]",
+)
+@click.option("--chat-template", metavar="FILE", help="chat: in place of the tokenizer's own.")
+@click.option(
+    "--sft-tokenizer-prompt-format",
+    metavar="FORMAT",
+    help="SFTTokenizer: as for Megatron's --sft.  [default: nemotron-h-aligned]",
+)
 @click.option("--split-bases", type=COUNT, metavar="N", help="fasta: N bases a document.")
 @click.option(
     "--append-eod/--no-append-eod",
-    default=True,
-    show_default=True,
-    help="End each document with the end-of-document token.",
+    default=None,
+    help="End each document with the end-of-document token.  [default: yes; chat: no]",
 )
 @click.option("--strict", is_flag=True, help="An empty document is an error, not left out.")
 @click.option("--max-documents", type=COUNT, metavar="N", help="Stop after N documents.")
@@ -82,26 +95,31 @@ def data() -> None:
 def prepare(inputs: tuple[str, ...], output_prefix: str, as_json: bool, **options: Any) -> None:
     """Turn source files, JSONL or FASTA (.gz too) into a data set; one document, one sequence.
 
-    A tree leaves out symbolic links, site-packages, __pycache__, .git and the like. K = 1024.
+    A tree leaves out symbolic links, site-packages, __pycache__, .git and the like. K = 1024. Of
+    prompts and conversations PREFIX.targets says which tokens are learnt.
 
     \b
     Examples:
       megatron-paradyse data prepare my_project/ -o data/code
+      megatron-paradyse data prepare chats.jsonl --source chat -o data/chats \\
+          --tokenizer-model my_tokenizer/
+      megatron-paradyse data prepare questions.jsonl --prompt-key question --key answer -o data/qa
       megatron-paradyse data prepare docs.jsonl.gz --key body -o data/docs \\
           --tokenizer GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
       megatron-paradyse data prepare GRCh38.fa.gz --split-bases 1M -o data/grch38
     """
     from megatron_paradyse.data import prepare as work
+    from megatron_paradyse.data import prepare_inputs as prepared
 
-    source_kind = _source_kind(inputs, options["source"])
-    name = options["tokenizer"] or ("kmer" if source_kind == "fasta" else "bytes")
-    _check_used(source_kind, name, options)
-    source = _source(source_kind, inputs, options)
+    kind = prepared.kind_of(inputs, options["source"])
+    tokenizer = prepared.tokenizer_name(kind, options)
+    source = prepared.make_source(kind, inputs, options)
+    append_eod = options["append_eod"]
     metadata = work.prepare(
         source,
-        _tokenizer(name, options),
+        prepared.make_tokenizer(kind, tokenizer, options),
         output_prefix,
-        append_eod=options["append_eod"],
+        append_eod=kind != "chat" if append_eod is None else append_eod,
         strict=options["strict"],
         max_documents=options["max_documents"],
         overwrite=options["overwrite"],
@@ -191,82 +209,22 @@ def synthesize(output_prefix: str, documents: int, as_json: bool, **options: Any
     _report(output_prefix, metadata, as_json)
 
 
-def _source_kind(inputs: tuple[str, ...], asked: str) -> str:
-    if asked != "auto":
-        return asked
-    kinds = set()
-    for path in inputs:
-        name = path.lower().removesuffix(".gz")
-        if os.path.isdir(path):
-            kinds.add("tree")
-        elif name.endswith(JSONL_SUFFIXES):
-            kinds.add("jsonl")
-        elif name.endswith(FASTA_SUFFIXES):
-            kinds.add("fasta")
-        elif not os.path.exists(path):
-            raise UserError(f"{path} does not exist: check the path")
-        else:
-            raise UserError(f"{path}: unknown kind of file: give --source tree, jsonl or fasta")
-    if len(kinds) > 1:
-        raise UserError(f"inputs of kinds {', '.join(sorted(kinds))}: prepare each kind alone")
-    return kinds.pop()
-
-
-def _check_used(kind: str, tokenizer: str, options: dict[str, Any]) -> None:
-    """UserError for an option of another kind of source, or of another tokenizer."""
-    for name, its in OF_SOURCE.items():
-        if options[name] not in (None, ()) and kind != its:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is of --source {its}, and this is {kind}: leave it out")
-    if options["kmer"] is not None and tokenizer != "kmer":
-        raise UserError(f"--kmer with --tokenizer {tokenizer}: leave it out, or --tokenizer kmer")
-
-
-def _source(kind: str, inputs: tuple[str, ...], options: dict[str, Any]) -> Any:
-    from megatron_paradyse.data import fasta, sources
-
-    if kind == "tree":
-        return sources.TreeSource(
-            inputs,
-            suffixes=options["suffix"] or sources.DEFAULT_SUFFIXES,
-            exclude=(*sources.DEFAULT_EXCLUDES, *options["exclude"]),
-        )
-    if kind == "jsonl":
-        key = options["key"]
-        return sources.JsonlSource(inputs, key="text" if key is None else key)
-    return fasta.FastaSource(inputs, split_bases=options["split_bases"])
-
-
-def _tokenizer(name: str, options: dict[str, Any]) -> Any:
-    from megatron_paradyse.data import tokenizers
-
-    files = {
-        "model": options["tokenizer_model"],
-        "vocab_file": options["vocab_file"],
-        "merge_file": options["merge_file"],
-    }
-    if name in MEGATRON_TOKENIZERS:
-        from megatron_paradyse.data.megatron_tokenizers import MegatronTokenizer
-
-        return MegatronTokenizer(name, **files)
-    if any(files.values()):
-        raise UserError(f"--tokenizer {name} reads no files: name the type with --tokenizer")
-    if name == "bytes":
-        return tokenizers.BytesTokenizer()
-    kmer = options["kmer"]
-    return tokenizers.KmerTokenizer() if kmer is None else tokenizers.KmerTokenizer(kmer)
-
-
 def _report(prefix: str, metadata: DatasetMetadata, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"prefix": prefix, **dataclasses.asdict(metadata)}, indent=2))
         return
     empty = metadata.num_empty_documents
+    suffixes = ".bin, .idx, .json"
+    if metadata.num_target_tokens is not None:
+        suffixes = ".bin, .idx, .targets, .json"
     left_out = f"; left out {empty:,} empty" if empty else ""
     click.echo(
-        f"{prefix}.bin, .idx, .json: {counted(metadata.num_documents, 'document')}, "
+        f"{prefix}{suffixes}: {counted(metadata.num_documents, 'document')}, "
         f"{metadata.num_tokens:,} tokens, longest {metadata.max_document_tokens:,}{left_out}"
     )
+    if metadata.num_target_tokens is not None:
+        share = metadata.num_target_tokens / metadata.num_tokens
+        click.echo(f"{metadata.num_target_tokens:,} tokens are learnt, {share:.1%}")
     click.echo(
         f"tokenizer {metadata.tokenizer}, vocabulary {metadata.vocab_size:,} ({metadata.dtype})"
     )

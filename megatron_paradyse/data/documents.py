@@ -3,18 +3,20 @@
 A document of t tokens has t - 1 next-token predictions. With --seq-length S it becomes
 ceil((t - 1) / S) samples; sample k reads tokens [k S, min((k + 1) S, t - 1)] inclusive, so that
 neighbours share one token, every prediction is made exactly once, and no sample has more than S
-inputs. Documents of fewer than two tokens have nothing to predict and are left out, with a count.
+inputs. Documents of fewer than two tokens have nothing to predict and are left out, with a count;
+so are samples in which no token is learnt, where the data set says which are (targets.py).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from megatron_paradyse.data import targets
 from megatron_paradyse.errors import UserError
 
 
@@ -31,9 +33,16 @@ class SampleTable:
     length: np.ndarray
     num_short: int  # documents left out: fewer than two tokens
     num_truncated: int  # documents that lost their tail
+    num_unlearnt: int = 0  # samples left out: none of their tokens is learnt
 
     def __len__(self) -> int:
         return len(self.length)
+
+    def chosen(self, learnt: np.ndarray) -> SampleTable:
+        """The samples of which some tokens are learnt, learnt [samples] of them."""
+        kept = learnt > 0
+        columns = {name: getattr(self, name)[kept] for name in ("document", "start", "length")}
+        return replace(self, **columns, num_unlearnt=len(self) - int(kept.sum()))
 
 
 def build_sample_table(
@@ -69,7 +78,8 @@ def build_sample_table(
 class DocumentDataset:
     """Samples of a contiguous range of documents of one Megatron .bin/.idx pair.
 
-    Indexing gives the length + 1 tokens of a sample as an int64 array.
+    Indexing gives the length + 1 tokens of a sample as an int64 array; ~token where PREFIX.targets
+    says that a token is not learnt.
     """
 
     def __init__(
@@ -111,6 +121,14 @@ class DocumentDataset:
             first_document=first,
         )
         self.prefix = prefix
+        self._targets = _targets(prefix, self._indexed, int(documents.sum()))
+        self._first_token = np.concatenate([[0], np.cumsum(documents)])  # of each document
+        self.num_learnt = int(self.samples.length.sum())  # predictions that count
+        if self._targets is not None:
+            starts = self._first_token[self.samples.document] + self.samples.start + 1
+            learnt = targets.count_within(self._targets, starts, starts + self.samples.length)
+            self.samples = self.samples.chosen(learnt)
+            self.num_learnt = int(learnt.sum())
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -126,9 +144,13 @@ class DocumentDataset:
         first = int(self._first_sequence[document])
         last = int(self._first_sequence[document + 1])
         if last == first + 1:
-            return self._indexed.get(first, offset=start, length=stop - start).astype(np.int64)
-        whole = np.concatenate([self._indexed.get(i) for i in range(first, last)])
-        return whole[start:stop].astype(np.int64)
+            tokens = self._indexed.get(first, offset=start, length=stop - start)
+        else:
+            tokens = np.concatenate([self._indexed.get(i) for i in range(first, last)])[start:stop]
+        if self._targets is None:
+            return tokens.astype(np.int64)
+        begin = int(self._first_token[document])
+        return targets.marked(tokens, self._targets[begin + start : begin + stop])
 
 
 def _check_index(prefix: str, indexed) -> None:
@@ -145,6 +167,18 @@ def _check_index(prefix: str, indexed) -> None:
             f"{prefix}.bin has {size:,} bytes, and {prefix}.idx lists {listed:,}: one of them was "
             f"cut off or replaced: {remedy}"
         )
+
+
+def _targets(prefix: str, indexed, num_tokens: int) -> targets.TargetArray | None:
+    """PREFIX.targets, of tokens that lie in .bin one after the other; UserError if they do not."""
+    found = targets.map_targets(prefix, num_tokens)
+    ends = np.cumsum(indexed.sequence_lengths, dtype=np.int64) * indexed.index.dtype_size
+    if found is not None and (indexed.index.sequence_pointers[1:] != ends[:-1]).any():
+        raise UserError(
+            f"{prefix}.idx lists sequences out of their order in {prefix}.bin, so that "
+            f"{prefix}.targets cannot tell theirs: prepare it again"
+        )
+    return found
 
 
 def _document_token_counts(indexed) -> np.ndarray:

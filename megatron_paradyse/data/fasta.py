@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from megatron_paradyse.data.sources import CHUNK_BYTES, Chunk, FileReader, SourceError
+from megatron_paradyse.data.sources import (
+    CHUNK_BYTES,
+    Chunk,
+    FileReader,
+    SourceError,
+    TextSource,
+)
 from megatron_paradyse.data.tokenizers import IUPAC_AMBIGUOUS, foreign_letter
 from megatron_paradyse.errors import UserError
 
 MAX_HEADER_BYTES = 1 << 16
 
 
-class FastaSource:
+class FastaSource(TextSource):
     """Each record is one document; with split_bases = n, each n bases of a record are.
 
     A record is a line that starts with `>` and the lines of sequence after it. Letters other than

@@ -25,7 +25,8 @@ def aligned(length: int, alignment: int) -> int:
 def collate(samples: list[np.ndarray], alignment: int) -> dict[str, torch.Tensor]:
     """Pad samples of lengths + 1 tokens to one aligned length.
 
-    Returns tokens [b, s + 1] (padding 0) and lengths [b] (inputs that count), both int64.
+    Returns tokens [b, s + 1] (padding 0, ~token where one is not learnt) and lengths [b] (inputs
+    that are no padding), both int64.
     """
     lengths = [len(sample) - 1 for sample in samples]
     padded = aligned(max(lengths), alignment)

@@ -17,7 +17,7 @@ from megatron_paradyse.errors import UserError
 
 SCHEMA_VERSION = 1
 MAX_METADATA_BYTES = 1 << 20
-SOURCES = ("tree", "jsonl", "fasta", "synthetic")
+SOURCES = ("tree", "jsonl", "fasta", "synthetic", "prompts", "chat")
 DTYPES = ("uint8", "uint16", "int32")
 
 
@@ -34,9 +34,10 @@ class DatasetMetadata:
     num_documents: int
     num_tokens: int
     max_document_tokens: int
-    num_empty_documents: int  # met in the source and left out
+    num_empty_documents: int  # met in the source and left out: no token, or none that is learnt
     source: str
     source_parameters: dict[str, Any]
+    num_target_tokens: int | None = None  # that are learnt; None: all, and there is no .targets
     package_version: str = field(default=__version__)
     schema_version: int = field(default=SCHEMA_VERSION)
 
@@ -45,9 +46,15 @@ class DatasetMetadata:
         return self.source == "synthetic"
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        values = dataclasses.asdict(self)
+        if self.num_target_tokens is None:
+            del values[
+                TARGETS
+            ]  # a reader of before targets would refuse it, and may well read this
+        return json.dumps(values, indent=2) + "\n"
 
 
+TARGETS = "num_target_tokens"  # the one key that may be missing
 _TYPES: dict[str, tuple[type, ...]] = {
     "tokenizer": (str,),
     "tokenizer_parameters": (dict,),
@@ -59,6 +66,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "num_tokens": (int,),
     "max_document_tokens": (int,),
     "num_empty_documents": (int,),
+    TARGETS: (int, type(None)),
     "source": (str,),
     "source_parameters": (dict,),
     "package_version": (str,),
@@ -67,10 +75,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def strip_suffix(prefix: str | os.PathLike[str]) -> str:
-    """PREFIX of a data set, of which people may name the .bin, .idx or .json file."""
+    """PREFIX of a data set, of which people may name one of the files."""
     text = os.fspath(prefix)
     root, suffix = os.path.splitext(text)
-    return root if suffix in (".bin", ".idx", ".json") else text
+    return root if suffix in (".bin", ".idx", ".json", ".targets") else text
 
 
 def read_metadata(prefix: str | os.PathLike[str]) -> DatasetMetadata:
@@ -103,6 +111,7 @@ def _checked(path: str, values: dict[str, Any]) -> DatasetMetadata:
         raise UserError(
             f"{path}: schema_version must be {SCHEMA_VERSION}, got {version!r:.40}: {remedy}"
         )
+    values = {TARGETS: None, **values}
     missing = sorted(_TYPES.keys() - values.keys())
     unknown = sorted(values.keys() - _TYPES.keys())
     if missing or unknown:
@@ -137,6 +146,10 @@ def _contradictions(m: DatasetMetadata) -> list[str]:
             0 < m.max_document_tokens <= m.num_tokens and 0 < m.num_documents <= m.num_tokens,
             f"num_documents={m.num_documents}, num_tokens={m.num_tokens} and "
             f"max_document_tokens={m.max_document_tokens} cannot be true together",
+        ),
+        (
+            m.num_target_tokens is None or 0 < m.num_target_tokens <= m.num_tokens,
+            f"num_target_tokens is {m.num_target_tokens} of num_tokens={m.num_tokens}",
         ),
     ]
     return [fault for holds, fault in rules if not holds]

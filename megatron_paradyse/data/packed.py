@@ -13,16 +13,18 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron_paradyse.data.targets import ids_of
 from megatron_paradyse.packing.pack import Packing
 from megatron_paradyse.packing.row import Row
 
-NO_LABEL = -1  # where padding has no next token
+NO_LABEL = -1  # where padding has no next token, or the next one is not learnt
 
 Packer = Callable[[Sequence[int]], Packing]  # of the lengths of a global batch
 
 
 class Samples(Protocol):
-    """By position, as data/documents.py's stream: how many inputs count, and the tokens."""
+    """By position, as data/documents.py's stream: how many inputs count, and the tokens, which
+    are complements where they are not learnt."""
 
     def length(self, position: int) -> int: ...
 
@@ -103,7 +105,8 @@ def collate_row(samples: Sequence[np.ndarray], row: Row | None, seq_length: int)
     stop = 0
     for sample in samples:
         start, stop = stop, stop + len(sample) - 1
-        both[0, start:stop], both[1, start:stop] = sample[:-1], sample[1:]
+        both[0, start:stop] = ids_of(sample[:-1])
+        both[1, start:stop] = np.maximum(sample[1:], NO_LABEL)
     return both if row is None else both[:, positions_held(row)]
 
 

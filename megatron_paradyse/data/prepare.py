@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from megatron_paradyse.data.metadata import DatasetMetadata
 from megatron_paradyse.data.progress import Progress
-from megatron_paradyse.data.sources import Chunk, Source, SourceError
+from megatron_paradyse.data.sources import Chunk, Marked, Source, SourceError
 from megatron_paradyse.data.tokenizers import Tokenizer
 from megatron_paradyse.data.writer import DatasetWriter
 from megatron_paradyse.errors import UserError
@@ -28,8 +28,9 @@ def prepare(
 ) -> DatasetMetadata:
     """Tokenize the documents of source into PREFIX.bin, .idx and .json; each is one sequence.
 
-    Documents without tokens are counted and left out; with strict they are an error. Nothing is
-    left behind when it fails. Memory: a chunk (1 MiB) and its tokens for tokenizers that stream,
+    Where not every token is learnt, PREFIX.targets says which. Documents without tokens, or without
+    one that is learnt, are counted and left out; with strict they are an error. Nothing is left
+    behind when it fails. Memory: a chunk (1 MiB) and its tokens for tokenizers that stream,
     the longest document for the others, and about 110 bytes per document.
 
     Raises UserError for bad input, with its place, and OSError.
@@ -40,25 +41,28 @@ def prepare(
         raise UserError(f"at least 1 document is needed, got --max-documents {max_documents}")
     empty_documents = 0
     with (
-        DatasetWriter(prefix, tokenizer.vocab_size, overwrite=overwrite) as writer,
+        DatasetWriter(
+            prefix, tokenizer.vocab_size, learns_all=source.learns_all, overwrite=overwrite
+        ) as writer,
         Progress("preparing", source.total_bytes, quiet=quiet) as progress,
     ):
         chunks = _watched(source, writer, progress)
         for _, document in itertools.groupby(chunks, key=lambda chunk: chunk.document):
             first = next(document)
-            pieces = (chunk.data for chunk in itertools.chain([first], document))
-            if not _write_document(writer, tokenizer, first.place, pieces, append_eod):
+            parts = (chunk.data for chunk in itertools.chain([first], document))
+            end = tokenizer.eod if append_eod else None
+            if not _write_document(writer, source.tokens(tokenizer, parts), first.place, end):
                 if strict:
-                    raise UserError(
-                        f"{first.place}: an empty document: remove it, or leave --strict away"
-                    )
+                    what = "an empty document" if source.learns_all else "nothing to learn"
+                    raise UserError(f"{first.place}: {what}: remove it, or leave --strict away")
                 empty_documents += 1
             if writer.num_documents == max_documents:
                 break
         if writer.num_documents == 0:
             raise UserError(
                 f"the {source.kind} source holds no document with a token "
-                f"({empty_documents} empty): check the input"
+                f"{'' if source.learns_all else 'to learn '}({empty_documents} empty): check the "
+                "input"
             )
         return writer.commit(
             tokenizer=tokenizer.name,
@@ -80,21 +84,17 @@ def _watched(source: Source, writer: DatasetWriter, progress: Progress) -> Itera
 
 
 def _write_document(
-    writer: DatasetWriter,
-    tokenizer: Tokenizer,
-    place: str,
-    pieces: Iterable[bytes],
-    append_eod: bool,
+    writer: DatasetWriter, tokens: Iterator[Marked], place: str, end: int | None
 ) -> bool:
-    """Write one document; False when it has no tokens, and then nothing is written."""
+    """Write one document and the id that ends it; False when it has none to learn: no trace."""
     is_empty = True
     try:
-        for tokens in tokenizer.stream(pieces):
-            if len(tokens):
-                writer.add_tokens(tokens)
+        for part in tokens:
+            if len(part.tokens) and (part.learnt is None or part.learnt.any()):
+                writer.add_tokens(*part)
                 is_empty = False
-        if append_eod and not is_empty:
-            writer.add_tokens(np.array([tokenizer.eod]))
+        if end is not None and not is_empty:
+            writer.add_tokens(np.array([end]))
     except SourceError:
         raise
     except UserError as error:

@@ -1,4 +1,5 @@
-"""Documents as a stream of chunks: from a tree of files, or from JSONL. FASTA is in fasta.py.
+"""Documents as a stream of chunks: from a tree of files, or from JSONL. FASTA is in fasta.py, and
+texts of which a part is learnt are in supervised.py.
 
 A source never holds more than one chunk of a file (JSONL: one line). Chunks that follow each other
 and carry the same document number are one document; an empty document is one empty chunk.
@@ -15,6 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+import numpy as np
+
+from megatron_paradyse.data.tokenizers import TokenArray, Tokenizer
 from megatron_paradyse.errors import UserError
 
 CHUNK_BYTES = 1 << 20
@@ -28,25 +32,46 @@ class SourceError(UserError):
 
 
 class Chunk(NamedTuple):
-    """Some bytes of a document."""
+    """A part of a document."""
 
     document: int  # number of the document in the source
     place: str  # where the document is, for messages: file or file:line
-    data: bytes
+    data: Any  # bytes of a text; what is learnt in part comes whole, in the form of its source
+
+
+class Marked(NamedTuple):
+    """Ids of some tokens, and which of them are learnt; None: all of them."""
+
+    tokens: TokenArray
+    learnt: np.ndarray[Any, np.dtype[np.bool]] | None
 
 
 class Source(Protocol):
     """Where documents come from."""
 
     kind: str
+    learns_all: bool  # whether every token is learnt
     total_bytes: int  # on the disk, compressed as it is
     read_bytes: int  # of total_bytes, so far
 
     def chunks(self) -> Iterator[Chunk]: ...
 
+    def tokens(self, tokenizer: Any, parts: Iterable[Any]) -> Iterator[Marked]:
+        """The tokens of one document from the data of its chunks."""
+        ...
+
     def parameters(self) -> dict[str, Any]:
         """How the documents were taken from the files; JSON values only, no paths."""
         ...
+
+
+class TextSource:
+    """Documents that are bytes of text, every token of which is learnt."""
+
+    learns_all = True
+
+    def tokens(self, tokenizer: Tokenizer, parts: Iterable[bytes]) -> Iterator[Marked]:
+        return (Marked(tokens, None) for tokens in tokenizer.stream(parts))
 
 
 class FileReader:
@@ -90,7 +115,7 @@ def _regular_file_size(path: str) -> int:
     return os.path.getsize(path)
 
 
-class TreeSource:
+class TreeSource(TextSource):
     """Every file with one of the suffixes below the roots, in sorted order; one file, one document.
 
     A root may be a file. Files and folders whose name or relative path matches a pattern of
@@ -173,13 +198,11 @@ KINDS = {  # of JSON values, by what Python makes of them
 }
 
 
-class JsonlSource:
-    """One JSON object per line, whose text is under `key`; blank lines are passed over."""
-
-    kind = "jsonl"
+class JsonlReader:
+    """One JSON object per line, of which one key is read; blank lines are passed over."""
 
     def __init__(
-        self, paths: Sequence[str], *, key: str = "text", max_line_bytes: int = MAX_LINE_BYTES
+        self, paths: Sequence[str], *, key: str, max_line_bytes: int = MAX_LINE_BYTES
     ) -> None:
         self.key = key
         self.max_line_bytes = max_line_bytes
@@ -190,23 +213,24 @@ class JsonlSource:
     def read_bytes(self) -> int:
         return self._reader.read_bytes
 
-    def chunks(self) -> Iterator[Chunk]:
-        document = 0
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The place of each object, file:line, and the object."""
         for path in self._reader.paths:
             with self._reader.open(path) as stream:
                 for number, line in enumerate(self._lines(path, stream), start=1):
                     if line.strip():
                         place = f"{path}:{number}"
-                        yield Chunk(document, place, self._text(line, place))
-                        document += 1
+                        yield place, self._record(line, place)
                         self._reader.note_progress()
 
-    def parameters(self) -> dict[str, Any]:
-        return {"key": self.key}
+    @property
+    def example(self) -> dict[str, Any]:
+        """What an object looks like, for messages."""
+        return {self.key: "..."}
 
     @property
     def _one_a_line(self) -> str:
-        return f"write one object a line, such as {json.dumps({self.key: '...'})}"
+        return f"write one object a line, such as {json.dumps(self.example)}"
 
     def _lines(self, path: str, stream: BinaryIO) -> Iterable[bytes]:
         number = 0
@@ -219,7 +243,7 @@ class JsonlSource:
                 )
             yield line
 
-    def _text(self, line: bytes, place: str) -> bytes:
+    def _record(self, line: bytes, place: str) -> dict[str, Any]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -230,14 +254,47 @@ class JsonlSource:
         if not isinstance(record, dict):
             what = KINDS[type(record)]
             raise SourceError(f"{place}: {what} where an object is needed: {self._one_a_line}")
-        if self.key not in record:
-            keys = ", ".join(list(record)[:8])[:200] or "none"
-            raise SourceError(f"{place}: no key {self.key!r} (keys: {keys}): name it with --key")
-        text = record[self.key]
-        if not isinstance(text, str):
-            raise SourceError(
-                f"{place}: {self.key!r} holds {KINDS[type(text)]} where text is needed: name the "
-                "key of the text with --key, or leave such lines out"
-            )
-        # JSON may escape half of a surrogate pair: kept as bytes, never a reason to stop.
-        return text.encode("utf-8", errors="surrogatepass")
+        return record
+
+
+def value_of(record: dict[str, Any], key: str, place: str, *, flag: str = "--key") -> Any:
+    """record[key]; SourceError that names the flag where it is missing."""
+    if key not in record:
+        keys = ", ".join(list(record)[:8])[:200] or "none"
+        raise SourceError(f"{place}: no key {key!r} (keys: {keys}): name it with {flag}")
+    return record[key]
+
+
+def text_of(record: dict[str, Any], key: str, place: str, *, flag: str = "--key") -> bytes:
+    """The text under a key in UTF-8; SourceError where there is none."""
+    text = value_of(record, key, place, flag=flag)
+    if isinstance(text, list):
+        raise SourceError(
+            f"{place}: {key!r} holds a list where text is needed: give --source chat for "
+            f"conversations, or name the key of the text with {flag}"
+        )
+    if not isinstance(text, str):
+        raise SourceError(
+            f"{place}: {key!r} holds {KINDS[type(text)]} where text is needed: name the "
+            f"key of the text with {flag}, or leave such lines out"
+        )
+    # JSON may escape half of a surrogate pair: kept as bytes, never a reason to stop.
+    return text.encode("utf-8", errors="surrogatepass")
+
+
+class JsonlSource(JsonlReader, TextSource):
+    """The text under `key` of each object."""
+
+    kind = "jsonl"
+
+    def __init__(
+        self, paths: Sequence[str], *, key: str = "text", max_line_bytes: int = MAX_LINE_BYTES
+    ) -> None:
+        super().__init__(paths, key=key, max_line_bytes=max_line_bytes)
+
+    def chunks(self) -> Iterator[Chunk]:
+        for document, (place, record) in enumerate(self.records()):
+            yield Chunk(document, place, text_of(record, self.key, place))
+
+    def parameters(self) -> dict[str, Any]:
+        return {"key": self.key}

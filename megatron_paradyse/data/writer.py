@@ -1,23 +1,25 @@
-"""Write Megatron's .bin and .idx and our .json: streaming, and all or nothing."""
+"""Write Megatron's .bin and .idx, our .json and .targets: streaming, and all or nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import warnings
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from megatron_paradyse.data import targets
 from megatron_paradyse.data.metadata import DatasetMetadata, strip_suffix
 from megatron_paradyse.data.tokenizers import TokenArray
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.whole_file import sync, temporary_path
 
 MAX_DOCUMENT_TOKENS = np.iinfo(np.int32).max  # .idx keeps lengths as int32
-SUFFIXES = (".bin", ".idx", ".json")
+SUFFIXES = (targets.SUFFIX, ".bin", ".idx", ".json")
 
 
 def smallest_dtype(vocab_size: int) -> type[np.number[Any]]:
@@ -34,11 +36,16 @@ class DatasetWriter:
     it is given in. Each document costs about 110 bytes until commit(), for its entry in the index.
 
     .json is renamed last and removed first, so that a .json stands only beside the .bin and .idx
-    that it describes, whenever the process is killed.
+    that it describes, and .targets first and last, so that no .bin lacks its own, whenever the
+    process is killed.
     """
 
-    def __init__(self, prefix: str, vocab_size: int, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, prefix: str, vocab_size: int, *, learns_all: bool = True, overwrite: bool = False
+    ) -> None:
+        """learns_all: every token is learnt, and no .targets is written."""
         self.prefix = os.fspath(prefix)
+        self.num_target_tokens = None if learns_all else 0
         self.dtype = smallest_dtype(vocab_size)
         self.num_documents = 0
         self.num_tokens = 0
@@ -61,7 +68,8 @@ class DatasetWriter:
             raise UserError(f"{folder} is not a folder: choose another prefix than {self.prefix}")
         os.makedirs(folder or ".", exist_ok=True)
         temporary = temporary_path(self.prefix)
-        self._temporary = {suffix: temporary + suffix for suffix in SUFFIXES}
+        written = SUFFIXES[1:] if self.num_target_tokens is None else SUFFIXES
+        self._temporary = {suffix: temporary + suffix for suffix in written}
 
     def __enter__(self) -> Self:
         return self
@@ -71,6 +79,10 @@ class DatasetWriter:
         """Made with the first tokens, so that input without any is refused before torch loads."""
         return _import_builder()(self._temporary[".bin"], dtype=self.dtype)
 
+    @functools.cached_property
+    def _targets(self) -> BinaryIO:
+        return open(self._temporary[targets.SUFFIX], "xb")  # closed by commit() or on leaving
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -78,17 +90,19 @@ class DatasetWriter:
         trace: TracebackType | None,
     ) -> None:
         if not self._committed:
+            made = vars(self)
+            opened = [made["_targets"]] if "_targets" in made else []
+            opened += [self._builder.data_file] if "_builder" in made else []
             try:
-                if "_builder" in vars(self):
-                    self._builder.data_file.close()
-            except OSError:
-                # A full disk fails again when the last buffer is flushed.
-                pass
+                for stream in opened:
+                    # A full disk fails again when the last buffer is flushed.
+                    with contextlib.suppress(OSError):
+                        stream.close()
             finally:
                 self._remove_temporary()
 
-    def add_tokens(self, tokens: TokenArray) -> None:
-        """Append tokens to the document that is being written."""
+    def add_tokens(self, tokens: TokenArray, learnt: TokenArray | None = None) -> None:
+        """Append tokens to the document that is being written; learnt: which are, None: all."""
         self.document_tokens += len(tokens)
         if self.document_tokens > MAX_DOCUMENT_TOKENS:
             raise UserError(
@@ -97,6 +111,10 @@ class DatasetWriter:
             )
         # Not builder.add_item: that needs the whole document, as a tensor, and copies it twice.
         self._builder.data_file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        if self.num_target_tokens is not None:
+            marks = np.ones(len(tokens), np.uint8) if learnt is None else learnt.astype(np.uint8)
+            self._targets.write(marks.data)
+            self.num_target_tokens += int(np.count_nonzero(marks))
 
     def end_document(self) -> None:
         """Close the document; an empty one leaves no trace."""
@@ -118,17 +136,20 @@ class DatasetWriter:
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
             max_document_tokens=self.max_document_tokens,
+            num_target_tokens=self.num_target_tokens,
             **description,
         )
         self._builder.finalize(self._temporary[".idx"])
+        if self.num_target_tokens is not None:
+            self._targets.close()
         with open(self._temporary[".json"], "w", encoding="utf-8") as stream:
             stream.write(metadata.to_json())
         for path in self._temporary.values():
             sync(path)
         self._remove_named()
         try:
-            for suffix in SUFFIXES:
-                os.replace(self._temporary[suffix], self.prefix + suffix)
+            for suffix, path in self._temporary.items():
+                os.replace(path, self.prefix + suffix)
         except BaseException:
             self._remove_named()
             raise

@@ -19,7 +19,7 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
     """Read a microbatch on the group's first rank and broadcast it, in Megatron's form.
 
     Returns tokens, labels, position_ids (int64) and loss_mask (float32), each [b, s]; all None on a
-    pipeline stage that needs none of them. loss_mask is 1 where a token is predicted. A BERT's
+    pipeline stage that needs none of them. loss_mask is 1 where a token is learnt. A BERT's
     attention_mask is [b, s], true where a token is no padding, on every stage; it is None where
     nothing is padded, and always for a GPT, which needs none. Moves at most 8 b (2 s + 1) bytes
     over the group.
@@ -31,7 +31,7 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
     batch = next(data_iterator) if mpu.get_tensor_model_parallel_rank() == 0 else None
     shape = torch.zeros(2, dtype=torch.int64, device=device)
     if batch is not None:
-        check_vocabulary(batch["tokens"])
+        check_vocabulary(ids_of(batch["tokens"]))
         shape.copy_(torch.tensor(batch["tokens"].shape))
     torch.distributed.broadcast(shape, source, group=group)
     num_sequences, width = shape.tolist()
@@ -65,6 +65,11 @@ def check_vocabulary(tokens: torch.Tensor) -> None:
             f"the data have the token {largest}, and the vocabulary {size} ids: give the tokenizer "
             "or the --vocab-size that they were prepared with"
         )
+
+
+def ids_of(tokens: torch.Tensor) -> torch.Tensor:
+    """Of tokens that are complements where they are not learnt."""
+    return torch.where(tokens < 0, ~tokens, tokens)
 
 
 def less_eod(loss_mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -112,14 +117,19 @@ def derive_masked_batch(
 
 
 def derive_batch(tokens: torch.Tensor, lengths: torch.Tensor, *, max_position: int) -> dict:
-    """Inputs, labels, positions and loss mask from b rows of s + 1 tokens."""
+    """Inputs, labels, positions and loss mask from b rows of s + 1 tokens.
+
+    A token that is not learnt is given as its complement, ~token.
+    """
     positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     positions = positions.expand(tokens.shape[0], -1)
+    learnt = (positions < lengths[:, None]) & (tokens[:, 1:] >= 0)
+    tokens = ids_of(tokens)
     return {
         "tokens": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
         "position_ids": positions.clamp(max=max_position).contiguous(),
-        "loss_mask": (positions < lengths[:, None]).float(),
+        "loss_mask": learnt.float(),
         "attention_mask": None,
     }
 

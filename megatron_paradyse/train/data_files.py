@@ -15,6 +15,7 @@ from megatron_paradyse.data.megatron_tokenizers import (
     vocabulary_digest,
 )
 from megatron_paradyse.data.metadata import DatasetMetadata, read_metadata
+from megatron_paradyse.data.targets import has_targets
 from megatron_paradyse.errors import UserError
 
 DATA_FLAGS = (
@@ -77,6 +78,30 @@ def check_named(args: argparse.Namespace) -> None:
         )
 
 
+def check_targets(prefixes: list[str]) -> None:
+    """UserError for data of which the file is missing that says what is learnt."""
+    for prefix in prefixes:
+        try:
+            learns_all = read_metadata(prefix).num_target_tokens is None
+        except (UserError, OSError):  # not of `data prepare`
+            continue
+        if not learns_all and not has_targets(prefix):
+            raise UserError(
+                f"{prefix}.targets not found, which says which tokens of {prefix}.bin are learnt: "
+                "copy it beside the others, or prepare the data again"
+            )
+
+
+def refuse_targets(prefixes: list[str], what: str, remedy: str) -> None:
+    """UserError for data of which not every token is learnt, where all would be."""
+    for prefix in prefixes:
+        if has_targets(prefix):
+            raise UserError(
+                f"{prefix}.targets says that not every token is learnt, and {what} all: {remedy}, "
+                "or remove that file"
+            )
+
+
 def check_there(prefixes: list[str]) -> None:
     for prefix in prefixes:
         if not Path(f"{prefix}.idx").is_file():
@@ -95,6 +120,9 @@ def check_fixed_splits(args: argparse.Namespace) -> None:
     """
     if args.mock_data or args.sft or args.object_storage_cache_path:  # no .idx here to read
         return
+    refuse_targets(
+        data_prefixes(args), "Megatron's loader learns", "give --paradyse-sequences documents"
+    )
     check_split(args.split)
     told, splits = _fixed_splits(args)
     for name, prefixes, share in splits:

@@ -202,4 +202,13 @@ def _report(split: str, datasets: list[DocumentDataset], settings, *, whole_grou
         line += f"; {short} documents of under two tokens left out"
     if truncated:
         line += f"; {truncated} documents truncated"
+    learnt, tokens = (
+        sum(d.num_learnt for d in datasets),
+        sum(int(d.lengths.sum()) for d in datasets),
+    )
+    if learnt < tokens:
+        line += f"; {learnt / tokens:.1%} of the tokens are learnt"
+    unlearnt = sum(d.samples.num_unlearnt for d in datasets)
+    if unlearnt:
+        line += f"; {unlearnt} sequences without any left out"
     print_rank_0(line)

@@ -7,10 +7,13 @@ import argparse
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.data_files import (
     check_split,
+    check_targets,
     check_there,
     data_prefixes,
+    refuse_targets,
     take_vocabulary,
 )
+from megatron_paradyse.train.model_kind import BERT
 
 
 def prepare_documents(args: argparse.Namespace) -> None:
@@ -19,8 +22,13 @@ def prepare_documents(args: argparse.Namespace) -> None:
         raise UserError(
             "--mock-data has no documents: give --data-path, or --paradyse-sequences fixed"
         )
+    if args.sft:
+        raise UserError(
+            f"--sft with --paradyse-sequences {args.paradyse_settings.sequences}: prepare the "
+            "conversations with 'megatron-paradyse data prepare --source chat' and leave --sft "
+            "out, or use fixed"
+        )
     for name in (
-        "sft",
         "fim_data",
         "full_validation",
         "multiple_validation_sets",
@@ -49,3 +57,6 @@ def prepare_documents(args: argparse.Namespace) -> None:
     prefixes = data_prefixes(args)
     take_vocabulary(args, prefixes)
     check_there(prefixes)
+    check_targets(prefixes)
+    if args.paradyse_model == BERT:
+        refuse_targets(prefixes, "a BERT may learn", "train a GPT")

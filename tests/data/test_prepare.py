@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_paradyse.data.index import read_index
 from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.data.prepare import prepare
-from megatron_paradyse.data.sources import Chunk, JsonlSource, TreeSource
+from megatron_paradyse.data.sources import Chunk, JsonlSource, TextSource, TreeSource
 from megatron_paradyse.data.tokenizers import BytesTokenizer, KmerTokenizer
 from megatron_paradyse.data.writer import DatasetWriter, smallest_dtype
 from megatron_paradyse.errors import UserError
@@ -20,7 +20,7 @@ from megatron_paradyse.errors import UserError
 STDLIB = sysconfig.get_paths()["stdlib"]
 
 
-class ListSource:
+class ListSource(TextSource):
     """Documents from a list of lists of chunks; an exception in a document's place is raised."""
 
     kind = "tree"

@@ -61,10 +61,14 @@ def _write_tokenizer(folder: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    end = "<|endoftext|>"
+    end, marks = "<|endoftext|>", ["<|im_start|>", "<|im_end|>"]
     bpe = ByteLevelBPETokenizer()
     corpus = str(ROOT / "README.md")
-    bpe.train([corpus], vocab_size=400, special_tokens=[end], show_progress=False)
+    bpe.train([corpus], vocab_size=400, special_tokens=[end, *marks], show_progress=False)
     bpe.save_model(str(folder))
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=end)
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     fast.save_pretrained(folder / "my_tokenizer")

@@ -1,0 +1,135 @@
+"""Texts of which a part is learnt, from JSONL: prompts with completions, and conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from megatron_paradyse.data.sources import (
+    KINDS,
+    Chunk,
+    JsonlReader,
+    Marked,
+    SourceError,
+    text_of,
+    value_of,
+)
+from megatron_paradyse.data.tokenizers import TokenArray, Tokenizer
+
+ASSISTANT, SYSTEM = "assistant", "system"
+LEARN_ALL, LEARN_LAST = "all", "last"
+
+
+class PromptSource(JsonlReader):
+    """A prompt under `prompt_key`, which is read only, and after it a completion under `key`.
+
+    They are tokenized as one text. What is learnt begins where its tokens are no longer those of
+    the prompt alone, so that a token which reaches from one into the other is learnt.
+    """
+
+    kind = "prompts"
+    learns_all = False
+
+    def __init__(self, paths: Sequence[str], *, prompt_key: str, key: str = "completion") -> None:
+        super().__init__(paths, key=key)
+        self.prompt_key = prompt_key
+
+    @property
+    def example(self) -> dict[str, Any]:
+        return {self.prompt_key: "...", self.key: "..."}
+
+    def chunks(self) -> Iterator[Chunk]:
+        for document, (place, record) in enumerate(self.records()):
+            prompt = text_of(record, self.prompt_key, place, flag="--prompt-key")
+            yield Chunk(document, place, (prompt, text_of(record, self.key, place)))
+
+    def tokens(
+        self, tokenizer: Tokenizer, parts: Iterable[tuple[bytes, bytes]]
+    ) -> Iterator[Marked]:
+        for prompt, completion in parts:
+            whole = tokenizer.tokenize(prompt + completion)
+            first = _common_length(tokenizer.tokenize(prompt), whole)
+            yield Marked(whole, np.arange(len(whole)) >= first)
+
+    def parameters(self) -> dict[str, Any]:
+        return {"prompt_key": self.prompt_key, "key": self.key}
+
+
+def _common_length(one: TokenArray, other: TokenArray) -> int:
+    """With how many equal tokens two arrays begin."""
+    shorter = min(len(one), len(other))
+    different = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+class Conversation(NamedTuple):
+    """Messages, each with a role and what it says, and the tools that they may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+
+
+class ChatTokenizer(Protocol):
+    """What makes tokens of conversations; see chat_tokenizers.py."""
+
+    def conversation(self, conversation: Conversation, *, learn: str) -> Marked: ...
+
+
+class ChatSource(JsonlReader):
+    """A list of messages under `key`, as chat templates read them.
+
+    As for Megatron's --sft a system message after the first begins another conversation, which is
+    a document of its own. learn: the assistant's turns, the last of them, or all that is written.
+    """
+
+    kind = "chat"
+
+    def __init__(self, paths: Sequence[str], *, key: str = "messages", learn: str) -> None:
+        super().__init__(paths, key=key)
+        self.learn = learn
+        self.learns_all = learn == LEARN_ALL
+
+    @property
+    def example(self) -> dict[str, Any]:
+        turns = [{"role": role, "content": "..."} for role in ("user", ASSISTANT)]
+        return {self.key: turns}
+
+    def chunks(self) -> Iterator[Chunk]:
+        document = 0
+        for place, record in self.records():
+            messages = value_of(record, self.key, place)
+            self._check(messages, place)
+            for conversation in _conversations(messages):
+                yield Chunk(document, place, Conversation(conversation, record.get("tools")))
+                document += 1
+
+    def tokens(self, tokenizer: ChatTokenizer, parts: Iterable[Conversation]) -> Iterator[Marked]:
+        return (tokenizer.conversation(part, learn=self.learn) for part in parts)
+
+    def parameters(self) -> dict[str, Any]:
+        return {"key": self.key, "learn": self.learn}
+
+    def _check(self, messages: Any, place: str) -> None:
+        if not isinstance(messages, list) or not messages:
+            what = "an empty list" if messages == [] else KINDS[type(messages)]
+            raise SourceError(
+                f"{place}: {self.key!r} holds {what} where messages are needed: {self._one_a_line}"
+            )
+        for number, message in enumerate(messages, start=1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                keys = f" with the keys {', '.join(message)[:200]}" * isinstance(message, dict)
+                raise SourceError(
+                    f"{place}: message {number} is {KINDS[type(message)]}{keys} where one with a "
+                    f"role is needed: {self._one_a_line}"
+                )
+
+
+def _conversations(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    first = 0
+    for number, message in enumerate(messages):
+        if message["role"] == SYSTEM and number > first:
+            yield messages[first:number]
+            first = number
+    yield messages[first:]

@@ -1,0 +1,359 @@
+"""Prompts and conversations: which tokens are learnt, on the disk and in samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_paradyse.cli import cli
+from megatron_paradyse.data.documents import DocumentDataset
+from megatron_paradyse.data.metadata import read_metadata
+from megatron_paradyse.data.packed import NO_LABEL, collate_row
+from megatron_paradyse.data.targets import count_within
+from megatron_paradyse.errors import UserError
+
+START, END, STOP = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+NANO = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<unk>"]
+SAYS = "{{ m.content }}<|im_end|>\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    f"{{% if m.role == 'assistant' %}}SAYS{{% else %}}{SAYS}{{% endif %}}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = TEMPLATE.replace("SAYS", SAYS)
+MARKED = TEMPLATE.replace("SAYS", f"{{% generation %}}{SAYS}{{% endgeneration %}}")
+# As Qwen3's: reasoning is written of the last turn alone.
+FORGETFUL = PLAIN.replace(
+    "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small BPE with a chat template, of which no network is asked."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    corpus = os.path.join(sysconfig.get_paths()["stdlib"], "textwrap.py")
+    special = [STOP, START, END, *NANO]
+    bpe.train([corpus], vocab_size=400, special_tokens=special, show_progress=False)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, eos_token=STOP, unk_token="<unk>"
+    )
+    fast.chat_template = PLAIN
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def library(model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def chat(*turns: str) -> list[dict]:
+    """Turns of the user and the assistant."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def prepare(folder, records: list[dict], *options: object):
+    """`data prepare` of these lines to folder/out, and what it printed."""
+    path = folder / "in.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    prefix = folder / "out"
+    arguments = [str(option) for option in ("data", "prepare", path, "-o", prefix, *options)]
+    return prefix, CliRunner().invoke(cli, arguments)
+
+
+def documents(prefix) -> list[tuple[list[int], list[int]]]:
+    """Of each document its tokens and those that are learnt, read without this package."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    marks, stop, read = np.fromfile(f"{prefix}.targets", dtype=np.uint8), 0, []
+    for tokens in IndexedDataset(str(prefix)):
+        start, stop = stop, stop + len(tokens)
+        read.append((tokens.tolist(), tokens[marks[start:stop] == 1].tolist()))
+    assert stop == len(marks) and set(marks.tolist()) <= {0, 1}
+    return read
+
+
+def test_of_a_prompt_and_a_completion_the_completion_and_its_end_are_learnt(tmp_path):
+    records = [{"q": "What? ", "a": "This."}, {"q": "", "a": "Free."}, {"q": "None", "a": ""}]
+    prefix, result = prepare(tmp_path, records, "--prompt-key", "q", "--key", "a")
+    assert result.exit_code == 0, result.stderr
+    assert documents(prefix) == [
+        ([*b"What? This.", 256], [*b"This.", 256]),
+        ([*b"Free.", 256], [*b"Free.", 256]),
+    ]
+    metadata = read_metadata(prefix)
+    assert (metadata.num_target_tokens, metadata.num_empty_documents) == (12, 1)
+    assert metadata.source == "prompts"
+    assert (
+        "12 tokens are learnt, 66.7%" in result.stdout and ".idx, .targets, .json" in result.stdout
+    )
+
+
+@pytest.mark.parametrize("prompt, completion", [("def f", "oo():"), ("a ", "b"), ("hä", "ß\n")])
+def test_a_prompt_is_tokenized_as_one_text_with_its_completion(
+    prompt, completion, model, library, tmp_path
+):
+    tokenizer = ["--tokenizer", "HuggingFaceTokenizer", "--tokenizer-model", model]
+    record = {"prompt": prompt, "completion": completion}
+    prefix, result = prepare(tmp_path, [record], "--prompt-key", "prompt", *tokenizer)
+    assert result.exit_code == 0, result.stderr
+    ((tokens, learnt),) = documents(prefix)
+    assert tokens == [*library(prompt + completion).input_ids, library.eos_token_id]
+    # A token that reaches into the completion is learnt, no other one of the prompt.
+    offsets = library(prompt + completion, return_offsets_mapping=True).offset_mapping
+    assert len(learnt) == 1 + sum(stop > len(prompt) for _, stop in offsets)
+
+
+TEXTS = st.text(st.sampled_from("ab \nä🙂:"), max_size=12)
+
+
+@settings(max_examples=60)
+@given(turns=st.lists(TEXTS, min_size=2, max_size=7))
+def test_spans_of_turns_are_those_that_a_template_marks(turns, model):
+    """The library's own masks of the same template with marks are the oracle."""
+    from megatron_paradyse.data.chat_tokenizers import TemplateTokenizer
+    from megatron_paradyse.data.supervised import Conversation
+
+    plain = TemplateTokenizer(model=str(model), chat_template=PLAIN)
+    marked = TemplateTokenizer(model=str(model), chat_template=MARKED)
+    conversation = Conversation(chat(*turns), None)
+    mine, theirs = (t.conversation(conversation, learn="assistant") for t in (plain, marked))
+    assert mine.tokens.tolist() == theirs.tokens.tolist()
+    assert mine.learnt.tolist() == theirs.learnt.tolist()
+
+
+def test_what_is_learnt_of_a_conversation_can_be_chosen(model, library, tmp_path):
+    """The assistant's turns, the last one, all; a weight of 0 leaves a turn out."""
+    turns = chat("One?", "1", "Two?", "2", "Three?", "3")
+    turns[1]["weight"] = 0
+    text = library.apply_chat_template(turns, tokenize=False)
+    for options, expected in (
+        ([], f"2{END}\n3{END}\n"),
+        (["--learn", "last"], f"3{END}\n"),
+        (["--learn", "all", "--append-eod"], None),
+    ):
+        chosen = ["--source", "chat", "--tokenizer-model", model, *options, "--overwrite"]
+        prefix, result = prepare(tmp_path, [{"messages": turns}], *chosen)
+        assert result.exit_code == 0, result.stderr
+        if expected is None:
+            assert not os.path.exists(f"{prefix}.targets"), "that of the data set before"
+            assert read_metadata(prefix).num_target_tokens is None
+            continue
+        ((tokens, learnt),) = documents(prefix)
+        assert library.decode(tokens) == text and library.decode(learnt) == expected
+
+
+def test_a_system_message_begins_another_conversation(model, library, tmp_path):
+    """As in Megatron's SFTDataset; one without an answer has nothing to learn."""
+    system = {"role": "system", "content": "Brief."}
+    messages = [*chat("a", "b"), system, *chat("c", "d"), system, *chat("e")]
+    options = ["--source", "chat", "--tokenizer-model", model]
+    prefix, result = prepare(tmp_path, [{"messages": messages}], *options)
+    assert result.exit_code == 0 and "left out 1 empty" in result.stdout
+    expected = [
+        library.apply_chat_template(part)["input_ids"] for part in (messages[:2], messages[2:5])
+    ]
+    assert [tokens for tokens, _ in documents(prefix)] == expected
+
+
+@pytest.mark.parametrize("name", ["nemotron-nano-v2", "identity", "default"])
+def test_formats_of_megatrons_sft_give_its_tokens_and_targets(name, model, tmp_path):
+    from megatron.core.tokenizers.text.libraries.sft_tokenizer import IGNORE_INDEX, SFTTokenizer
+
+    conversations = [chat("One? /think", "1", "Two?", "2 <unk>"), chat(" x", "y")]
+    options = ["--source", "chat", "--tokenizer", "SFTTokenizer", "--tokenizer-model", model]
+    options += ["--sft-tokenizer-prompt-format", name]
+    prefix, result = prepare(tmp_path, [{"messages": turns} for turns in conversations], *options)
+    assert result.exit_code == 0, result.stderr
+    theirs = SFTTokenizer(str(model), name)
+    for turns, (tokens, learnt) in zip(conversations, documents(prefix), strict=True):
+        expected, targets = theirs.tokenize_conversation(
+            turns, return_target=True, add_generation_prompt=False
+        )
+        assert tokens == expected.tolist()
+        counted = (targets != IGNORE_INDEX) & (targets != theirs.pad_id)  # as SFTDataset's mask
+        assert learnt == expected[counted].tolist()
+    # Either tokenizer has the same ids, so that data of both may be blended.
+    assert read_metadata(prefix).tokenizer == "HuggingFaceTokenizer"
+
+
+BAD = {
+    "messages that are none": ({"messages": "hi"}, [], r"in.jsonl:1: 'messages' holds a text"),
+    "no messages": ({"messages": []}, [], r"in.jsonl:1: 'messages' holds an empty list"),
+    "other keys": (
+        {"messages": [{"from": "human", "value": "hi"}]},
+        [],
+        r"in.jsonl:1: message 1 is an object with the keys from, value where one with a role",
+    ),
+    "another key": ({"conversations": []}, [], r"no key 'messages' \(keys: conversations\): name"),
+    "an unanswered list": ({"messages": chat("a")}, [], "holds no document with a token to learn"),
+    "nothing to learn": (
+        {"messages": chat("a")},
+        ["--strict"],
+        "in.jsonl:1: nothing to learn: remove it",
+    ),
+    "what a template raises": (
+        {"messages": chat("a", "b")},
+        ["--chat-template", "raising"],
+        r"in.jsonl:1: the chat template cannot write it \(TemplateError roles must",
+    ),
+    "reasoning that is dropped": (
+        {"messages": chat("a", "<think>x</think>b", "c", "d")},
+        ["--chat-template", "forgetful"],
+        "in.jsonl:1: message 2: the chat template writes it otherwise .* give --learn last",
+    ),
+    "tools": (
+        {"messages": chat("a", "b"), "tools": [{"name": "f"}]},
+        ["--tokenizer", "SFTTokenizer"],
+        "in.jsonl:1: tools, which Megatron's prompt formats do not write: leave them out",
+    ),
+    "an empty turn": (
+        {"messages": chat("a", "")},
+        ["--tokenizer", "SFTTokenizer"],
+        r"in.jsonl:1: Megatron's format cannot write it \(ValueError empty assistant turn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_conversation_that_cannot_be_written_is_named(case, model, tmp_path):
+    record, options, said = BAD[case]
+    templates = {"raising": "{{ raise_exception('roles must alternate') }}", "forgetful": FORGETFUL}
+    for name, template in templates.items():
+        (tmp_path / name).write_text(template)
+    options = [tmp_path / option if option in templates else option for option in options]
+    chosen = ["--source", "chat", "--tokenizer-model", model, *options]
+    _, result = prepare(tmp_path, [record], *chosen)
+    assert result.exit_code == 1
+    (line,) = [text for text in result.stderr.splitlines() if text.startswith("error")]
+    with pytest.raises(UserError, match=said):
+        raise UserError(line)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_the_last_turn_can_be_learnt_where_a_template_forgets_reasoning(model, library, tmp_path):
+    (tmp_path / "template").write_text(FORGETFUL)
+    turns = chat("a", "<think>x</think>b", "c", "<think>y</think>d")
+    options = ["--source", "chat", "--tokenizer-model", model, "--learn", "last"]
+    options += ["--chat-template", tmp_path / "template"]
+    prefix, result = prepare(tmp_path, [{"messages": turns}], *options)
+    assert result.exit_code == 0, result.stderr
+    ((tokens, learnt),) = documents(prefix)
+    assert "x" not in library.decode(tokens)
+    assert library.decode(learnt) == f"<think>y</think>d{END}\n"
+
+
+WRONG = {
+    "--source chat": "HuggingFaceTokenizer needs --tokenizer-model PATH",
+    "--source chat --tokenizer bytes": "--source chat with --tokenizer bytes: give Hugging",
+    "--tokenizer SFTTokenizer": "--source jsonl with --tokenizer SFTTokenizer: give another, or",
+    "--learn last": "--learn is of --source chat, and this is jsonl: leave it out",
+    "--source chat --prompt-key q": "--prompt-key is of --source jsonl, and this is chat",
+    "--source chat --sft-tokenizer-prompt-format identity": "--tokenizer SFTTokenizer",
+    "--source chat --tokenizer SFTTokenizer --learn last": "--learn last with --tokenizer SFT",
+    "--source chat --vocab-file x": "--vocab-file with --source chat: give --tokenizer-model",
+    "--source chat --chat-template none": "--chat-template none cannot be read",
+    "--prompt-key q": "no key 'q' (keys: messages): name it with --prompt-key",
+    "--key messages": "'messages' holds a list where text is needed: give --source chat",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_options_that_do_not_go_together_are_refused_in_one_line(options, tmp_path):
+    _, result = prepare(tmp_path, [{"messages": chat("a", "b")}], *options.split())
+    assert result.exit_code == 1
+    assert WRONG[options] in result.stderr and not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 2, 3])
+def test_an_interrupt_between_renames_leaves_no_tokens_without_their_targets(
+    calls_before, tmp_path, monkeypatch
+):
+    replace, calls = os.replace, []
+
+    def killed(*paths):
+        if len(calls) == calls_before:
+            os.unlink = lambda path: None  # a killed process removes nothing
+            raise KeyboardInterrupt
+        calls.append(replace(*paths))
+
+    monkeypatch.setattr(os, "unlink", os.unlink)
+    monkeypatch.setattr(os, "replace", killed)
+    prepare(tmp_path, [{"q": "What? ", "a": "This."}], "--prompt-key", "q", "--key", "a")
+    there = {path.suffix for path in tmp_path.glob("out.*")}
+    assert len(there) == calls_before and (".bin" not in there or ".targets" in there)
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_samples_say_what_is_learnt_of_each_piece_of_a_document(data, tmp_path_factory):
+    """Against plain counting: pieces of long documents, those without a target left out."""
+    from tests.train.harness import write_documents
+
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
+    mark = st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))
+    learnt = np.array(data.draw(mark))
+    seq_length = data.draw(st.integers(1, 6))
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, lengths)
+    prefix.with_suffix(".targets").write_bytes(learnt.astype(np.uint8).tobytes())
+    dataset = DocumentDataset(
+        str(prefix), fraction=(0.0, 1.0), seq_length=seq_length, long_documents="split"
+    )
+    expected, left_out = [], 0
+    for document, first in enumerate(np.cumsum([0, *lengths[:-1]])):
+        tokens = dataset._indexed.get(document).tolist()
+        for start in range(0, lengths[document] - 1, seq_length):
+            stop = min(start + seq_length, lengths[document] - 1)
+            marks = learnt[first + start + 1 : first + stop + 1]
+            labels = np.where(marks, tokens[start + 1 : stop + 1], NO_LABEL).tolist()
+            if marks.any():
+                expected.append([tokens[start:stop], labels])
+            else:
+                left_out += 1
+    samples = [dataset[i] for i in range(len(dataset))]
+    read = [collate_row([sample], None, len(sample) - 1).tolist() for sample in samples]
+    assert read == expected
+    assert dataset.samples.num_unlearnt == left_out
+    assert dataset.num_learnt == sum(label != NO_LABEL for _, row in expected for label in row)
+    assert [len(sample) - 1 for sample in samples] == dataset.lengths.tolist()
+
+
+def test_ranges_are_counted_to_the_very_end():
+    marks = np.array([0, 1, 1, 0, 1], dtype=np.uint8)
+    starts, stops = np.array([0, 1, 3]), np.array([2, 4, 5])
+    assert count_within(marks, starts, stops).tolist() == [1, 2, 1]
+    assert count_within(marks, starts[:0], stops[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("missing", ["a byte", "the file"])
+def test_targets_that_are_not_of_the_tokens_are_refused(missing, tmp_path):
+    from megatron_paradyse.train.data_files import check_targets
+
+    prefix, _ = prepare(tmp_path, [{"q": "a", "a": "b"}], "--prompt-key", "q", "--key", "a")
+    path = prefix.with_suffix(".targets")
+    if missing == "the file":
+        path.unlink()
+        with pytest.raises(UserError, match=r"out\.targets not found, which says which tokens"):
+            check_targets([str(prefix)])
+        return
+    check_targets([str(prefix)])
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"out\.targets has 2 bytes, and .*out\.bin 3 tokens"):
+        DocumentDataset(str(prefix), fraction=(0.0, 1.0), seq_length=8, long_documents="split")

@@ -1,0 +1,65 @@
+"""Started on one rank: the first step of a training on tokens that are learnt in part, in float64.
+
+    compare_learnt RESULT PREFIX <Megatron flags>
+
+Writes the loss and the norm of the gradient that plain_gpt has on all documents of PREFIX, read
+without this package, with the weights that Megatron begins with; and the loss of the other tokens.
+"""
+
+import json
+import sys
+
+import numpy as np
+import torch
+
+from megatron_paradyse.train import plugin
+from tests.train.plain_gpt import plain_losses
+
+
+def read(prefix: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each document its tokens, and whether each is learnt."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    tokens, stop = IndexedDataset(prefix), 0
+    learnt, documents = np.fromfile(prefix + ".targets", dtype=np.uint8), []
+    for index in range(len(tokens)):
+        start, stop = stop, stop + len(tokens[index])
+        text = torch.from_numpy(tokens[index].astype(np.int64))
+        documents.append((text, torch.from_numpy(learnt[start:stop])))
+    return documents
+
+
+def main() -> None:
+    result, prefix = sys.argv.pop(1), sys.argv.pop(1)
+    plugin.install()
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import training
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    args = parse_and_validate_args()
+    training.initialize_megatron()
+    config = gpt_config_from_args(args)
+    config.finalize()
+    model = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    weights = {
+        name: value.detach().double().requires_grad_() for name, value in model.named_parameters()
+    }
+    shape = {"num_layers": args.num_layers, "num_heads": args.num_attention_heads}
+    total, count, unlearnt = torch.zeros((), dtype=torch.float64), 0, []
+    for tokens, learnt in read(prefix):
+        (losses,) = plain_losses(weights, tokens[None, :-1], tokens[None, 1:], **shape)
+        total = total + losses[0][learnt[1:].bool()].sum()
+        count += int(learnt[1:].sum())
+        unlearnt.append(losses[0][~learnt[1:].bool()].detach())
+    (total / count).backward()
+    norm = sum(float(weight.grad.square().sum()) for weight in weights.values()) ** 0.5
+    with open(result, "w") as file:
+        loss = float(total.detach()) / count
+        others = float(torch.cat(unlearnt).mean())
+        json.dump({"loss": loss, "grad_norm": norm, "loss of others": others}, file)
+
+
+if __name__ == "__main__":
+    main()
