@@ -50,6 +50,7 @@ def main() -> None:
         "workspace_fraction_of_80gib": bytes_rows[0]["workspace_fraction_of_80gib"],
         "time_ratio": max(row["time_ratio"] for row in rows),
         "processor_time_ratio": max(row["processor_time_ratio"] for row in rows),
+        "quarter_learnt_over_all": max(row["quarter_learnt_over_all"] for row in rows),
         "max_rel_error_fp32": max(row["max_rel_error_fp32"] for row in rows),
         "bytes": bytes_rows,
         "seconds": rows,

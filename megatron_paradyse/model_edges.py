@@ -29,12 +29,17 @@ from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 
 
 def attach_edges(
-    model_chunks: list, *, head_tile: str | int, positions_restart: bool = False
+    model_chunks: list,
+    *,
+    head_tile: str | int,
+    positions_restart: bool = False,
+    learns_all: bool = True,
 ) -> list:
     """Let the chunks' edges go in tiles of head_tile tokens, "auto" or "off"; returns the chunks.
 
-    positions_restart: sequences may hold several documents. The RoPE table is one for all lengths
-    in any case, and for all layers of a chunk with latent attention.
+    positions_restart: sequences may hold several documents. learns_all: whether all tokens are
+    learnt; else the head computes those that are, of short microbatches too. The RoPE table is one
+    for all lengths in any case, and for all layers of a chunk with latent attention.
     """
     for chunk in model_chunks:
         latent = [m for m in chunk.modules() if isinstance(m, MultiLatentAttention)]
@@ -49,6 +54,7 @@ def attach_edges(
                 _tile_embedding(module.embedding, tile, positions_restart)
             if module.post_process:
                 _become(module.output_layer, TiledOutputLayer, tile)
+                module.output_layer.learns_all = learns_all
             if module.post_process and isinstance(module, GPTModel):
                 module.register_forward_pre_hook(_ask_for_losses, with_kwargs=True)
     return model_chunks
@@ -74,6 +80,11 @@ class TiledOutputLayer(ColumnParallelLinear):
     """Megatron's output layer, which can also give the losses without ever holding all logits."""
 
     tile: int
+    learns_all = True
+
+    def takes(self, labels: Tensor) -> bool:
+        """Whether the losses of these labels shall be computed here, not by Megatron's head."""
+        return labels.numel() > self.tile or not self.learns_all
 
     def forward(
         self,
@@ -87,7 +98,8 @@ class TiledOutputLayer(ColumnParallelLinear):
     ):
         """Without labels as Megatron's. With labels [b, s]: losses [b, s] of input_ [s/p, b, h].
 
-        predicted [b, s]: filled with the likeliest labels.
+        Unless all tokens are learnt, losses are 0 where loss_mask [b, s] is. predicted [b, s]:
+        filled with the likeliest labels.
         """
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -105,18 +117,20 @@ class TiledOutputLayer(ColumnParallelLinear):
                 _take_weight_gradient, weight, fused=self.gradient_accumulation_fusion
             ),
             predicted=predicted,
+            counted=None if self.learns_all or loss_mask is None else loss_mask != 0,
         )
 
 
 def losses_in_tiles(model: GPTModel | BertModel, labels: Tensor | None):
     """Megatron's output_processor for a microbatch, or None where its own head should run.
 
-    That is where logits are wanted (no labels, inference), and where all fit into one tile.
+    That is where logits are wanted (no labels, inference), and where all fit into one tile and all
+    are needed.
     """
     layer = model.output_layer
     if labels is None or InferenceMode.is_active() or not isinstance(layer, TiledOutputLayer):
         return None
-    return _losses if labels.numel() > layer.tile else None
+    return _losses if layer.takes(labels) else None
 
 
 def _losses(*, hidden_states, output_layer, output_weight, labels, loss_mask, **unused) -> Tensor:

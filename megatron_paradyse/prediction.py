@@ -127,7 +127,7 @@ def _in_tiles_or_rows(process):
         labels, layer = kwargs["labels"], kwargs["output_layer"]
         if labels is None:
             return process(**kwargs)
-        tiled = isinstance(layer, TiledOutputLayer) and labels.numel() > layer.tile
+        tiled = isinstance(layer, TiledOutputLayer) and layer.takes(labels)
         ours = tiled or isinstance(kwargs.get("packed_seq_params"), RowParams)
         return _process(tiled=tiled, **kwargs) if ours else process(**kwargs)
 

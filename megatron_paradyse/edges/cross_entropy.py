@@ -16,6 +16,9 @@ untiled head, with one gather of x instead of two. The backward looks at g first
 multiple of m, the forward's gradients are thrown away and all tiles run again with g itself,
 exactly; so too without token_weights, and in float16, whose small probabilities need the loss scale
 before they are rounded.
+
+Where only some tokens count, as of conversations, the others are gathered with their tile, and no
+logit of them is computed.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megatron_paradyse.edges.tiles import of_tile, put_tile, tiles
+from megatron_paradyse.edges.tiles import RowBytes, counted_tiles, of_tile, put_tile, tiles
 from megatron_paradyse.strategies.collectives import (
     Pending,
     all_gather,
@@ -53,6 +56,7 @@ def tiled_cross_entropy(
     token_weights: Tensor | None = None,
     take_weight_gradient: Callable[[Tensor], Tensor | None] | None = None,
     predicted: Tensor | None = None,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """x [s/p, b, h], weight [v/p, h], bias [v/p], labels [b, s] -> losses [b, s].
 
@@ -61,6 +65,7 @@ def tiled_cross_entropy(
     take_weight_gradient: gets the weight's gradient in float32 at least and returns the one for
     autograd (default: in the weight's dtype).
     predicted [b, s] int64: filled with each token's likeliest label.
+    counted [b, s] bool: losses of other tokens are 0, without a gradient. Waits for the device.
 
     Backward: grad_x [s/p, b, h] and the whole gradient of the rank's shard. Sends (p-1) s/p b h
     values for x, as many for its gradient, and 2 (p-1) s b for the softmax (with predicted 2 more);
@@ -68,7 +73,10 @@ def tiled_cross_entropy(
     buffers and, from forward to backward, the gradient of the weight in float32.
     """
     take_weight_gradient = take_weight_gradient or (lambda grad: grad.to(weight.dtype))
-    head = _Head(group, tile, take_weight_gradient, predicted)
+    chosen = (
+        None if counted is None else list(_chosen_tiles(x, weight, counted, group.size(), tile))
+    )
+    head = _Head(group, tile, take_weight_gradient, predicted, chosen)
     wanted = torch.is_grad_enabled() and token_weights is not None and x.dtype != torch.float16
     return _TiledCrossEntropy.apply(
         x, weight, bias, labels, token_weights if wanted else None, head
@@ -81,6 +89,19 @@ class _Head:
     tile: int
     take_weight_gradient: Callable[[Tensor], Tensor | None]
     predicted: Tensor | None
+    chosen: list[tuple[slice, Tensor]] | None  # tiles, and which of their rows [p t b]; None: all
+
+    def tiles(self, x: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
+        if self.chosen is not None:
+            return iter(self.chosen)
+        slices = tiles(x.shape[0], x.shape[1], self.group.size(), tile=self.tile)
+        return ((rows, None) for rows in slices)
+
+
+def _chosen_tiles(x, weight, counted, p: int, tile: int) -> Iterator[tuple[slice, Tensor]]:
+    row = RowBytes.of(h=x.shape[-1], vocab_shard=len(weight), element_bytes=x.itemsize)
+    for rows, chosen in counted_tiles(counted.cpu().numpy(), p, tile=tile, row=row):
+        yield rows, torch.from_numpy(chosen).to(x.device)
 
 
 @dataclass
@@ -129,23 +150,34 @@ class _TiledCrossEntropy(Function):
 def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) -> None:
     """Fill losses [b, s] if given, and gradients for losses weighted by token_weights if given."""
     p, scattering, written = head.group.size(), None, None
-    for rows, x_tile in _gathered_tiles(x, head):
+    if head.chosen is not None:  # of other rows nothing is written
+        of_losses = (losses, head.predicted) if losses is not None else ()
+        for tensor in (*of_losses, gradients and gradients.x):
+            if tensor is not None:
+                tensor.zero_()
+    for rows, chosen, gathered in _gathered_tiles(x, head):
+        shape, x_tile = gathered.shape[:2], _select(gathered, chosen)
+        del gathered
         logits = F.linear(x_tile, weight, bias)  # [p t, b, v/p]
-        targets = _Targets.of(of_tile(labels, rows, p), weight.shape[0], head.group.rank())
+        of_rows = _select(of_tile(labels, rows, p), chosen)
+        targets = _Targets.of(of_rows, weight.shape[0], head.group.rank())
         if losses is not None and head.predicted is not None:
-            put_tile(head.predicted, rows, p, _likeliest(logits, head.group))
+            likeliest = _likeliest(logits, head.group)
+            put_tile(head.predicted, rows, p, _spread(likeliest, chosen, shape))
         exponentials, factor, loss = _exponentials_(logits, targets, head.group)
         if losses is not None:
-            put_tile(losses, rows, p, loss)
+            put_tile(losses, rows, p, _spread(loss, chosen, shape))
         if gradients is not None:
-            of_token = of_tile(token_weights, rows, p).to(factor.dtype)
+            of_token = _select(of_tile(token_weights, rows, p), chosen).to(factor.dtype)
             factor *= of_token
             grad = _logits_gradient_(exponentials, factor, of_token, targets, out=logits)
             del exponentials, logits
             if gradients.x is not None:
                 if scattering is not None:
                     gradients.x[written] = scattering.wait()
-                scattering, written = reduce_scatter_async(grad @ weight, head.group), rows
+                grad_x = _spread(grad @ weight, chosen, shape)
+                scattering, written = reduce_scatter_async(grad_x, head.group), rows
+                del grad_x
             if gradients.weight is not None:
                 _add_product_(gradients.weight, grad.flatten(0, 1).t(), x_tile.flatten(0, 1))
             if gradients.bias is not None:
@@ -158,20 +190,33 @@ def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) 
         gradients.x[written] = scattering.wait()
 
 
-def _gathered_tiles(x: Tensor, head: _Head) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, x of these rows of every rank [p t, b, h]), while the next are under way."""
-    remaining = tiles(x.shape[0], x.shape[1], head.group.size(), tile=head.tile)
+def _gathered_tiles(x: Tensor, head: _Head) -> Iterator[tuple[slice, Tensor | None, Tensor]]:
+    """(rows, which count, x of these rows of every rank [p t, b, h]), while the next come."""
+    remaining = head.tiles(x)
     following = next(remaining, None)
     pending: Pending | None = None
     while following is not None:
-        rows = following
+        rows, chosen = following
         pending = pending or all_gather_async(x[rows], head.group)
         gathered, pending = pending.wait(), None
         following = next(remaining, None)
         if following is not None:
-            pending = all_gather_async(x[following], head.group)
-        yield rows, gathered
+            pending = all_gather_async(x[following[0]], head.group)
+        yield rows, chosen, gathered
         del gathered
+
+
+def _select(of_rows: Tensor, chosen: Tensor | None) -> Tensor:
+    """[p t, b, ...] -> the n chosen rows [n, 1, ...], or all as they are."""
+    return of_rows if chosen is None else of_rows.flatten(0, 1)[chosen][:, None]
+
+
+def _spread(of_chosen: Tensor, chosen: Tensor | None, shape: torch.Size) -> Tensor:
+    """[n, 1, ...] -> [p t, b, ...], shape being [p t, b], with zeros where none was chosen."""
+    if chosen is None:
+        return of_chosen
+    rows = of_chosen.new_zeros(shape.numel(), *of_chosen.shape[2:])
+    return rows.index_copy_(0, chosen, of_chosen[:, 0]).unflatten(0, shape)
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def _file_values(args: argparse.Namespace, settings: Settings | None) -> Values:
     except UserError as error:  # the others wait for a word
         return found | {"the data sets": str(error)}
     for number, prefix in enumerate(prefixes, 1):
-        for suffix in (".idx", ".bin"):
+        for suffix in (".idx", ".bin", ".targets"):
             if Path(prefix + suffix).exists():
                 found[f"data set {number} ({suffix})"] = _file_digest(prefix + suffix)
     return found

@@ -92,6 +92,11 @@ def check_targets(prefixes: list[str]) -> None:
             )
 
 
+def learns_all(args: argparse.Namespace) -> bool:
+    """Whether every token of the data is learnt."""
+    return args.mock_data or not any(has_targets(prefix) for prefix in data_prefixes(args))
+
+
 def refuse_targets(prefixes: list[str], what: str, remedy: str) -> None:
     """UserError for data of which not every token is learnt, where all would be."""
     for prefix in prefixes:

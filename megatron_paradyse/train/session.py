@@ -23,6 +23,7 @@ from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.train import bucket_order, checkpoints, watchdog
 from megatron_paradyse.train.batch_sizes import check_sizes_ahead
 from megatron_paradyse.train.choosing import CostPolicies
+from megatron_paradyse.train.data_files import learns_all
 from megatron_paradyse.train.log import IterationLog
 from megatron_paradyse.train.run_record import run_record
 from megatron_paradyse.train.static_bytes import static_bytes
@@ -58,6 +59,7 @@ class Session:
                 attach_edges,
                 head_tile=self.settings.head_tile,
                 positions_restart=self._positions_restart(),
+                learns_all=learns_all(get_args()),
             ),
         ]
         IterationLog(

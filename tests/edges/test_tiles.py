@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from megatron_paradyse.edges.cross_entropy import tiled_cross_entropy
 from megatron_paradyse.edges.embedding import tiled_embedding, tiled_positions
-from megatron_paradyse.edges.tiles import of_tile, put_tile, tiles
+from megatron_paradyse.edges.tiles import RowBytes, counted_tiles, of_tile, put_tile, tiles
 from megatron_paradyse.strategies.collectives import count_communication
 from tests.strategies.harness import run_ranks
 
@@ -30,6 +33,7 @@ class Case:
     gradient: str = "masked"  # of the losses: masked (times one number), zero, or any
     tied: bool = False
     frozen: bool = False
+    counted: float | None = None  # the share of tokens that count, None: all
 
 
 CASES = {
@@ -46,6 +50,14 @@ CASES = {
     "float32": Case(s=28, b=2, tile=12, dtype=torch.float32),
     "float32, any gradient": Case(s=28, b=2, tile=12, dtype=torch.float32, gradient="any"),
     "bfloat16": Case(s=28, b=2, tile=12, dtype=torch.bfloat16),
+    "some count": Case(s=32, b=1, tile=8, counted=0.3),
+    "some count, of several sequences": Case(s=28, b=2, tile=12, counted=0.3),
+    "some count, any gradient": Case(s=28, b=2, tile=12, gradient="any", counted=0.3),
+    "few count": Case(s=48, b=1, tile=4, counted=0.04),
+    "none counts": Case(s=16, b=1, tile=8, counted=0.0),
+    "all count": Case(s=20, b=3, tile=1, counted=1.0),
+    "some count, tied": Case(s=28, b=2, tile=12, tied=True, counted=0.5),
+    "some count, bfloat16": Case(s=28, b=2, tile=12, dtype=torch.bfloat16, counted=0.3),
     "bfloat16, any gradient": Case(s=28, b=2, tile=12, dtype=torch.bfloat16, gradient="any"),
 }
 
@@ -60,6 +72,8 @@ def _whole(case: Case):
     mask = (torch.rand(case.b, case.s, generator=random) < 0.7).double()
     if case.gradient == "zero":
         mask.zero_()
+    if case.counted is not None:
+        mask *= torch.rand(case.b, case.s, generator=random) < case.counted
     grad = draw(case.b, case.s) if case.gradient == "any" else mask * 0.37
     return x.to(case.dtype), weight.to(case.dtype), labels, mask, grad.to(_wide(case.dtype))
 
@@ -70,11 +84,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _oracle(case: Case):
     """Losses [b, s], gradients of hidden and weight, logits [s, b, v]: plain PyTorch, float64."""
-    x, weight, labels, _, grad = _whole(case)
+    x, weight, labels, mask, grad = _whole(case)
     x, weight = (t.double().requires_grad_() for t in (x, weight))
     embedded = F.embedding(labels, weight).transpose(0, 1) if case.tied else 0
     logits = (x + embedded) @ weight.t()
     losses = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+    if case.counted is not None:
+        losses = losses * (mask != 0)
     return (
         losses.detach(),
         *torch.autograd.grad(losses, [x, weight], grad.double()),
@@ -98,6 +114,7 @@ def _tiled(group, case: Case):
         tile=case.tile,
         token_weights=mask.float() if case.weighted else None,
         predicted=predicted,
+        counted=None if case.counted is None else mask != 0,
     )
     inputs = [x] if case.frozen else [x, weight]
     with count_communication() as sent:
@@ -176,7 +193,9 @@ def test_losses_and_gradients_equal_the_oracle(p):
             for found, true in zip([mine, *my_grads], expected, strict=True):
                 assert _largest_error(found, true) <= TOLERANCES[case.dtype], (name, rank)
             of_predicted = logits.gather(-1, predicted.t()[..., None]).squeeze(-1)
-            assert _largest_error(of_predicted, logits.amax(-1)) <= TOLERANCES[case.dtype], name
+            seen = torch.ones(()) if case.counted is None else _whole(case)[3].t() != 0
+            error = _largest_error(of_predicted * seen, logits.amax(-1) * seen)
+            assert error <= TOLERANCES[case.dtype], name
 
 
 def test_tiles_run_again_exactly_when_the_gradient_is_no_multiple_of_the_mask():
@@ -199,6 +218,39 @@ def test_embedding_and_its_gradient_equal_the_oracle(job, p):
             assert torch.equal(mine.double(), out.detach().chunk(p)[rank])
             true = grad.chunk(p)[rank] if job is _embedded else grad
             assert _largest_error(my_grad, true) <= TOLERANCES[CASES[name].dtype], (name, rank)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_tiles_of_counted_rows_hold_each_once_and_no_more_bytes_than_whole_tiles(data):
+    p, b, rows = (data.draw(st.integers(1, most)) for most in (4, 3, 12))
+    counted = data.draw(st.lists(st.booleans(), min_size=b * p * rows, max_size=b * p * rows))
+    counted = torch.tensor(counted).view(b, p * rows)
+    tile, row = data.draw(st.integers(1, 40)), RowBytes(*data.draw(ROWS))
+    found, stops = torch.zeros_like(counted), [0]
+    for slice_, chosen in counted_tiles(counted.numpy(), p, tile=tile, row=row):
+        assert len(chosen) and slice_.start >= stops[-1]
+        stops.append(slice_.stop)
+        of_slice = of_tile(counted, slice_, p)
+        assert torch.equal(of_slice.flatten().nonzero()[:, 0], torch.from_numpy(chosen))
+        put_tile(found, slice_, p, of_slice)
+        held = len(chosen) * (row.logits + row.selected) + of_slice.numel() * row.gathered
+        alone = slice_.stop - slice_.start == 1
+        assert held <= tile * (row.logits + row.gathered) or alone
+    assert torch.equal(found, counted)
+
+
+ROWS = st.tuples(st.integers(1, 50), st.integers(1, 50), st.integers(0, 20))
+
+
+def test_fewer_counted_rows_make_fewer_tiles():
+    row = RowBytes.of(h=1024, vocab_shard=2**17, element_bytes=2)
+    one_in_ten = np.arange(2**16)[None] % 10 == 0
+    num_tiles = {
+        name: len(list(counted_tiles(counted, 1, tile=1024, row=row)))
+        for name, counted in (("all", one_in_ten | True), ("few", one_in_ten))
+    }
+    assert num_tiles == {"all": 65, "few": 8}
 
 
 def test_a_second_backward_gives_the_same_gradients():

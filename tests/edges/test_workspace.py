@@ -24,18 +24,24 @@ def group():
         dist.destroy_process_group()
 
 
-def _head_peak(group, s: int, *, multiple: bool, dtype: torch.dtype) -> int:
+def _head_peak(
+    group, s: int, *, multiple: bool, dtype: torch.dtype, counted: float | None = None
+) -> int:
     """Peak of forward and backward beyond the input, its gradient, the losses, and numbers of b s.
 
-    multiple: whether the gradient of the losses is a multiple of the mask.
+    multiple: whether the gradient of the losses is a multiple of the mask. counted: the share of
+    tokens that count, None: all, without looking.
     """
     x = torch.randn(s // P, B, H, dtype=dtype, requires_grad=True)
     weight = torch.randn(SHARD, H, dtype=dtype, requires_grad=True)
     labels, mask = torch.randint(SHARD * P, (B, s)), torch.ones(B, s)
     grad = torch.full((B, s), 0.5) if multiple else torch.rand(B, s)
+    some = None if counted is None else torch.rand(B, s) < counted
     meter = LiveBytes([x, weight, labels, mask, grad])
     with meter:
-        losses = tiled_cross_entropy(x, weight, labels, group, tile=TILE, token_weights=mask)
+        losses = tiled_cross_entropy(
+            x, weight, labels, group, tile=TILE, token_weights=mask, counted=some
+        )
         losses.backward(grad)
     return meter.peak_bytes - x.nbytes - losses.nbytes
 
@@ -58,6 +64,17 @@ def test_running_tiles_again_adds_a_few_numbers_a_token_at_most(group):
             for multiple in (True, False)
         )
         assert again - once <= 16 * B * s
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.9])
+def test_where_some_tokens_count_the_head_needs_no_more_but_their_places(share, group):
+    for s in LENGTHS:
+        whole, some = (
+            _head_peak(group, s, multiple=True, dtype=torch.bfloat16, counted=counted)
+            for counted in (None, share)
+        )
+        numbers = 16 * B * s * share + 16 * TILE * 8
+        assert some <= whole + numbers
 
 
 def _embedding_peak(group, s: int, look_up) -> int:
