@@ -16,6 +16,9 @@ LOST = (
     "Socket Timeout",
     "Timed out waiting",
     "wait timeout after",
+    # NCCL's watchdog, a wait that blocks, and PyTorch 2.15's other process group of NCCL.
+    "collective operation timeout",
+    "timed out in blocking wait",
     "NCCL operation timed out",
 )
 

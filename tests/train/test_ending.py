@@ -27,11 +27,28 @@ OTHERS = [
     UserError("out of memory between microbatches: use more ranks"),
     RuntimeError("Connection closed by peer"),
 ]
+# By gloo, the store and NCCL, in PyTorch 2.11 as in 2.15.
+LOST = [
+    RuntimeError("[/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]"),
+    RuntimeError("Timed out waiting 60000ms for recv operation to complete"),
+    torch.distributed.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0/0"),
+    torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network"),
+    torch.distributed.DistBackendError(
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+        "OpType=ALLREDUCE) ran for 600004 milliseconds before timing out."
+    ),
+    torch.distributed.DistBackendError("Work WorkNCCL(SeqNum=7) timed out in blocking wait."),
+]
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: str(error)[:30])
 def test_memory_that_ran_out_is_told_from_other_errors(error):
     assert is_out_of_memory(error) and not is_lost_peer(error)
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: str(error)[:30])
+def test_a_lost_peer_is_known_by_what_each_backend_says(error):
+    assert is_lost_peer(error) and not is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: str(error)[:30])
