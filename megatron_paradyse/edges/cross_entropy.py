@@ -40,6 +40,7 @@ from megatron_paradyse.strategies.collectives import (
     all_gather_async,
     reduce_scatter_async,
 )
+from megatron_paradyse.strategies.host import to_device
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 
 ROUNDINGS = 4  # of g = c m: how far it may be from a multiple of m, in roundings of its dtype
@@ -101,7 +102,7 @@ class _Head:
 def _chosen_tiles(x, weight, counted, p: int, tile: int) -> Iterator[tuple[slice, Tensor]]:
     row = RowBytes.of(h=x.shape[-1], vocab_shard=len(weight), element_bytes=x.itemsize)
     for rows, chosen in counted_tiles(counted.cpu().numpy(), p, tile=tile, row=row):
-        yield rows, torch.from_numpy(chosen).to(x.device)
+        yield rows, to_device(chosen, x.device)
 
 
 @dataclass
