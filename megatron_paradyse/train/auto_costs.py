@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import json
 import os
 import re
 import subprocess
@@ -22,17 +20,13 @@ import torch
 
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.planner.known import known_strategies, nothing_known
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.settings import PACKED, Settings
-from megatron_paradyse.strategies import with_names_of_costs
-from megatron_paradyse.train.describe import versions
+from megatron_paradyse.train.cost_cache import cached_costs, device_name, measured_strategies
 from megatron_paradyse.train.meeting import meet
 from megatron_paradyse.train.megatron_version import find_megatron, is_wheel
-from megatron_paradyse.train.model_kind import GPT
-from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 from megatron_paradyse.whole_file import write_whole
 
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
@@ -41,15 +35,6 @@ SIMULATION_SECONDS = 300
 SECONDS_FOR_OTHERS = 5
 REMEDY = "give --paradyse-cost-model FILE, or --paradyse-policy fixed:megatron_ts"
 SAID_ERROR = re.compile(r"error(?: \(rank \d+\))?: (.*)")
-# Arguments that change no cost: what is learnt, logged, saved, read, and how long. A tokenizer
-# does: its vocabulary is not known yet.
-WITHOUT_EFFECT = re.compile(
-    r"(rank|local_rank|seed|(.*_)?lr(_.*)?|weight_decay.*|adam_.*|clip_grad|init_method.*|"
-    r"loss_scale.*|train_.*|eval_.*|full_validation|exit_.*|save.*|load.*|.*ckpt.*|log_.*|"
-    r"tensorboard.*|wandb.*|timing_.*|(.*_)?data_path|split|data_args.*|data_cache.*|"
-    r"num_workers|global_batch_size|rampup.*|consumed.*|iteration|skipped.*|paradyse.*|start_.*|"
-    r"do_.*|non_.*|phase_.*|num_dataset.*)"
-)
 
 
 def with_costs(args: argparse.Namespace) -> Settings:
@@ -67,29 +52,21 @@ def with_costs(args: argparse.Namespace) -> Settings:
     return dataclasses.replace(settings, cost_model=str(path), accept_costs=accept)
 
 
-def cache_folder() -> Path:
-    """Where costs are kept: $MEGATRON_PARADYSE_CACHE, or the user's cache folder."""
-    named = os.environ.get("MEGATRON_PARADYSE_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(base) / "megatron-paradyse"
-
-
 class Search:
     """Finds the costs of one run, together with the other ranks."""
 
     def __init__(self, args: argparse.Namespace, settings: Settings):
         self._args, self._settings = args, settings
         self._rank, self._world = int(os.environ.get("RANK", 0)), args.world_size
-        self._folder = cache_folder()
-        self._file = self._folder / f"costs-{_key(args, settings)}.json"
+        self._file = cached_costs(args, settings)
         self._store = meet("costs")
 
     def run(self) -> tuple[Path, bool]:
         """The cost file on this machine, and whether it is simulated."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._fail(f"{self._folder}: {error.strerror}: set MEGATRON_PARADYSE_CACHE")
+            self._fail(f"{self._file.parent}: {error.strerror}: set MEGATRON_PARADYSE_CACHE")
         if self._rank == 0:
             self._say_all("way", self._way())
         way = self._hear("way", LIMIT_SECONDS)
@@ -127,9 +104,9 @@ class Search:
         if self._gpu() is None:
             self._fail(
                 "no costs: --paradyse-no-profile, none in the cache, and none can be simulated for "
-                f"{_device()}: leave --paradyse-no-profile out, give --paradyse-cost-model FILE "
-                "(measured, or megatron-paradyse simulate --gpu with a YAML file of this device), "
-                "or --paradyse-policy fixed:megatron_ts"
+                f"{device_name()}: leave --paradyse-no-profile out, give --paradyse-cost-model "
+                "FILE (measured, or megatron-paradyse simulate --gpu with a YAML file of this "
+                "device), or --paradyse-policy fixed:megatron_ts"
             )
         return "simulate"
 
@@ -143,7 +120,7 @@ class Search:
         command += ["--quick", "--budget-seconds", str(BUDGET_SECONDS)]
         command += ["--batch-sizes", str(self._args.micro_batch_size)]
         command += ["--packed"] if self._settings.sequences == PACKED else []
-        strategies = _strategies(self._settings)
+        strategies = measured_strategies(self._settings)
         command += ["--strategies", ",".join(strategies)] if strategies else []
         command += self._flags()
         environment = {"OMP_NUM_THREADS": "1", **_environment(), "MASTER_PORT": port}
@@ -306,47 +283,9 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-
-
-def _size() -> str:
-    """What devices of one name may differ in, and costs of the other are refused."""
-    if not torch.cuda.is_available():
-        return f"{os.cpu_count()} cores"
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return f"{total / (1 << 30):.0f} GiB"
-
-
 def _holds(path: Path, content: str) -> bool:
     """Whether a file is that text: of the first rank, on a disk that all of them see."""
     try:
         return path.read_bytes() == content.encode()
     except OSError:
         return False
-
-
-def _strategies(settings: Settings) -> tuple[str, ...] | None:
-    """Those to measure: what plans may name, and what the costs of that need; None: all."""
-    if not settings.strategies:
-        return None
-    layers = (settings.layers or {}).values()
-    of_layers = (name for layer in layers for name in (*layer.attention, *layer.mlp))
-    return with_names_of_costs((*settings.strategies, *of_layers))
-
-
-def _key(args: argparse.Namespace, settings: Settings) -> str:
-    """Of everything that the costs may depend on: an argument that is not known counts."""
-    values = {
-        name: repr(value)
-        for name, value in vars(args).items()
-        if not WITHOUT_EFFECT.fullmatch(name)
-    }
-    values |= {"head_tile": repr(settings.head_tile), "strategies": repr(_strategies(settings))}
-    values |= {"rows": "measured"} if settings.sequences == PACKED else {}
-    values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
-    others = ModelLayers.of_arguments(args, count_layers(args)).kinds().others
-    values |= {"layers": repr(others)} if others else {}
-    values |= {"rings": "send what windows leave"} if args.window_size else {}
-    values |= {"device": f"{_device()}, {_size()}", "versions": repr(versions())}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.simulator.models import model_flags
-from megatron_paradyse.train import auto_costs, plugin
+from megatron_paradyse.train import auto_costs, cost_cache, plugin
 from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_kind import GPT
 from tests.train.harness import with_defaults, write_documents
@@ -52,7 +52,7 @@ def test_no_argument_that_costs_depend_on_is_left_out_of_their_name(names):
         for field in dataclasses.fields(config)
     } & names | {"accumulate_allreduce_grads_in_fp32"}
     assert len(shaping) > 200 and shaping <= names
-    assert {name for name in shaping if auto_costs.WITHOUT_EFFECT.fullmatch(name)} == DROPPED
+    assert {name for name in shaping if cost_cache.WITHOUT_EFFECT.fullmatch(name)} == DROPPED
 
 
 @pytest.mark.parametrize(
@@ -60,20 +60,20 @@ def test_no_argument_that_costs_depend_on_is_left_out_of_their_name(names):
 )
 def test_a_tokenizer_has_costs_of_its_own(name, names):
     """Its vocabulary is known later: kept costs of another one were found and then refused."""
-    assert name in names and not auto_costs.WITHOUT_EFFECT.fullmatch(name)
+    assert name in names and not cost_cache.WITHOUT_EFFECT.fullmatch(name)
 
 
 @pytest.mark.parametrize(
     "name", ["lr", "min_lr", "decoupled_min_lr", "lr_warmup_iters", "lr_wsd_decay_style"]
 )
 def test_a_learning_rate_leaves_costs_as_they_are(name, names):
-    assert name in names and auto_costs.WITHOUT_EFFECT.fullmatch(name)
+    assert name in names and cost_cache.WITHOUT_EFFECT.fullmatch(name)
 
 
 def search(folder, monkeypatch, **settings) -> auto_costs.Search:
     """Of a run of one rank, with a settings file."""
     monkeypatch.setenv("MEGATRON_PARADYSE_CACHE", str(folder))
-    monkeypatch.setattr(auto_costs, "_key", lambda *_: "key")
+    monkeypatch.setattr(cost_cache, "cost_key", lambda *_: "key")
     flags = ["--num-layers", "4", "--vocab-size", "9", "--paradyse-config", "settings.yaml"]
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags])
     args = argparse.Namespace(
@@ -146,7 +146,7 @@ def test_costs_have_one_name_whether_a_flag_or_a_settings_file_says_it(
         args = validated(args)
         profiled = megatron_flags(sys.argv[1:], model_path=None, ranks=1)
         last = len(profiled) - profiled[::-1].index("--paradyse-sequences")
-        key = auto_costs._key(args, args.paradyse_settings)
+        key = cost_cache.cost_key(args, args.paradyse_settings)
         found.append((samples_of(args), key, profiled[last]))
     assert found[0] == found[1]
     assert found[0][2] == {"packed": "documents"}.get(sequences, sequences)
@@ -214,14 +214,14 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
     args = validated(args)
     keys = set()
     for cores in (8, 16):
-        monkeypatch.setattr(auto_costs.os, "cpu_count", lambda cores=cores: cores)
-        keys.add(auto_costs._key(args, args.paradyse_settings))
+        monkeypatch.setattr(cost_cache.os, "cpu_count", lambda cores=cores: cores)
+        keys.add(cost_cache.cost_key(args, args.paradyse_settings))
     for name, value in (("is_available", True), ("get_device_name", "H20"), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for size in (85 * 10**9, 85 * 10**9 + 10**6, 141 * 10**9):  # drivers keep a little back
         properties = argparse.Namespace(total_memory=size)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
-        keys.add(auto_costs._key(args, args.paradyse_settings))
+        keys.add(cost_cache.cost_key(args, args.paradyse_settings))
     assert len(keys) == 4
 
 

@@ -1,0 +1,82 @@
+"""Where costs that a run made for itself are kept, and under which name."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from megatron_paradyse.machine import cpu_name
+from megatron_paradyse.settings import PACKED, Settings
+from megatron_paradyse.strategies import with_names_of_costs
+from megatron_paradyse.train.describe import versions
+from megatron_paradyse.train.model_kind import GPT
+from megatron_paradyse.train.model_layers import ModelLayers, count_layers
+
+# Arguments that change no cost: what is learnt, logged, saved, read, and how long. A tokenizer
+# does: its vocabulary is not known yet.
+WITHOUT_EFFECT = re.compile(
+    r"(rank|local_rank|seed|(.*_)?lr(_.*)?|weight_decay.*|adam_.*|clip_grad|init_method.*|"
+    r"loss_scale.*|train_.*|eval_.*|full_validation|exit_.*|save.*|load.*|.*ckpt.*|log_.*|"
+    r"tensorboard.*|wandb.*|timing_.*|(.*_)?data_path|split|data_args.*|data_cache.*|"
+    r"num_workers|global_batch_size|rampup.*|consumed.*|iteration|skipped.*|paradyse.*|start_.*|"
+    r"do_.*|non_.*|phase_.*|num_dataset.*)"
+)
+
+
+def cache_folder() -> Path:
+    """Where costs are kept: $MEGATRON_PARADYSE_CACHE, or the user's cache folder."""
+    named = os.environ.get("MEGATRON_PARADYSE_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(base) / "megatron-paradyse"
+
+
+def cached_costs(args: argparse.Namespace, settings: Settings) -> Path:
+    """The file of this run's costs, whether it is there or not."""
+    return cache_folder() / f"costs-{cost_key(args, settings)}.json"
+
+
+def cost_key(args: argparse.Namespace, settings: Settings) -> str:
+    """Of everything that the costs may depend on: an argument that is not known counts."""
+    values = {
+        name: repr(value)
+        for name, value in vars(args).items()
+        if not WITHOUT_EFFECT.fullmatch(name)
+    }
+    values |= {
+        "head_tile": repr(settings.head_tile),
+        "strategies": repr(measured_strategies(settings)),
+    }
+    values |= {"rows": "measured"} if settings.sequences == PACKED else {}
+    values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
+    others = ModelLayers.of_arguments(args, count_layers(args)).kinds().others
+    values |= {"layers": repr(others)} if others else {}
+    values |= {"rings": "send what windows leave"} if args.window_size else {}
+    values |= {"device": f"{device_name()}, {_size()}", "versions": repr(versions())}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def measured_strategies(settings: Settings) -> tuple[str, ...] | None:
+    """Those to measure: what plans may name, and what the costs of that need; None: all."""
+    if not settings.strategies:
+        return None
+    layers = (settings.layers or {}).values()
+    of_layers = (name for layer in layers for name in (*layer.attention, *layer.mlp))
+    return with_names_of_costs((*settings.strategies, *of_layers))
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+
+
+def _size() -> str:
+    """What devices of one name may differ in, and costs of the other are refused."""
+    if not torch.cuda.is_available():
+        return f"{os.cpu_count()} cores"
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return f"{total / (1 << 30):.0f} GiB"
