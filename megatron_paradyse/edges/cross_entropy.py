@@ -90,7 +90,7 @@ class _Head:
     tile: int
     take_weight_gradient: Callable[[Tensor], Tensor | None]
     predicted: Tensor | None
-    chosen: list[tuple[slice, Tensor]] | None  # tiles, and which of their rows [p t b]; None: all
+    chosen: list[tuple[slice, Tensor | None]] | None  # tiles, which of their rows; None: all
 
     def tiles(self, x: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
         if self.chosen is not None:
@@ -99,10 +99,11 @@ class _Head:
         return ((rows, None) for rows in slices)
 
 
-def _chosen_tiles(x, weight, counted, p: int, tile: int) -> Iterator[tuple[slice, Tensor]]:
+def _chosen_tiles(x, weight, counted, p: int, tile: int) -> Iterator[tuple[slice, Tensor | None]]:
     row = RowBytes.of(h=x.shape[-1], vocab_shard=len(weight), element_bytes=x.itemsize)
     for rows, chosen in counted_tiles(counted.cpu().numpy(), p, tile=tile, row=row):
-        yield rows, to_device(chosen, x.device)
+        all_count = len(chosen) == (rows.stop - rows.start) * p * len(counted)
+        yield rows, None if all_count else to_device(chosen, x.device)
 
 
 @dataclass
