@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -40,6 +41,8 @@ def make_workplace(folder: Path) -> Path:
         write_trace(trace, records())
     shutil.copy(folder / "costs-raw.json", quick)
     (folder / "docs.jsonl").write_text('{"body": "first document"}\n{"body": "second"}\n')
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     _write_tokenizer(folder)
     return folder
 
