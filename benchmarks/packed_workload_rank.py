@@ -65,8 +65,8 @@ class Workload:
 
         from megatron_paradyse.live_bytes import make_meter
         from megatron_paradyse.packing.pack import Grid
+        from megatron_paradyse.packing.placement import alignment
         from megatron_paradyse.profiler import model as profiled
-        from megatron_paradyse.train.datasets import alignment
 
         self.task, args = task, get_args()
         self._costs_file = read_cost_file(task["costs"])

@@ -20,6 +20,11 @@ EVEN_TWICE = 1.05  # the same with a margin, wanted of a first try
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of a rank's mean scores, for what it holds of a document
 
 
+def alignment(tensor_parallel_size: int) -> int:
+    """Sequence lengths are padded to a multiple of this: two half chunks for every rank."""
+    return 2 * tensor_parallel_size if tensor_parallel_size > 1 else 1
+
+
 def place(
     lengths: Sequence[int],
     p: int,

@@ -137,6 +137,11 @@ class Row:
                 yield number, max(start, begin) - begin, min(stop, end) - begin
 
 
+def of_each(row: Row | None) -> str:
+    """After an s in a message: whose it is, where several groups share the row."""
+    return "" if row is None or row.groups == 1 else f" of each of {row.groups} replicas"
+
+
 @lru_cache(maxsize=4)  # 8 s bytes each
 def _places(row: Row, by_rows: bool) -> np.ndarray:
     if by_rows:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megatron_paradyse.costs.layers import ALIKE, ATTENTION, MLP, Operations, half_of
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
-from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.row import Row, of_each
 from megatron_paradyse.plan import Plan, uniform_plan
 from megatron_paradyse.planner.cache import CAPACITY, CachedPlanner, SmoothedPlanner
 from megatron_paradyse.planner.gain import GainPlanner
@@ -92,7 +92,7 @@ class CostPolicy:
                 planner = planner.cached  # the groups must plan alike, and have seen other rows
             outcome = planner.plan(1, load.seq_length, forward_only, load)
         if outcome.exceeds_bytes:
-            self._exceeds(outcome, batch_size, seq_length)
+            self._exceeds(outcome, batch_size, seq_length, row)
         return outcome
 
     def has_room(self, peak_bytes: int) -> bool:
@@ -247,9 +247,9 @@ class CostPolicy:
             return None
         return _make_choice(name, numbers, self.memory.gathers(half_of(operation), name, s, b))
 
-    def _exceeds(self, outcome: Outcome, batch_size: int, seq_length: int) -> None:
+    def _exceeds(self, outcome: Outcome, batch_size: int, seq_length: int, row: Row | None) -> None:
         message = (
-            f"no plan for s={seq_length}, b={batch_size} fits: the least peak is "
+            f"no plan for s={seq_length}{of_each(row)}, b={batch_size} fits: the least peak is "
             f"{bytes_text(outcome.peak_bytes)}, {bytes_text(outcome.exceeds_bytes)} above the "
             "budget"
         )

@@ -68,13 +68,14 @@ class RowPrices:
         self._lengths: dict[tuple[int, int, int], _Length] = {}
 
     def seconds(self, row: Row) -> float | None:
-        """Forward and backward of the row; None where no plan of the pool fits.
+        """Forward and backward of the row; None where no plan of the pool fits."""
+        return self.seconds_of(self.load_of(row))
 
-        A row of one document tells of that document alone, unpacked.
-        """
+    def load_of(self, row: Row) -> Load:
+        """A row of one document tells of that document alone, unpacked."""
         load = self._packed.load_of(row)
         alone = len(row.lengths) == 1 and row.groups == 1
-        return self.seconds_of(unpacked(load, self._packed.window) if alone else load)
+        return unpacked(load, self._packed.window) if alone else load
 
     def seconds_of(self, load: Load) -> float | None:
         """As seconds, of a row that is known by its load."""

@@ -11,7 +11,7 @@ from megatron_paradyse.costs.description import CAUSAL
 from megatron_paradyse.costs.table import ATTENTION, MLP, MODEL
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
-from megatron_paradyse.packing.placement import place
+from megatron_paradyse.packing.placement import alignment, place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.gain import is_single
@@ -121,7 +121,7 @@ def row_over(setup: Setup, documents: Sequence[int], replicas: int) -> Row:
         documents,
         d.p * replicas,
         causal=d.attention_mask == CAUSAL,
-        alignment=2 * d.p * replicas if replicas > 1 else None,
+        alignment=alignment(d.p) * replicas,
         window=d.common_window,
     )
     return dataclasses.replace(row, groups=replicas)

@@ -38,9 +38,17 @@ def _table(found: Longest) -> str:
 def _row(name: str, limit: Limit, ours: int) -> list[str]:
     if limit.outcome is None:
         return [name, "none fits", "-", "-"]
-    mark = "*" if limit.extrapolated else " "
     share = f"{limit.tokens / ours:.1%}"
-    return [name, f"{limit.tokens:,}{mark}", share, seconds_text(limit.outcome.seconds)]
+    return [
+        name,
+        f"{limit.tokens:,}{_mark(limit) or ' '}",
+        share,
+        seconds_text(limit.outcome.seconds),
+    ]
+
+
+def _mark(limit: Limit) -> str:
+    return "*" if limit.extrapolated else ""
 
 
 def _paradyse(setup: Setup, found: Longest) -> str:
@@ -70,7 +78,7 @@ def _paradyse(setup: Setup, found: Longest) -> str:
     if wide is not None and wide.outcome is not None:
         lines.append(
             f"Packed, over {found.spread} replicas (--paradyse-spread {found.spread}), a document "
-            f"may have {wide.tokens:,} tokens: {wide.outcome.plan.runs()}, peak "
+            f"may have {wide.tokens:,}{_mark(wide)} tokens: {wide.outcome.plan.runs()}, peak "
             f"{bytes_text(wide.outcome.peak_bytes)}."
         )
     return wrapped(" ".join(lines))
@@ -82,7 +90,8 @@ def _name(limit: Limit) -> str:
 
 def _notes(setup: Setup, found: Longest) -> list[str]:
     notes = [f"Lengths are multiples of {found.alignment:,} tokens."]
-    if any(limit.extrapolated for limit in (found.paradyse, *found.single)):
+    limits = [found.paradyse, *found.single, *([found.wide] if found.wide else [])]
+    if any(limit.extrapolated for limit in limits):
         timed = timed_text(setup.policies.costs.file.table)
         notes.append(
             f"* beyond what was timed of it (of all: {timed}): extrapolated by the fitted model."

@@ -171,8 +171,13 @@ class Search:
         self._fit(raw)
 
     def _flags(self) -> list[str]:
-        """The model's: those of the run, its settings file among them, and what its script says."""
-        return ["--", *sys.argv[1:], "--paradyse-model", self._args.paradyse_model]
+        """The model's: those of the run, its settings file among them, and what its script says.
+
+        A profile that is told no p takes all ranks, of which this run may make replicas.
+        """
+        p = str(self._args.tensor_model_parallel_size)
+        of_run = ["--tensor-model-parallel-size", p, "--paradyse-model", self._args.paradyse_model]
+        return ["--", *sys.argv[1:], *of_run]
 
     def _fit(self, raw: Path, remedy: str = "") -> None:
         command = [

@@ -9,7 +9,6 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.settings import PACKED
 
 SCHEDULE = "--step-batch-size-schedule"
 
@@ -58,7 +57,11 @@ def check_sizes_ahead(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, flag: str, size: int, micro_batch_size: int) -> None:
-    """A global batch of `size` samples, in microbatches for every replica and pipeline stage."""
+    """A global batch of `size` samples, in microbatches for every replica and pipeline stage.
+
+    Packed, there are as many at most, which Megatron must be able to run: documents may fit nowhere
+    but alone.
+    """
     replicas, stages = args.data_parallel_size, args.pipeline_model_parallel_size
     at_once = micro_batch_size * replicas
     if size % at_once and not args.decrease_batch_size_if_needed:
@@ -67,7 +70,7 @@ def _check(args: argparse.Namespace, flag: str, size: int, micro_batch_size: int
             f"of {replicas} replicas: give a multiple of {at_once}"
         )
     interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
-    if not interleaved or args.paradyse_settings.sequences == PACKED:  # packed to come out
+    if not interleaved:
         return
     group = args.microbatch_group_size_per_vp_stage or stages
     count = size // at_once

@@ -31,7 +31,7 @@ from megatron_paradyse.train.checkpoint_files import (
     unfinished_iterations,
     whole_iterations,
 )
-from megatron_paradyse.train.ending import is_lost_peer
+from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
 from megatron_paradyse.train.helper_processes import managers_end_with_this_process
 from megatron_paradyse.whole_file import write_whole
 
@@ -80,7 +80,7 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
                 list_files(checkpoint)
         except (Exception, CheckpointException) as error:
             release_byte_buffers()
-            if is_lost_peer(error):
+            if is_lost_peer(error) or is_out_of_memory(error):
                 raise
             raise UserError(
                 f"the checkpoint of iteration {iteration} cannot be written to {folder}: "
@@ -166,7 +166,8 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
             result = load(*args, **kwargs)
         except (Exception, SystemExit, CheckpointException) as error:
             stopped = isinstance(error, SystemExit) and megatron.exit_on_missing_checkpoint
-            if stopped or is_lost_peer(error) or isinstance(error, UserError):
+            known = is_lost_peer(error) or is_out_of_memory(error) or isinstance(error, UserError)
+            if stopped or known:
                 raise
             reason = reason_of(error)
             remedies = (remedy for words, remedy in OF_ANOTHER_RUN.items() if words in reason)

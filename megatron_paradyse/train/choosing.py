@@ -57,7 +57,9 @@ class CostPolicies:
         self.made: list[tuple[Stage, CostPolicy]] = []
         self._whole: CostPolicy | None = None
         self._all_stages_bytes: int | None = None  # None: as the file says
-        self._prices: RowPrices | None = None
+        self._layers: list[tuple[int, ...]] = []  # of each that is made
+        self._stages: list[tuple[Stage, tuple[int, ...]]] = []  # of every rank's; none: not known
+        self._prices: list[RowPrices] = []
         self._num_layers = count_layers(get_args())
         run = describe(self._num_layers)
         description = self.costs.file.table.description
@@ -91,6 +93,8 @@ class CostPolicies:
         )
         policy = self._of_file.policy(stage, correct=self._correct)
         self.made.append((stage, policy))
+        predicting = range(args.num_layers + 1, self._num_layers + 1) if block.post_process else ()
+        self._layers.append((*(layer.plan_number for layer in block.layers), *predicting))
         return policy
 
     def hold(self, static_bytes: int) -> None:
@@ -111,6 +115,18 @@ class CostPolicies:
             policy.hold(own)
             self.made[index] = (dataclasses.replace(stage, static_bytes=own), policy)
             self._of_file.check_room(self.made[index][0])
+        self._stages = self._of_all_stages()
+
+    def _of_all_stages(self) -> list[tuple[Stage, tuple[int, ...]]]:
+        """Every pipeline stage, or chunk of an interleaved one, and its layers: alike on all ranks.
+
+        One without layers plans nothing.
+        """
+        group = mpu.get_pipeline_model_parallel_group()
+        own = [(stage, layers) for (stage, _), layers in zip(self.made, self._layers, strict=True)]
+        found: list[list] = [[]] * group.size()
+        torch.distributed.all_gather_object(found, own, group=group)
+        return [one for of_rank in found for one in of_rank if one[1]]
 
     def describe(self) -> str:
         """One line: which costs, strategies and budget."""
@@ -136,17 +152,32 @@ class CostPolicies:
     def row_seconds(self, row: Row) -> float | None:
         """Predicted for a packed microbatch and the whole model; alike on every rank.
 
-        By a plan that fits, near the best of these; None where none fits.
+        By plans that fit, near the best of these; None where one of the stages has none.
         """
-        if self._prices is None:
-            self._prices = RowPrices(
-                self._whole_policy(),
+        if not self._prices:
+            self._prices = self._row_prices()
+        load = self._prices[0].load_of(row)
+        seconds = [prices.seconds_of(load) for prices in self._prices]
+        found = [one for one in seconds if one is not None]
+        return sum(found) if len(found) == len(seconds) else None
+
+    def _row_prices(self) -> list[RowPrices]:
+        """Of each pipeline stage, within its own memory; the first counts embedding and head."""
+        policies = [
+            (self._of_file.policy(stage, smooth=False), layers) for stage, layers in self._stages
+        ]
+        if not policies:
+            policies = [(self._whole_policy(), tuple(range(1, self._num_layers + 1)))]
+        return [
+            RowPrices(
+                policy,
                 self._of_file.model,
-                range(1, self._num_layers + 1),
+                layers,
                 alignment=ALIGNMENT,
-                edge_seconds=self._edge_seconds,
+                edge_seconds=(lambda s: 0.0) if index else self._edge_seconds,
             )
-        return self._prices.seconds(row)
+            for index, (policy, layers) in enumerate(policies)
+        ]
 
     def peak_by_file(self, planned: Planned) -> int | None:
         """Of a microbatch that a policy of this run planned, predicted without corrections.

@@ -22,16 +22,12 @@ from megatron_paradyse.data.order import make_order
 from megatron_paradyse.data.packed import PackedShares, packed_shares
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.pack import Costs, Grid, flops_costs
+from megatron_paradyse.packing.placement import alignment
 from megatron_paradyse.packing.wide import pack_wide
 from megatron_paradyse.settings import PACKED
 from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 
 SPLITS = ("train", "valid", "test")
-
-
-def alignment(tensor_parallel_size: int) -> int:
-    """Sequence lengths are padded to a multiple of this: two half chunks for every rank."""
-    return 2 * tensor_parallel_size if tensor_parallel_size > 1 else 1
 
 
 def provide_document_iterators(

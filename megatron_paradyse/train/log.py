@@ -17,6 +17,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import Planned
+from megatron_paradyse.packing.row import of_each
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.settings import FIXED
 from megatron_paradyse.train.batch import meter
@@ -171,8 +172,9 @@ class IterationLog:
         elif predicted:
             remedy = "raise --paradyse-memory-margin, or lower --paradyse-memory-budget"
         return UserError(
-            f"out of memory at iteration {planned.iteration + 1}, s={planned.seq_length}, "
-            f"b={planned.batch_size}, plan {planned.plan.runs()}{predicted}: {reason}: {remedy}"
+            f"out of memory at iteration {planned.iteration + 1}, s={planned.seq_length}"
+            f"{of_each(planned.row)}, b={planned.batch_size}, plan {planned.plan.runs()}"
+            f"{predicted}: {reason}: {remedy}"
         )
 
 

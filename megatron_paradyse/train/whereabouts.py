@@ -28,8 +28,9 @@ PASSED_OVER = ("cpu_platform.py", "helper_processes.py", "/signal.py", "/threadi
 OWN_COLLECTIVES = ("strategies/collectives.py", "strategies/transport.py")
 COLLECTIVES = re.compile(
     r"all_(reduce|gather|to_all)\w*|(reduce|broadcast|gather|scatter)\w*|\w*barrier|i?send|i?recv|"
-    r"batch_isend_irecv|(ring_)?exchange|wait"
+    r"batch_isend_irecv|(ring_)?exchange|_coalescing_manager|wait"
 )
+SEVERAL = "_coalescing_manager"  # at whose end those of the gradients of replicas run
 # Files of strategies that several share, and whose backward says no more.
 SHARED_FILES = {
     "ring": ("megatron_cz", "colossal_z"),
@@ -172,6 +173,7 @@ def _collective(stack: list[FrameType]) -> str | None:
         if inside and COLLECTIVES.fullmatch(name):
             if found is None or found == "wait":
                 found = _operation(frame) if name == "wait" else name
+                found = "several collectives" if found == SEVERAL else found
         elif found is not None and not inside:
             break
     return found

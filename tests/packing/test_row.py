@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.packing.row import Row, contiguous, of_each
 from megatron_paradyse.packing.work import imbalance, keys_received, scores_per_rank
 
 ZIGZAG = Row((6, 2), (((0, 2), (4, 6)), ((2, 4), (6, 8))))
@@ -82,3 +83,9 @@ def test_ranks_receive_the_rest_of_their_documents_only():
 def test_every_position_is_held_once_and_evenly(shards):
     with pytest.raises(AssertionError):
         Row((2,), shards)
+
+
+def test_messages_tell_whose_tokens_those_of_a_wide_row_are():
+    wide = replace(contiguous((8,), 4), groups=2)
+    told = [f"s={row.group_length}{of_each(row)}" for row in (ZIGZAG, wide)]
+    assert told == [f"s={ZIGZAG.seq_length}", "s=4 of each of 2 replicas"]

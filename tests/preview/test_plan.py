@@ -14,7 +14,7 @@ from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.table import BYTES_ONLY, CostTable, Measurement
-from megatron_paradyse.packing.placement import place
+from megatron_paradyse.packing.placement import alignment, place
 from megatron_paradyse.preview.explain import explanation
 from megatron_paradyse.preview.forecast import UNIFORM, UNLIMITED_MEMORY, WITHOUT, forecast
 from megatron_paradyse.preview.layout import WIDTH
@@ -234,7 +234,9 @@ def test_documents_are_planned_as_the_row_that_training_would_make(costs):
     alone, packed = values["lengths"]
     assert "documents" not in alone and packed["documents"] == len(documents)
     setup = make_setup(costs, {}, packed=True)
-    row = place(documents, setup.description.p, causal=True)
+    p = setup.description.p
+    row = place(documents, p, causal=True, alignment=alignment(p))
+    assert packed["seq_length"] == row.seq_length
     outcome = setup.policy.outcome(1, row.seq_length, setup.layers, row=row)
     assert (packed["plan"], packed["layer_seconds"]) == (outcome.plan.runs(), outcome.seconds)
     printed = run("plan", costs, "--documents", text, "--explain").output

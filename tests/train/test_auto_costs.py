@@ -110,6 +110,16 @@ def test_costs_are_of_the_loss_head_and_sequences_that_the_settings_file_says(
         assert "settings.yaml" not in text and "bucketed" not in text
 
 
+def test_costs_are_of_the_ranks_that_share_a_layer_in_the_run(tmp_path, monkeypatch):
+    """Of 8 ranks that are 4 replicas, of a run that says so in no flag; 8 were measured."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "settings.yaml").write_text("order: bucketed\n")
+    given = search(tmp_path, monkeypatch)._flags()[1:]
+    flags = megatron_flags(given, model_path=None, ranks=8)
+    assert flags.count("--tensor-model-parallel-size") == 1
+    assert flags[flags.index("--tensor-model-parallel-size") + 1] == "2"
+
+
 def test_costs_are_found_with_the_megatron_of_the_run(tmp_path, monkeypatch):
     """A script's checkout comes first in the path of its own process only: costs of the wheel
     were measured, and refused as those of another version."""

@@ -53,6 +53,8 @@ def test_a_schedule_that_cannot_be_followed_is_one_line(given, why):
 
 
 INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+PACKED_STAGES = {**INTERLEAVED, "micro_batch_size": 1, "eval_micro_batch_size": 1}
+PACKED_STAGES["paradyse_settings"] = Settings(sequences=PACKED)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,8 @@ INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parall
         ({**INTERLEAVED, "global_batch_size": 12}, "--global-batch-size: 12 .* multiple of 8$"),
         ({**INTERLEAVED, "eval_global_batch_size": 4}, "--eval-global-.*: 4 .* multiple of 8$"),
         ({**INTERLEAVED, "microbatch_group_size_per_vp_stage": 3}, ": 8 .* multiple of 12$"),
+        ({**PACKED_STAGES, "global_batch_size": 2}, ": 2 .* multiple of 4$"),
+        ({**PACKED_STAGES, "eval_global_batch_size": 6}, "--eval-global-.*: 6 .* multiple of 4$"),
     ],
 )
 def test_a_batch_that_does_not_come_out_is_refused(more, said):
@@ -79,7 +83,7 @@ def test_a_batch_that_does_not_come_out_is_refused(more, said):
         INTERLEAVED,
         {**INTERLEAVED, "global_batch_size": 20, "microbatch_group_size_per_vp_stage": 3}
         | {"eval_global_batch_size": 12},
-        {**INTERLEAVED, "global_batch_size": 4, "paradyse_settings": Settings(sequences=PACKED)},
+        {**PACKED_STAGES, "global_batch_size": 4},
         {"global_batch_size": 6, "decrease_batch_size_if_needed": True},
         {"global_batch_size": 6, "skip_train": True},
         {"eval_global_batch_size": 6, "eval_iters": 0},
@@ -87,7 +91,7 @@ def test_a_batch_that_does_not_come_out_is_refused(more, said):
     ],
 )
 def test_what_megatron_runs_is_not_refused(more):
-    """Three microbatches at a time and two at the end; packed ones are made to come out."""
+    """Three microbatches at a time and two at the end; as many packed ones as documents."""
     from megatron_paradyse.train.batch_sizes import check_one_size
 
     check_one_size(run_of(**more))

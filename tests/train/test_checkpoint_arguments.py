@@ -6,6 +6,7 @@ import argparse
 import json
 
 import pytest
+import torch
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
@@ -98,6 +99,12 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_its_own_remedy(tmp_path, monk
     said = "cannot be loaded: AssertionError: load another with --ckpt-step 2$"
     with pytest.raises(UserError, match=said):
         checkpoints._loading(load)()
+
+    def load_too_much():
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):  # the checkpoint is not to blame
+        checkpoints._loading(load_too_much)()
 
 
 @pytest.fixture

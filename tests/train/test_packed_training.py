@@ -102,3 +102,17 @@ def check_continued(folder, flags, expected, checkpoint) -> None:
     microbatches = [r for r in records if r["kind"] == "microbatch"]
     assert max(r["microbatch"] for r in microbatches) < 15, "documents share microbatches"
     assert any(r.get("documents", 1) > 1 for r in microbatches)
+
+
+def test_rows_fit_into_the_memory_of_every_stage(data, tmp_path):
+    """The first of two has two microbatches in flight, the last a head and a prediction."""
+    costs = write_costs(tmp_path / "costs.json", static_bytes=1e6, num_predicting=1)
+    flags = [*PACKED, *STAGES[:2], "--paradyse-policy", "optimal", "--paradyse-cost-model", costs]
+    flags += ["--paradyse-accept-costs", "--paradyse-no-correction"]
+    flags += ["--paradyse-memory-budget", "16MB", "--paradyse-trace", tmp_path / "trace.jsonl"]
+    run = train(tmp_path, *data, "--train-iters", 2, *flags, ranks=2)
+    assert "no plan" not in run.stdout + run.stderr
+    records = [json.loads(line) for path in tmp_path.glob("trace*") for line in path.open()]
+    packed = [record for record in records if "documents" in record]
+    assert {record["plan"][0] for record in packed} == {"1", "3"}  # from its first layer on
+    assert max(record["predicted_peak_bytes"] for record in packed) * 1.03 <= 16e6

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_paradyse.train.whereabouts import Lookout
+from megatron_paradyse.train.whereabouts import Lookout, _as_frames, _described
 
 
 def beside(look: Callable[[], Any]) -> list[Any]:
@@ -53,6 +53,17 @@ def test_what_has_not_moved_has_the_same_signature():
     *_, moved, still = beside(Lookout().look)
     assert moved.signature == still.signature
     assert "beside" in still.text and not still.waits
+
+
+def test_a_rank_that_waits_for_the_gradients_of_replicas_waits():
+    """Megatron has them summed where its context manager ends, in no function of their names."""
+    stack = [
+        '  File "/x/torch/distributed/distributed_c10d.py", line 2 in _coalescing_manager',
+        '  File "/usr/lib/python3.12/contextlib.py", line 144 in __exit__',
+        '  File "/x/site-packages/megatron/core/buffer.py", line 702 in start_grad_sync',
+    ]
+    here = _described(_as_frames(stack), (), 0)
+    assert here.waits and here.text == "several collectives of start_grad_sync (core/buffer.py:702)"
 
 
 class Tensor:
