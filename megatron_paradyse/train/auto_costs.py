@@ -86,7 +86,9 @@ class Search:
 
     def _way(self) -> str:
         try:
-            if known_strategies(read_cost_file(self._file).require_model()):
+            file = read_cost_file(self._file)
+            of_run = file.table.description.p == self._args.tensor_model_parallel_size
+            if of_run and known_strategies(file.require_model()):  # earlier versions kept others
                 return "cached"
         except UserError:
             pass

@@ -260,3 +260,14 @@ def test_the_profile_at_the_start_parses_beside_every_setting(tmp_path, monkeypa
     settings = validated(args).paradyse_settings
     assert (settings.sequences, settings.policy) == ("documents", "fixed:megatron_ts")
     assert (settings.spread, settings.head_tile) == (1, "off")
+
+
+def test_kept_costs_of_another_number_of_ranks_are_measured_anew(tmp_path, monkeypatch):
+    """Earlier versions kept such, which the run then refuses."""
+    made = write_costs(tmp_path / "made.json")
+    one = search(tmp_path, monkeypatch)
+    (tmp_path / "costs-key.json").write_text(made.read_text())
+    p = read_cost_file(made).table.description.p
+    for of_run, way in ((p, "cached"), (2 * p, "profile")):
+        one._args.tensor_model_parallel_size = of_run
+        assert one._way() == way
