@@ -63,7 +63,12 @@ class TemplateTokenizer(MegatronTokenizer):
         """
         messages, tools = conversation
         text = self._written(messages, tools)
-        encoded = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._library(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,  # no warning of lengths beyond those of the model
+        )
         tokens = self._checked(encoded["input_ids"])
         if learn == LEARN_ALL:
             return Marked(tokens, None)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_paradyse.cli import cli
+from megatron_paradyse.data import targets
 from megatron_paradyse.data.documents import DocumentDataset
 from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.data.packed import NO_LABEL, collate_row
@@ -446,11 +447,32 @@ def test_samples_say_what_is_learnt_of_each_piece_of_a_document(data, tmp_path_f
     assert [len(sample) - 1 for sample in samples] == dataset.lengths.tolist()
 
 
-def test_ranges_are_counted_to_the_very_end():
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 5, 8])
+def test_ranges_are_counted_to_the_very_end(block_bytes, monkeypatch):
+    monkeypatch.setattr(targets, "BLOCK_BYTES", block_bytes)
     marks = np.array([0, 1, 1, 0, 1], dtype=np.uint8)
     starts, stops = np.array([0, 1, 3]), np.array([2, 4, 5])
     assert count_within(marks, starts, stops).tolist() == [1, 2, 1]
     assert count_within(marks, starts[:0], stops[:0]).tolist() == []
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, r"out\.targets cannot be read \(No such file or directory\): copy it there again"),
+        (b"011", r"out\.targets has the value 48 for token 0: write bytes of 1, learnt, and 0"),
+        (bytes([0, 1, 2]), r"out\.targets has the value 2 for token 2"),
+    ],
+)
+def test_targets_that_cannot_be_read_or_are_no_marks_are_refused(content, said, tmp_path):
+    """Also without the .json that would tell: they would be learnt, all of them."""
+    prefix, _ = prepare(tmp_path, [{"q": "a", "a": "b"}], "--prompt-key", "q", "--key", "a")
+    for suffix in (".targets", ".json"):
+        prefix.with_suffix(suffix).unlink()
+    path = prefix.with_suffix(".targets")
+    path.symlink_to("elsewhere") if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        DocumentDataset(str(prefix), fraction=(0.0, 1.0), seq_length=8, long_documents="split")
 
 
 @pytest.mark.parametrize("missing", ["a byte", "the file"])
