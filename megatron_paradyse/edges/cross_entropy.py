@@ -155,9 +155,7 @@ def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) 
         for tensor in (*of_losses, gradients and gradients.x):
             if tensor is not None:
                 tensor.zero_()
-    for rows, chosen, gathered in _gathered_tiles(x, head):
-        shape, x_tile = gathered.shape[:2], _select(gathered, chosen)
-        del gathered
+    for rows, chosen, shape, x_tile in _gathered_tiles(x, head):
         logits = F.linear(x_tile, weight, bias)  # [p t, b, v/p]
         of_rows = _select(of_tile(labels, rows, p), chosen)
         targets = _Targets.of(of_rows, weight.shape[0], head.group.rank())
@@ -190,8 +188,10 @@ def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) 
         gradients.x[written] = scattering.wait()
 
 
-def _gathered_tiles(x: Tensor, head: _Head) -> Iterator[tuple[slice, Tensor | None, Tensor]]:
-    """(rows, which count, x of these rows of every rank [p t, b, h]), while the next come."""
+def _gathered_tiles(
+    x: Tensor, head: _Head
+) -> Iterator[tuple[slice, Tensor | None, torch.Size, Tensor]]:
+    """(rows, which count, [p t, b], x of those of every rank that count), while the next come."""
     remaining = head.tiles(x)
     following = next(remaining, None)
     pending: Pending | None = None
@@ -199,11 +199,13 @@ def _gathered_tiles(x: Tensor, head: _Head) -> Iterator[tuple[slice, Tensor | No
         rows, chosen = following
         pending = pending or all_gather_async(x[rows], head.group)
         gathered, pending = pending.wait(), None
+        shape, x_tile = gathered.shape[:2], _select(gathered, chosen)
+        del gathered  # before the next are as many
         following = next(remaining, None)
         if following is not None:
             pending = all_gather_async(x[following[0]], head.group)
-        yield rows, chosen, gathered
-        del gathered
+        yield rows, chosen, shape, x_tile
+        del x_tile
 
 
 def _select(of_rows: Tensor, chosen: Tensor | None) -> Tensor:
