@@ -64,7 +64,7 @@ def counted_tiles(
 
     counted: bool [b, s]. A slice that holds fewer counted rows than others is longer, as far as no
     more is held at any time than with tiles of which every row counts. Slices of no counted row
-    are left out.
+    are left out. What fits into one tile is one.
     """
     by_row = counted.reshape(len(counted), p, -1)  # [b, p, s/p]
     num_counted = np.concatenate([[0], np.cumsum(by_row.sum((0, 1)))])  # before each row
@@ -77,7 +77,8 @@ def counted_tiles(
             int(np.searchsorted(held, held[start] + most, side="right"))
             for held, most in budget.limits(num_counted, num_rows)
         )
-        first = max(first + 1, int(np.searchsorted(rows, stop - 1)))
+        fits = counted.size <= tile
+        first = len(rows) if fits else max(first + 1, int(np.searchsorted(rows, stop - 1)))
         stop = int(rows[first - 1]) + 1
         chosen = by_row[:, :, start:stop].transpose(1, 2, 0).reshape(-1).nonzero()[0]
         yield slice(start, stop), chosen

@@ -94,6 +94,15 @@ def test_where_some_tokens_count_the_head_needs_no_more_but_their_places(name, d
         assert less <= whole + 16 * int(some.sum()) + 16 * TILE * 8
 
 
+def test_where_one_tile_is_all_the_weights_gradient_is_made_when_its_logits_have_gone(group):
+    """As Megatron's head makes it, by which short microbatches are predicted; and rounded once."""
+    s, dtype = TILE // B, torch.bfloat16
+    some = torch.ones(B, s, dtype=torch.bool)
+    tile_bytes = TILE * (SHARD * (dtype.itemsize + 4) + 4 * H * dtype.itemsize)
+    peak = _head_peak(group, s, multiple=True, dtype=dtype, some=some)
+    assert peak <= tile_bytes + 16 * TILE * 8
+
+
 def _embedding_peak(group, s: int, look_up) -> int:
     """Peak of forward and backward beyond the output and its gradient."""
     weight = torch.randn(SHARD, H, requires_grad=True)
