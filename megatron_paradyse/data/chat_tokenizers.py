@@ -202,6 +202,7 @@ def _overlapping(offsets: TokenArray, spans: Spans) -> TokenArray:
     Tokens of nothing but spaces may be told to end where they do and to have no character, as
     GPT-2's are; they begin where the token before them ends.
     """
+    spans = [(start, stop) for start, stop in spans if start < stop]  # a token may reach over none
     if not spans or not len(offsets):
         return np.zeros(len(offsets), dtype=bool)
     begin, end = offsets.T

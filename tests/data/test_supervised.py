@@ -188,6 +188,22 @@ def test_single_turns_of_a_template_that_marks_are_as_it_marks_them(model):
         learnt_texts(model, one_more, turns)
 
 
+def test_a_token_around_an_empty_mark_is_not_learnt(model):
+    """Where the spaces on both sides of it are one token."""
+    around = "{% for m in messages %}x:    {% generation %}{{ m.content }}{% endgeneration %}    y"
+    assert learnt_texts(model, around + "{% endfor %}", chat("", "")) == []
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(model):
+    from megatron_paradyse.data.chat_tokenizers import TemplateTokenizer
+    from megatron_paradyse.data.supervised import Conversation
+
+    tokenizer = TemplateTokenizer(model=str(model), chat_template=PLAIN)
+    tokenizer.vocab_size = 256  # of which .bin would hold a byte each
+    with pytest.raises(UserError, match=r"gave the id \d+ beyond its vocabulary of 256"):
+        tokenizer.conversation(Conversation(chat("def f", "return"), None), learn="all")
+
+
 def test_the_end_of_a_turn_that_is_written_once_more_follows_is_learnt(model):
     assert learnt_texts(model, OPEN, chat("a", "b", "c", "d")) == [f"b{STOP}", "d"]
 
