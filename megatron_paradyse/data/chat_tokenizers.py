@@ -18,9 +18,12 @@ from megatron_paradyse.data.sources import Marked
 from megatron_paradyse.data.supervised import ASSISTANT, LEARN_ALL, LEARN_LAST, Conversation
 from megatron_paradyse.data.tokenizers import TokenArray
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import counted
 
 HUGGING_FACE = "HuggingFaceTokenizer"
 GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+MARKS = "--chat-template FILE with {% generation %} around what is learnt"
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON may escape
 Spans = Sequence[tuple[int, int]]
 
 
@@ -59,51 +62,82 @@ class TemplateTokenizer(MegatronTokenizer):
         A turn whose message has a "weight" of 0 is not.
         """
         messages, tools = conversation
+        text = self._written(messages, tools)
+        encoded = self._library(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,  # no warning of lengths beyond those of the model
+        )
+        tokens = self._checked(encoded["input_ids"])
+        if learn == LEARN_ALL:
+            return Marked(tokens, None)
         said = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         learnt = said[-1:] if learn == LEARN_LAST else said
         learnt = [i for i in learnt if messages[i].get("weight", 1)]
-        if learn != LEARN_ALL and learnt == said and self._is_marked(tools):
-            return self._by_marks(messages, tools)
-        text = self._written(messages, tools)
-        encoded = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = np.asarray(encoded["input_ids"], dtype=np.int32)
-        if learn == LEARN_ALL:
-            return Marked(tokens, None)
-        spans = [self._span(messages, tools, i, text) for i in learnt]
+        spans: Spans
+        if self._is_marked(tools):
+            spans = _blocks_of(learnt, said, self._marked_blocks(messages, tools, text))
+        else:
+            spans = [self._span(messages, tools, i, text, learn) for i in learnt]
         return Marked(tokens, _overlapping(np.asarray(encoded["offset_mapping"]), spans))
 
     def _is_marked(self, tools: list[Any] | None) -> bool:
         return bool(GENERATION.search(self._library.get_chat_template(tools=tools)))
 
-    def _by_marks(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Marked:
-        encoded = self._apply(
-            messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    def _marked_blocks(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, text: str
+    ) -> Spans:
+        """The characters of the text [start, stop) of each {% generation %} block."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # Annotated to return a str, it returns two lists.
+        rendered: Any = render_jinja_template(
+            [messages],
+            tools=tools,
+            chat_template=self._library.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **self._library.special_tokens_map,
         )
-        tokens = np.asarray(encoded["input_ids"], dtype=np.int32)
-        return Marked(tokens, np.asarray(encoded["assistant_masks"], dtype=bool))
+        (written,), (blocks,) = rendered
+        assert _without_surrogates(written) == text, "the library writes it otherwise itself"
+        spans: Spans = blocks
+        return spans
 
     def _span(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, turn: int, text: str
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        turn: int,
+        text: str,
+        learn: str,
     ) -> tuple[int, int]:
-        """The characters of the text [start, stop) that a turn of the assistant adds."""
+        """The characters of the text [start, stop) that a turn of the assistant adds.
+
+        With its end, where the template writes that only once more follows.
+        """
+        if turn == 0:
+            raise UserError(
+                "message 1: nothing asks for it, so that its tokens cannot be told: give it "
+                f'"weight": 0, a system message before it, or {MARKS}'
+            )
         before = self._written(messages[:turn], tools, add_generation_prompt=True)
         after = self._written(messages[: turn + 1], tools)
         if not (text.startswith(after) and after.startswith(before)):
+            last = "" if learn == LEARN_LAST else "--learn last, or "
             raise UserError(
                 f"message {turn + 1}: the chat template writes it otherwise when more follows, or "
-                "asks for it in other words, so that its tokens cannot be told: give --learn last, "
-                "or --chat-template FILE with {% generation %} around what is learnt"
+                f"asks for it in other words, so that its tokens cannot be told: give {last}{MARKS}"
             )
-        return len(before), len(after)
+        end = self._library.eos_token or ""
+        return len(before), len(after) + len(end) * text.startswith(end, len(after))
 
     def _written(self, messages: list[dict[str, Any]], tools: list[Any] | None, **how: Any) -> str:
-        return self._apply(messages, tools, tokenize=False, **how)
-
-    def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, **how: Any) -> Any:
         try:
-            return self._library.apply_chat_template(messages, tools=tools, **how)
+            text = self._library.apply_chat_template(messages, tools=tools, tokenize=False, **how)
         except Exception as error:  # whatever a template raises, and what runs it
             raise UserError(f"the chat template cannot write it ({_reason(error)})") from error
+        return _without_surrogates(text)
 
 
 class PromptFormatTokenizer(MegatronTokenizer):
@@ -141,17 +175,42 @@ class PromptFormatTokenizer(MegatronTokenizer):
         except Exception as error:  # assertions and errors of Megatron's, and of its template
             raise UserError(f"Megatron's format cannot write it ({_reason(error)})") from error
         learnt = (targets != self._ignored) & (targets != self._format.pad_id)
-        return Marked(tokens.astype(np.int32), None if learn == LEARN_ALL else learnt)
+        return Marked(self._checked(tokens), None if learn == LEARN_ALL else learnt)
+
+
+def _without_surrogates(text: str) -> str:
+    """With U+FFFD for each, so that every other character stays where it is."""
+    return SURROGATE.sub("\ufffd", text)
+
+
+def _blocks_of(learnt: list[int], said: list[int], blocks: Spans) -> Spans:
+    """What a template marks of the turns learnt among those that are said."""
+    if learnt == said:
+        return blocks
+    if len(blocks) != len(said):
+        raise UserError(
+            f"the chat template marks {counted(len(blocks), 'part')} with {{% generation %}} of "
+            f"{counted(len(said), 'turn')} of the assistant, so that single turns cannot be told: "
+            "leave out --learn and weights"
+        )
+    return [blocks[said.index(i)] for i in learnt]
 
 
 def _overlapping(offsets: TokenArray, spans: Spans) -> TokenArray:
-    """bool [n]: whether any character of a token, at offsets [n, 2], lies in one of the spans."""
+    """bool [n]: whether any character of a token, at offsets [n, 2], lies in one of the spans.
+
+    Tokens of nothing but spaces may be told to end where they do and to have no character, as
+    GPT-2's are; they begin where the token before them ends.
+    """
+    spans = [(start, stop) for start, stop in spans if start < stop]  # a token may reach over none
     if not spans or not len(offsets):
         return np.zeros(len(offsets), dtype=bool)
+    begin, end = offsets.T
+    begin = np.where(begin < end, begin, np.minimum(begin, np.append(0, end[:-1])))
     starts, stops = np.asarray(spans).T
-    span = np.searchsorted(stops, offsets[:, 0], side="right")
+    span = np.searchsorted(stops, begin, side="right")
     starts = np.append(starts, np.iinfo(np.int64).max)
-    return (offsets[:, 1] > starts[span]) & (offsets[:, 1] > offsets[:, 0])
+    return (end > starts[span]) & (end > begin)
 
 
 def _reason(error: Exception) -> str:

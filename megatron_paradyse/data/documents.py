@@ -126,7 +126,8 @@ class DocumentDataset:
         self.num_learnt = int(self.samples.length.sum())  # predictions that count
         if self._targets is not None:
             starts = self._first_token[self.samples.document] + self.samples.start + 1
-            learnt = targets.count_within(self._targets, starts, starts + self.samples.length)
+            stops = starts + self.samples.length
+            learnt = targets.count_within(self._targets, starts, stops, prefix=prefix)
             self.samples = self.samples.chosen(learnt)
             self.num_learnt = int(learnt.sum())
 

@@ -79,7 +79,10 @@ class MegatronTokenizer:
         if isinstance(text, bytes):
             text = text.decode("utf-8", errors="replace")
         # Special tokens (a leading BOS, say) belong to documents, not to the lack of one.
-        ids = self._tokenizer.tokenize(text) if text else []
+        return self._checked(self._tokenizer.tokenize(text) if text else [])
+
+    def _checked(self, ids: Any) -> TokenArray:
+        """int32 ids; UserError for one beyond the vocabulary, which the data could not hold."""
         tokens = np.asarray(ids, dtype=np.int32)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise UserError(

@@ -59,10 +59,12 @@ def prepare(
             if writer.num_documents == max_documents:
                 break
         if writer.num_documents == 0:
+            what, remedy = "a token", "check the input"
+            if not source.learns_all:
+                what, remedy = "a token to learn", source.learns
             raise UserError(
-                f"the {source.kind} source holds no document with a token "
-                f"{'' if source.learns_all else 'to learn '}({empty_documents} empty): check the "
-                "input"
+                f"the {source.kind} source holds no document with {what} ({empty_documents} empty):"
+                f" {remedy}"
             )
         return writer.commit(
             tokenizer=tokenizer.name,

@@ -51,6 +51,7 @@ class Source(Protocol):
 
     kind: str
     learns_all: bool  # whether every token is learnt
+    learns: str  # else what is, for messages
     total_bytes: int  # on the disk, compressed as it is
     read_bytes: int  # of total_bytes, so far
 
@@ -69,6 +70,7 @@ class TextSource:
     """Documents that are bytes of text, every token of which is learnt."""
 
     learns_all = True
+    learns = "all is learnt"
 
     def tokens(self, tokenizer: Tokenizer, parts: Iterable[bytes]) -> Iterator[Marked]:
         return (Marked(tokens, None) for tokens in tokenizer.stream(parts))

@@ -19,6 +19,8 @@ from megatron_paradyse.data.sources import (
 from megatron_paradyse.data.tokenizers import TokenArray, Tokenizer
 
 ASSISTANT, SYSTEM = "assistant", "system"
+TOOLS = ("tool", "ipython", "function")  # roles of results, which may be any JSON value
+SAYS = frozenset(("content", "tool_calls", "function_call"))  # keys, of which a message has one
 LEARN_ALL, LEARN_LAST = "all", "last"
 
 
@@ -31,6 +33,7 @@ class PromptSource(JsonlReader):
 
     kind = "prompts"
     learns_all = False
+    learns = "what a completion adds to its prompt is learnt"
 
     def __init__(self, paths: Sequence[str], *, prompt_key: str, key: str = "completion") -> None:
         super().__init__(paths, key=key)
@@ -85,6 +88,7 @@ class ChatSource(JsonlReader):
     """
 
     kind = "chat"
+    learns = f"what the role {ASSISTANT} says is learnt"
 
     def __init__(self, paths: Sequence[str], *, key: str = "messages", learn: str) -> None:
         super().__init__(paths, key=key)
@@ -99,8 +103,7 @@ class ChatSource(JsonlReader):
     def chunks(self) -> Iterator[Chunk]:
         document = 0
         for place, record in self.records():
-            messages = value_of(record, self.key, place)
-            self._check(messages, place)
+            messages = self._messages(value_of(record, self.key, place), place)
             for conversation in _conversations(messages):
                 yield Chunk(document, place, Conversation(conversation, record.get("tools")))
                 document += 1
@@ -111,12 +114,14 @@ class ChatSource(JsonlReader):
     def parameters(self) -> dict[str, Any]:
         return {"key": self.key, "learn": self.learn}
 
-    def _check(self, messages: Any, place: str) -> None:
+    def _messages(self, messages: Any, place: str) -> list[dict[str, Any]]:
+        """Each without keys of null, and with a text in place of parts that are texts."""
         if not isinstance(messages, list) or not messages:
             what = "an empty list" if messages == [] else KINDS[type(messages)]
             raise SourceError(
                 f"{place}: {self.key!r} holds {what} where messages are needed: {self._one_a_line}"
             )
+        checked = []
         for number, message in enumerate(messages, start=1):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 keys = f" with the keys {', '.join(message)[:200]}" * isinstance(message, dict)
@@ -124,6 +129,35 @@ class ChatSource(JsonlReader):
                     f"{place}: message {number} is {KINDS[type(message)]}{keys} where one with a "
                     f"role is needed: {self._one_a_line}"
                 )
+            checked.append(_checked(message, f"{place}: message {number}"))
+        return checked
+
+
+def _checked(message: dict[str, Any], place: str) -> dict[str, Any]:
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("weight", 1) not in (0, 1):
+        raise SourceError(
+            f"{place} has the weight {message['weight']!r:.40}: give 0, not to learn it, or 1"
+        )
+    if not message.keys() & SAYS:
+        keys = ", ".join(message)[:200]
+        raise SourceError(
+            f"{place} has no content (keys: {keys}), which a template may write as if it were "
+            "empty: give it a text, if only an empty one"
+        )
+    content = message.get("content", "")
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        message["content"] = "".join(part["text"] for part in content)
+    elif not isinstance(content, str) and message["role"] not in TOOLS:
+        raise SourceError(
+            f"{place} has {KINDS[type(content)]} as content, which a template may write as it "
+            'stands or leave out: give a text, or a list of {"type": "text", "text": "..."}'
+        )
+    return message
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and type(part.get("text")) is str
 
 
 def _conversations(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

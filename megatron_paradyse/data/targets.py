@@ -18,21 +18,30 @@ from megatron_paradyse.data.tokenizers import TokenArray
 from megatron_paradyse.errors import UserError
 
 SUFFIX = ".targets"
+BLOCK_BYTES = 1 << 22  # counted at a time
 TargetArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def has_targets(prefix: str) -> bool:
-    return os.path.exists(prefix + SUFFIX)
+    """Also where it is a link to nothing, which is no data set that learns all."""
+    return os.path.lexists(prefix + SUFFIX)
 
 
 def map_targets(prefix: str, num_tokens: int) -> TargetArray | None:
     """PREFIX.targets, mapped into memory, of num_tokens tokens; None where there is none.
 
-    Raises UserError where it has another size.
+    Raises UserError where it cannot be read, or has another size.
     """
     if not has_targets(prefix):
         return None
-    size = os.path.getsize(prefix + SUFFIX)
+    try:
+        with open(prefix + SUFFIX, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+    except OSError as error:
+        raise UserError(
+            f"{prefix}.targets cannot be read ({error.strerror}): copy it there again, or remove "
+            "it to learn every token"
+        ) from error
     if size != num_tokens:
         raise UserError(
             f"{prefix}.targets has {size:,} bytes, and {prefix}.bin {num_tokens:,} tokens: one of "
@@ -52,9 +61,35 @@ def ids_of(marked: TokenArray) -> TokenArray:
     return np.where(marked < 0, ~marked, marked)
 
 
-def count_within(targets: TargetArray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """How many tokens are learnt in each of n ranges [start, stop), none empty; int64 [n]."""
-    edges = np.stack([starts, stops], 1).reshape(-1)
-    if len(edges) and edges[-1] == len(targets):
-        edges = edges[:-1]
-    return np.add.reduceat(targets != 0, edges, dtype=np.int64)[::2] if len(edges) else edges
+def count_within(
+    targets: TargetArray, starts: np.ndarray, stops: np.ndarray, *, prefix: str = ""
+) -> np.ndarray:
+    """How many tokens are learnt in each of n ranges [start, stop), both ascending; int64 [n].
+
+    Reads a block at a time: the file may be larger than the memory. Raises UserError for a byte
+    that is neither 0 nor 1.
+    """
+    both = (starts, stops)
+    before = [np.zeros(len(edges), dtype=np.int64) for edges in both]
+    ends, total = [0, 0], 0
+    for first in range(0, len(targets), BLOCK_BYTES):
+        block = targets[first : first + BLOCK_BYTES]
+        _check_values(block, first, prefix)
+        counts = np.cumsum(block, dtype=np.int32)
+        for i, edges in enumerate(both):
+            begin, ends[i] = np.searchsorted(edges, [first, first + len(block)])
+            places = edges[begin : ends[i]] - first
+            before[i][begin : ends[i]] = total + counts[places] - block[places]
+        total += int(counts[-1])
+    for counted, end in zip(before, ends, strict=True):
+        counted[end:] = total  # at the end of the file
+    return before[1] - before[0]
+
+
+def _check_values(block: TargetArray, first: int, prefix: str) -> None:
+    if block.max() > 1:
+        place = int((block > 1).argmax())
+        raise UserError(
+            f"{prefix}.targets has the value {block[place]} for token {first + place:,}: write "
+            "bytes of 1, learnt, and 0, not learnt, or prepare the data again"
+        )

@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron_paradyse.edges.tiles import RowBytes, counted_tiles, of_tile, put_tile, tiles
+from megatron_paradyse.edges.weight_sum import WeightSum
 from megatron_paradyse.strategies.collectives import (
     Pending,
     all_gather,
@@ -63,15 +64,16 @@ def tiled_cross_entropy(
 
     Losses are in float32 at least. tile: at most so many tokens' logits exist at a time.
     token_weights [b, s]: what the gradient of the losses will be a multiple of.
-    take_weight_gradient: gets the weight's gradient in float32 at least and returns the one for
-    autograd (default: in the weight's dtype).
+    take_weight_gradient: gets the weight's gradient, in float32 at least if it is of several tiles,
+    and returns the one for autograd (default: in the weight's dtype).
     predicted [b, s] int64: filled with each token's likeliest label.
     counted [b, s] bool: losses of other tokens are 0, without a gradient. Waits for the device.
 
     Backward: grad_x [s/p, b, h] and the whole gradient of the rank's shard. Sends (p-1) s/p b h
     values for x, as many for its gradient, and 2 (p-1) s b for the softmax (with predicted 2 more);
     when tiles run again, x and the softmax once more. Holds, besides x and its gradient, the tile's
-    buffers and, from forward to backward, the gradient of the weight in float32.
+    buffers and, from forward to backward, the gradient of the weight in float32. (Of a single tile
+    of counted tokens in its dtype: no more than an untiled head needs in its backward.)
     """
     take_weight_gradient = take_weight_gradient or (lambda grad: grad.to(weight.dtype))
     chosen = (
@@ -111,7 +113,7 @@ class _Gradients:
     """For losses weighted by token_weights; None where not needed."""
 
     x: Tensor | None
-    weight: Tensor | None
+    weight: WeightSum | None
     bias: Tensor | None
 
 
@@ -123,7 +125,7 @@ class _TiledCrossEntropy(Function):
         ctx.save_for_backward(x, weight, bias, labels, token_weights)
         gradients = None
         if token_weights is not None and any(ctx.needs_input_grad[:3]):
-            gradients = _new_gradients(x, weight, bias, ctx.needs_input_grad)
+            gradients = _new_gradients(x, weight, bias, ctx.needs_input_grad, head)
         _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights)
         ctx.at_once = gradients
         return losses
@@ -136,15 +138,17 @@ class _TiledCrossEntropy(Function):
         factor = None if gradients is None else _common_factor(grad, token_weights)
         if factor is None:
             gradients = None  # gone before the new ones come
-            gradients = _new_gradients(x, weight, bias, ctx.needs_input_grad)
+            gradients = _new_gradients(x, weight, bias, ctx.needs_input_grad, ctx.head)
             _run_tiles(x, weight, bias, labels, ctx.head, None, gradients, grad)
         else:
-            for tensor in (gradients.x, gradients.weight, gradients.bias):
+            for tensor in (gradients.x, gradients.bias):
                 if tensor is not None:
                     tensor.mul_(factor)
-        grad_weight, gradients.weight = gradients.weight, None
-        if grad_weight is not None:
-            grad_weight = ctx.head.take_weight_gradient(grad_weight)
+            if gradients.weight is not None:
+                gradients.weight.scale(factor)
+        grad_weight = None
+        if gradients.weight is not None:
+            grad_weight = ctx.head.take_weight_gradient(gradients.weight.take())
         grad_bias = None if gradients.bias is None else gradients.bias.to(bias.dtype)
         return gradients.x, grad_weight, grad_bias, None, None, None
 
@@ -157,9 +161,7 @@ def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) 
         for tensor in (*of_losses, gradients and gradients.x):
             if tensor is not None:
                 tensor.zero_()
-    for rows, chosen, gathered in _gathered_tiles(x, head):
-        shape, x_tile = gathered.shape[:2], _select(gathered, chosen)
-        del gathered
+    for rows, chosen, shape, x_tile in _gathered_tiles(x, head):
         logits = F.linear(x_tile, weight, bias)  # [p t, b, v/p]
         of_rows = _select(of_tile(labels, rows, p), chosen)
         targets = _Targets.of(of_rows, weight.shape[0], head.group.rank())
@@ -181,7 +183,7 @@ def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) 
                 scattering, written = reduce_scatter_async(grad_x, head.group), rows
                 del grad_x
             if gradients.weight is not None:
-                _add_product_(gradients.weight, grad.flatten(0, 1).t(), x_tile.flatten(0, 1))
+                gradients.weight.add_product(grad.flatten(0, 1).t(), x_tile.flatten(0, 1))
             if gradients.bias is not None:
                 gradients.bias += grad.sum((0, 1), dtype=gradients.bias.dtype)
             del grad
@@ -192,8 +194,10 @@ def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) 
         gradients.x[written] = scattering.wait()
 
 
-def _gathered_tiles(x: Tensor, head: _Head) -> Iterator[tuple[slice, Tensor | None, Tensor]]:
-    """(rows, which count, x of these rows of every rank [p t, b, h]), while the next come."""
+def _gathered_tiles(
+    x: Tensor, head: _Head
+) -> Iterator[tuple[slice, Tensor | None, torch.Size, Tensor]]:
+    """(rows, which count, [p t, b], x of those of every rank that count), while the next come."""
     remaining = head.tiles(x)
     following = next(remaining, None)
     pending: Pending | None = None
@@ -201,11 +205,13 @@ def _gathered_tiles(x: Tensor, head: _Head) -> Iterator[tuple[slice, Tensor | No
         rows, chosen = following
         pending = pending or all_gather_async(x[rows], head.group)
         gathered, pending = pending.wait(), None
+        shape, x_tile = gathered.shape[:2], _select(gathered, chosen)
+        del gathered  # before the next are as many
         following = next(remaining, None)
         if following is not None:
             pending = all_gather_async(x[following[0]], head.group)
-        yield rows, chosen, gathered
-        del gathered
+        yield rows, chosen, shape, x_tile
+        del x_tile
 
 
 def _select(of_rows: Tensor, chosen: Tensor | None) -> Tensor:
@@ -271,19 +277,13 @@ def _logits_gradient_(exponentials, factor, of_token, targets, *, out) -> Tensor
     return grad.scatter_(-1, targets.index, at_target.to(grad.dtype))
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b; a half-typed product is rounded once per tile, and summed in float32."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-
-
-def _new_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs_input_grad) -> _Gradients:
+def _new_gradients(x, weight, bias, needs_input_grad, head: _Head) -> _Gradients:
+    """The weight's in float32 at least, unless there is one tile: its product is rounded anyway."""
     wide = accumulation_dtype(weight.dtype)
+    of_weight = weight.dtype if head.chosen is not None and len(head.chosen) == 1 else wide
     return _Gradients(
         x=torch.empty_like(x) if needs_input_grad[0] else None,
-        weight=torch.zeros_like(weight, dtype=wide) if needs_input_grad[1] else None,
+        weight=WeightSum(weight, of_weight) if needs_input_grad[1] else None,
         bias=torch.zeros_like(bias, dtype=wide)
         if bias is not None and needs_input_grad[2]
         else None,

@@ -30,22 +30,25 @@ def automatic_tile(*, h: int, vocab_shard: int, element_bytes: int) -> int:
     weight, which costs the same whatever the tile.
     """
     row = RowBytes.of(h=h, vocab_shard=vocab_shard, element_bytes=element_bytes)
-    return max(LEAST_TOKENS, TILE_BYTES // (row.logits + row.gathered))
+    return max(LEAST_TOKENS, TILE_BYTES // (row.logits + 4 * row.hidden))
 
 
 @dataclass(frozen=True)
 class RowBytes:
-    """What a tile of the loss head holds of a row: its logits, its input and their gradients."""
+    """What a tile of the loss head holds of a row: logits, their gradient, and h values.
+
+    logits: in the model's dtype and, for a half type, in float32 too.
+    """
 
     logits: int
-    gathered: int
-    selected: int  # its input and that input's gradient once more, where only some rows count
+    gradient: int
+    hidden: int
 
     @classmethod
     def of(cls, *, h: int, vocab_shard: int, element_bytes: int) -> RowBytes:
-        wide = 4 if element_bytes < 4 else 0
-        own = h * element_bytes
-        return cls(vocab_shard * (element_bytes + wide), 4 * own, 2 * own)
+        narrow, wide = vocab_shard * element_bytes, vocab_shard * 4
+        logits = narrow + wide if element_bytes < 4 else narrow
+        return cls(logits, narrow, h * element_bytes)
 
 
 def tiles(num_rows: int, batch_size: int, p: int, *, tile: int) -> Iterator[slice]:
@@ -59,20 +62,63 @@ def counted_tiles(
 ) -> Iterator[tuple[slice, np.ndarray]]:
     """Slices of the s/p rows of a rank's chunk, and which of their p t b rows [p t, b] count.
 
-    counted: bool [b, s]. A slice that holds fewer counted rows than others is longer: none holds
-    more bytes than a tile of which every row counts. Slices of no counted row are left out.
+    counted: bool [b, s]. A slice that holds fewer counted rows than others is longer, as far as no
+    more is held at any time than with tiles of which every row counts. Slices of no counted row
+    are left out. What fits into one tile is one.
     """
     by_row = counted.reshape(len(counted), p, -1)  # [b, p, s/p]
-    num_counted = by_row.sum((0, 1))
-    of_row = num_counted * (row.logits + row.selected) + len(counted) * p * row.gathered
-    held = np.concatenate([[0], np.cumsum(of_row)])  # by the rows before each
-    most, rows, first = tile * (row.logits + row.gathered), np.flatnonzero(num_counted), 0
+    num_counted = np.concatenate([[0], np.cumsum(by_row.sum((0, 1)))])  # before each row
+    num_rows = len(counted) * p * np.arange(len(num_counted))  # of tiles, before each of the chunk
+    budget = _Budget(tile, p, row)
+    rows, first = np.flatnonzero(np.diff(num_counted)), 0
     while first < len(rows):
         start = int(rows[first])
-        stop = max(start + 1, int(np.searchsorted(held, held[start] + most, side="right")) - 1)
+        stop = min(
+            int(np.searchsorted(held, held[start] + most, side="right"))
+            for held, most in budget.limits(num_counted, num_rows)
+        )
+        fits = counted.size <= tile
+        first = len(rows) if fits else max(first + 1, int(np.searchsorted(rows, stop - 1)))
+        stop = int(rows[first - 1]) + 1
         chosen = by_row[:, :, start:stop].transpose(1, 2, 0).reshape(-1).nonzero()[0]
         yield slice(start, stop), chosen
-        first = int(np.searchsorted(rows, stop))
+        budget.take(len(chosen), int(num_rows[stop] - num_rows[start]))
+
+
+class _Budget:
+    """Bytes for a tile of which some rows count, beside those for tiles of which all do.
+
+    A tile takes the rows that count out of those gathered, then makes their logits, with the
+    gradient of the tile before under way, and the rows of the next; then the gradient of its own
+    rows, which is sent while that of the weight is made. With a half type that needs most, and the
+    product that it adds is as large for any tile: so there the tile itself may need no more.
+    """
+
+    def __init__(self, tile: int, p: int, row: RowBytes):
+        self._row = row
+        self._gathered = row.hidden if p > 1 else 0  # p = 1: as they lie
+        self._sent = row.hidden + (row.hidden // p if p > 1 else 0)  # and received
+        beside = 2 * self._gathered + self._sent
+        self._of_logits = tile * (row.logits + beside)
+        self._of_product = tile * (row.gradient + beside)
+        self._of_next = tile * self._gathered  # which the next one has in any case
+        self._left, self._sending = self._of_logits, 0
+
+    def limits(self, counted: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+        """(bytes of so many rows that count and rows in all, the most of them) at each time."""
+        row, logits, product = self._row, self._of_logits, self._of_product
+        yield row.hidden * counted + self._gathered * rows, logits - self._sending
+        yield (row.logits + row.hidden) * counted, logits - self._sending - self._of_next
+        yield (row.gradient + 2 * row.hidden) * counted + row.hidden * rows, logits - self._of_next
+        yield (row.gradient + row.hidden) * counted + self._sent * rows, product - self._of_next
+        yield self._gathered * rows, self._left
+
+    def take(self, counted: int, rows: int) -> None:
+        """A tile of so many rows, of which so many count."""
+        numbers = np.array(counted), np.array(rows)
+        _, *beside_next, _ = self.limits(*numbers)
+        self._left = self._of_next + min(most - int(held) for held, most in beside_next)
+        self._sending = self._sent * rows
 
 
 def of_tile(by_token: Tensor, rows: slice, p: int) -> Tensor:

@@ -106,9 +106,10 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
         if split == "test":
             return None
         change = "" if args.split is None else f"change --split {args.split}, "
+        unlearnt = any(len(d) == 0 and d.samples.num_unlearnt for d in datasets)
+        lacking = "with a token to learn" if unlearnt else "of two tokens or more"
         raise UserError(
-            f"the {split} split has no document of two tokens or more: {change}add data, or set "
-            "--eval-iters 0"
+            f"the {split} split has no document {lacking}: {change}add data, or set --eval-iters 0"
         )
     grouped = settings.order == BUCKETED and split == "train"
     stream = SampleStream(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_paradyse.cli import cli
+from megatron_paradyse.data import targets
 from megatron_paradyse.data.documents import DocumentDataset
 from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.data.packed import NO_LABEL, collate_row
@@ -35,18 +36,37 @@ FORGETFUL = PLAIN.replace(
 )
 
 
+MARKED_CONTENT = TEMPLATE.replace(
+    "SAYS", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\\n' }}"
+)
+# A turn is ended only once more follows.
+OPEN = PLAIN.replace(
+    SAYS,
+    "{{ m.content }}{% if m.role == 'user' or not loop.last %}<|endoftext|>{% endif %}",
+)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    return small_bpe(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def model_of_trimmed(tmp_path_factory):
+    """As GPT-2's: offsets of a token leave out its spaces, and so all of one of spaces."""
+    return small_bpe(tmp_path_factory.mktemp("trimmed"), trim_offsets=True)
+
+
+def small_bpe(folder, *, trim_offsets=False):
     """A small BPE with a chat template, of which no network is asked."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    bpe = ByteLevelBPETokenizer()
+    bpe = ByteLevelBPETokenizer(trim_offsets=trim_offsets)
     corpus = os.path.join(sysconfig.get_paths()["stdlib"], "textwrap.py")
     special = [STOP, START, END, *NANO]
     bpe.train([corpus], vocab_size=400, special_tokens=special, show_progress=False)
-    folder = tmp_path_factory.mktemp("tokenizer")
     fast = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, eos_token=STOP, unk_token="<unk>"
     )
@@ -138,6 +158,76 @@ def test_spans_of_turns_are_those_that_a_template_marks(turns, model):
     assert mine.learnt.tolist() == theirs.learnt.tolist()
 
 
+def learnt_texts(model, template, messages, learn="assistant"):
+    """The runs of tokens that are learnt, as texts."""
+    from megatron_paradyse.data.chat_tokenizers import TemplateTokenizer
+    from megatron_paradyse.data.supervised import Conversation
+
+    tokenizer = TemplateTokenizer(model=str(model), chat_template=template)
+    tokens, learnt = tokenizer.conversation(Conversation(messages, None), learn=learn)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], learnt, [0]])))
+    return [tokenizer._library.decode(tokens[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize(
+    "template, end", [(PLAIN, f"{END}\n"), (MARKED, f"{END}\n"), (MARKED_CONTENT, "")]
+)
+def test_spaces_are_learnt_where_offsets_of_tokens_leave_them_out(template, end, model_of_trimmed):
+    turns = ["  x ", " indent:\n        y  z   "]
+    turns_between = chat("a   ", turns[0], "  b", turns[1])
+    assert learnt_texts(model_of_trimmed, template, turns_between) == [t + end for t in turns]
+
+
+def test_single_turns_of_a_template_that_marks_are_as_it_marks_them(model):
+    turns = chat("One?", "1", "Two?", "2", "Three?", "3")
+    assert learnt_texts(model, MARKED_CONTENT, turns, learn="last") == ["3"]
+    turns[1]["weight"] = 0
+    assert learnt_texts(model, MARKED_CONTENT, turns) == ["2", "3"]
+    one_more = "{% generation %}x{% endgeneration %}" + MARKED_CONTENT
+    with pytest.raises(UserError, match=r"marks 4 parts with .* of 3 turns of the assistant"):
+        learnt_texts(model, one_more, turns)
+
+
+def test_a_token_around_an_empty_mark_is_not_learnt(model):
+    """Where the spaces on both sides of it are one token."""
+    around = "{% for m in messages %}x:    {% generation %}{{ m.content }}{% endgeneration %}    y"
+    assert learnt_texts(model, around + "{% endfor %}", chat("", "")) == []
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(model):
+    from megatron_paradyse.data.chat_tokenizers import TemplateTokenizer
+    from megatron_paradyse.data.supervised import Conversation
+
+    tokenizer = TemplateTokenizer(model=str(model), chat_template=PLAIN)
+    tokenizer.vocab_size = 256  # of which .bin would hold a byte each
+    with pytest.raises(UserError, match=r"gave the id \d+ beyond its vocabulary of 256"):
+        tokenizer.conversation(Conversation(chat("def f", "return"), None), learn="all")
+
+
+def test_the_end_of_a_turn_that_is_written_once_more_follows_is_learnt(model):
+    assert learnt_texts(model, OPEN, chat("a", "b", "c", "d")) == [f"b{STOP}", "d"]
+
+
+def test_half_a_character_is_replaced(model):
+    for template in (PLAIN, MARKED):
+        assert learnt_texts(model, template, chat("\ud83d", "x \ud83d")) == [f"x \ufffd{END}\n"]
+
+
+def test_keys_of_null_count_as_missing_and_lists_of_texts_as_texts(model, library, tmp_path):
+    """As data sets export records of which others have those keys."""
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    messages = chat(parts, "Hi")
+    messages = [{**message, "weight": None, "tool_calls": None} for message in messages]
+    options = ["--source", "chat", "--tokenizer-model", model]
+    prefix, result = prepare(tmp_path, [{"messages": messages, "tools": None}], *options)
+    assert result.exit_code == 0, result.stderr
+    ((tokens, learnt),) = documents(prefix)
+    assert library.decode(tokens) == library.apply_chat_template(
+        chat("Hello", "Hi"), tokenize=False
+    )
+    assert library.decode(learnt) == f"Hi{END}\n"
+
+
 def test_what_is_learnt_of_a_conversation_can_be_chosen(model, library, tmp_path):
     """The assistant's turns, the last one, all; a weight of 0 leaves a turn out."""
     turns = chat("One?", "1", "Two?", "2", "Three?", "3")
@@ -202,7 +292,11 @@ BAD = {
         r"in.jsonl:1: message 1 is an object with the keys from, value where one with a role",
     ),
     "another key": ({"conversations": []}, [], r"no key 'messages' \(keys: conversations\): name"),
-    "an unanswered list": ({"messages": chat("a")}, [], "holds no document with a token to learn"),
+    "an unanswered list": (
+        {"messages": chat("a")},
+        [],
+        r"no document with a token to learn \(1 empty\): what the role assistant says is learnt$",
+    ),
     "nothing to learn": (
         {"messages": chat("a")},
         ["--strict"],
@@ -217,6 +311,36 @@ BAD = {
         {"messages": chat("a", "<think>x</think>b", "c", "d")},
         ["--chat-template", "forgetful"],
         "in.jsonl:1: message 2: the chat template writes it otherwise .* give --learn last",
+    ),
+    "no content": (
+        {"messages": [*chat("a"), {"role": "assistant", "value": "b"}]},
+        [],
+        r"in.jsonl:1: message 2 has no content \(keys: role, value\), which a template may write",
+    ),
+    "a content of null": (
+        {"messages": chat("a", None)},
+        [],
+        r"in.jsonl:1: message 2 has no content \(keys: role\), which a template may write",
+    ),
+    "a picture": (
+        {"messages": chat([{"type": "image"}], "b")},
+        [],
+        "in.jsonl:1: message 1 has a list as content, which a template may write as it stands",
+    ),
+    "half a weight": (
+        {"messages": [*chat("a"), {**chat("", "b")[1], "weight": 0.5}]},
+        [],
+        "in.jsonl:1: message 2 has the weight 0.5: give 0, not to learn it, or 1",
+    ),
+    "an answer to nothing": (
+        {"messages": chat("a", "b")[1:]},
+        [],
+        'in.jsonl:1: message 1: nothing asks for it, .*: give it "weight": 0, a system message',
+    ),
+    "other words that ask": (
+        {"messages": chat("a", "b")},
+        ["--chat-template", "opened", "--learn", "last"],
+        "in.jsonl:1: message 2: .* cannot be told: give --chat-template FILE with",
     ),
     "tools": (
         {"messages": chat("a", "b"), "tools": [{"name": "f"}]},
@@ -234,7 +358,11 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_conversation_that_cannot_be_written_is_named(case, model, tmp_path):
     record, options, said = BAD[case]
-    templates = {"raising": "{{ raise_exception('roles must alternate') }}", "forgetful": FORGETFUL}
+    templates = {
+        "raising": "{{ raise_exception('roles must alternate') }}",
+        "forgetful": FORGETFUL,
+        "opened": PLAIN + "{% if add_generation_prompt %}<think>{% endif %}",
+    }
     for name, template in templates.items():
         (tmp_path / name).write_text(template)
     options = [tmp_path / option if option in templates else option for option in options]
@@ -335,11 +463,32 @@ def test_samples_say_what_is_learnt_of_each_piece_of_a_document(data, tmp_path_f
     assert [len(sample) - 1 for sample in samples] == dataset.lengths.tolist()
 
 
-def test_ranges_are_counted_to_the_very_end():
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 5, 8])
+def test_ranges_are_counted_to_the_very_end(block_bytes, monkeypatch):
+    monkeypatch.setattr(targets, "BLOCK_BYTES", block_bytes)
     marks = np.array([0, 1, 1, 0, 1], dtype=np.uint8)
     starts, stops = np.array([0, 1, 3]), np.array([2, 4, 5])
     assert count_within(marks, starts, stops).tolist() == [1, 2, 1]
     assert count_within(marks, starts[:0], stops[:0]).tolist() == []
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, r"out\.targets cannot be read \(No such file or directory\): copy it there again"),
+        (b"011", r"out\.targets has the value 48 for token 0: write bytes of 1, learnt, and 0"),
+        (bytes([0, 1, 2]), r"out\.targets has the value 2 for token 2"),
+    ],
+)
+def test_targets_that_cannot_be_read_or_are_no_marks_are_refused(content, said, tmp_path):
+    """Also without the .json that would tell: they would be learnt, all of them."""
+    prefix, _ = prepare(tmp_path, [{"q": "a", "a": "b"}], "--prompt-key", "q", "--key", "a")
+    for suffix in (".targets", ".json"):
+        prefix.with_suffix(suffix).unlink()
+    path = prefix.with_suffix(".targets")
+    path.symlink_to("elsewhere") if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        DocumentDataset(str(prefix), fraction=(0.0, 1.0), seq_length=8, long_documents="split")
 
 
 @pytest.mark.parametrize("missing", ["a byte", "the file"])

@@ -25,18 +25,17 @@ def group():
 
 
 def _head_peak(
-    group, s: int, *, multiple: bool, dtype: torch.dtype, counted: float | None = None
+    group, s: int, *, multiple: bool, dtype: torch.dtype, some: torch.Tensor | None = None
 ) -> int:
     """Peak of forward and backward beyond the input, its gradient, the losses, and numbers of b s.
 
-    multiple: whether the gradient of the losses is a multiple of the mask. counted: the share of
-    tokens that count, None: all, without looking.
+    multiple: whether the gradient of the losses is a multiple of the mask. some: the tokens [b, s]
+    that count, None: all, without looking.
     """
     x = torch.randn(s // P, B, H, dtype=dtype, requires_grad=True)
     weight = torch.randn(SHARD, H, dtype=dtype, requires_grad=True)
     labels, mask = torch.randint(SHARD * P, (B, s)), torch.ones(B, s)
     grad = torch.full((B, s), 0.5) if multiple else torch.rand(B, s)
-    some = None if counted is None else torch.rand(B, s) < counted
     meter = LiveBytes([x, weight, labels, mask, grad])
     with meter:
         losses = tiled_cross_entropy(
@@ -66,15 +65,42 @@ def test_running_tiles_again_adds_a_few_numbers_a_token_at_most(group):
         assert again - once <= 16 * B * s
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.9])
-def test_where_some_tokens_count_the_head_needs_no_more_but_their_places(share, group):
+def _by_row(s: int, is_counted) -> torch.Tensor:
+    """[b, s] of which the same rows of every rank count."""
+    rows = torch.tensor([bool(is_counted(i)) for i in range(s // P)])
+    return rows.repeat(P).expand(B, -1)
+
+
+SOME = {  # what counts, with rows of a tile of every rank
+    "a twentieth": lambda s, t: torch.rand(B, s) < 0.05,
+    "a third": lambda s, t: torch.rand(B, s) < 0.3,
+    "nearly all": lambda s, t: torch.rand(B, s) < 0.9,
+    "all": lambda s, t: torch.ones(B, s, dtype=torch.bool),
+    "those of one rank": lambda s, t: (torch.arange(s) < s // P).expand(B, -1),
+    "whole tiles between few": lambda s, t: _by_row(s, lambda i: i % (8 * t) < t or i % 16 == 0),
+    "few, then all": lambda s, t: _by_row(s, lambda i: i > s // P // 2 or i % 32 == 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SOME)
+def test_where_some_tokens_count_the_head_needs_no_more_but_their_places(name, dtype, group):
     for s in LENGTHS:
-        whole, some = (
-            _head_peak(group, s, multiple=True, dtype=torch.bfloat16, counted=counted)
-            for counted in (None, share)
+        some = SOME[name](s, TILE // (P * B))
+        whole, less = (
+            _head_peak(group, s, multiple=True, dtype=dtype, some=counted)
+            for counted in (None, some)
         )
-        numbers = 16 * B * s * share + 16 * TILE * 8
-        assert some <= whole + numbers
+        assert less <= whole + 16 * int(some.sum()) + 16 * TILE * 8
+
+
+def test_where_one_tile_is_all_the_weights_gradient_is_made_when_its_logits_have_gone(group):
+    """As Megatron's head makes it, by which short microbatches are predicted; and rounded once."""
+    s, dtype = TILE // B, torch.bfloat16
+    some = torch.ones(B, s, dtype=torch.bool)
+    tile_bytes = TILE * (SHARD * (dtype.itemsize + 4) + 4 * H * dtype.itemsize)
+    peak = _head_peak(group, s, multiple=True, dtype=dtype, some=some)
+    assert peak <= tile_bytes + 16 * TILE * 8
 
 
 def _embedding_peak(group, s: int, look_up) -> int:

@@ -78,6 +78,16 @@ def test_further_tokens_are_learnt_where_they_are_targets(data, tmp_path):
         np.testing.assert_allclose(rows.values(name), one_by_one.values(name), rtol=TOLERANCE)
 
 
+def test_data_of_which_nothing_is_learnt_are_refused_as_such(tmp_path):
+    prefix = tmp_path / "chats"
+    write_documents(prefix, LENGTHS)
+    prefix.with_suffix(".targets").write_bytes(bytes(sum(LENGTHS)))
+    flags = ["--data-path", prefix, "--split", "100,0,0", "--paradyse"]
+    run = attempt(tmp_path / "run", *flags, ranks=1)
+    assert run.code == 2
+    assert "error: the train split has no document with a token to learn: change" in run.stderr
+
+
 def test_loaders_that_would_learn_every_token_are_refused(data, tmp_path):
     fixed = attempt(tmp_path / "fixed", *data, "--paradyse-sequences", "fixed", ranks=1)
     assert fixed.code == 2
