@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import torch
 
-from megatron_paradyse.train import plugin
+from tests.train.compare_with_plain import model_of_flags
 from tests.train.plain_gpt import plain_losses
 
 
@@ -31,21 +31,7 @@ def read(prefix: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def main() -> None:
     result, prefix = sys.argv.pop(1), sys.argv.pop(1)
-    plugin.install()
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training import training
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.models.gpt import GPTModelBuilder
-
-    args = parse_and_validate_args()
-    training.initialize_megatron()
-    config = gpt_config_from_args(args)
-    config.finalize()
-    model = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    weights = {
-        name: value.detach().double().requires_grad_() for name, value in model.named_parameters()
-    }
+    args, _, weights = model_of_flags()
     shape = {"num_layers": args.num_layers, "num_heads": args.num_attention_heads}
     total, count, unlearnt = torch.zeros((), dtype=torch.float64), 0, []
     for tokens, learnt in read(prefix):

@@ -12,10 +12,10 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b).norm() / b.norm())
 
 
-def main() -> None:
+def model_of_flags():
+    """Megatron's arguments of the command line, a model of them, and its weights in float64."""
     plugin.install()
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import training
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_and_validate_args
@@ -26,6 +26,16 @@ def main() -> None:
     config = gpt_config_from_args(args)
     config.finalize()
     model = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    weights = {
+        name: value.detach().double().requires_grad_() for name, value in model.named_parameters()
+    }
+    return args, model, weights
+
+
+def main() -> None:
+    args, model, weights = model_of_flags()
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(args.vocab_size, (2, args.seq_length + 1), generator=generator)
     tokens, labels = text[:, :-1], text[:, 1:]
@@ -34,9 +44,6 @@ def main() -> None:
     losses.mean().backward()
     logged = MTPLossLoggingHelper.tracker.get("loss_values", torch.empty(0))
 
-    weights = {
-        name: value.detach().double().requires_grad_() for name, value in model.named_parameters()
-    }
     num_predictions = args.mtp_num_layers or 0
     plain, *predicted = plain_losses(
         weights,
