@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from megatron_paradyse.planner.pipeline import UNLIMITED, in_flight
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Settings
+from megatron_paradyse.train.batch import device_of_rank
 from megatron_paradyse.train.budget import budget_bytes, host_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
 from megatron_paradyse.train.model_layers import count_layers
@@ -122,11 +124,10 @@ class CostPolicies:
 
         One without layers plans nothing.
         """
-        group = mpu.get_pipeline_model_parallel_group()
-        own = [(stage, layers) for (stage, _), layers in zip(self.made, self._layers, strict=True)]
-        found: list[list] = [[]] * group.size()
-        torch.distributed.all_gather_object(found, own, group=group)
-        return [one for of_rank in found for one in of_rank if one[1]]
+        made = zip(self.made, self._layers, strict=True)
+        own = [(dataclasses.asdict(stage), layers) for (stage, _), layers in made]
+        found = _of_all_ranks(own, mpu.get_pipeline_model_parallel_group())
+        return [(Stage(**values), tuple(layers)) for values, layers in found if layers]
 
     def describe(self) -> str:
         """One line: which costs, strategies and budget."""
@@ -280,3 +281,15 @@ def _share_of_stage(model_chunks: list) -> float:
     counts = torch.tensor([own - twice], device=torch.cuda.current_device())
     torch.distributed.all_reduce(counts, group=mpu.get_pipeline_model_parallel_group())
     return own / int(counts)
+
+
+def _of_all_ranks(own: list, group: torch.distributed.ProcessGroup) -> list:
+    """The lists of a group's ranks, one after the other, sent as JSON: nothing is unpickled."""
+    content = json.dumps(own).encode()
+    longest = torch.tensor([len(content)], device=device_of_rank())
+    torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)
+    padded = bytearray(content.ljust(int(longest)))  # by spaces, which JSON passes over
+    mine = torch.frombuffer(padded, dtype=torch.uint8).to(device_of_rank())
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, mine, group=group)
+    return [one for part in parts for one in json.loads(bytes(part.tolist()))]

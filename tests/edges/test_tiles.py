@@ -223,6 +223,8 @@ def test_embedding_and_its_gradient_equal_the_oracle(job, p):
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_tiles_of_counted_rows_hold_each_once_and_no_more_bytes_than_whole_tiles(data):
+    """What fits into one tile is one, which holds no more than a copy of its input and gradient
+    besides: Megatron's own head would hold all its logits too."""
     p, b, rows = (data.draw(st.integers(1, most)) for most in (4, 3, 24))
     counted = data.draw(st.lists(st.booleans(), min_size=b * p * rows, max_size=b * p * rows))
     counted = torch.tensor(counted).view(b, p * rows)
@@ -239,7 +241,11 @@ def test_tiles_of_counted_rows_hold_each_once_and_no_more_bytes_than_whole_tiles
     assert torch.equal(found, counted)
     held = _most_held([*tiles_, (0, 0)], p, row)
     whole = _most_held([(tile, tile)] * 3, p, row, select=False)
-    assert alone or all(one <= other for one, other in zip(held, whole, strict=True))
+    copies = 0
+    if counted.numel() <= tile:
+        assert len(tiles_) <= 2, "the one before all, and one"
+        copies = 2 * tiles_[-1][0] * row.hidden
+    assert alone or all(one <= other + copies for one, other in zip(held, whole, strict=True))
 
 
 def _most_held(tiles_, p: int, row: RowBytes, select: bool = True) -> tuple[int, int]:
