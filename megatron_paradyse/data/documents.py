@@ -122,9 +122,9 @@ class DocumentDataset:
         )
         self.prefix = prefix
         self._targets = _targets(prefix, self._indexed, int(documents.sum()))
-        self._first_token = np.concatenate([[0], np.cumsum(documents)])  # of each document
         self.num_learnt = int(self.samples.length.sum())  # predictions that count
         if self._targets is not None:
+            self._first_token = np.concatenate([[0], np.cumsum(documents)])  # of each document
             starts = self._first_token[self.samples.document] + self.samples.start + 1
             stops = starts + self.samples.length
             learnt = targets.count_within(self._targets, starts, stops, prefix=prefix)
@@ -173,8 +173,10 @@ def _check_index(prefix: str, indexed) -> None:
 def _targets(prefix: str, indexed, num_tokens: int) -> targets.TargetArray | None:
     """PREFIX.targets, of tokens that lie in .bin one after the other; UserError if they do not."""
     found = targets.map_targets(prefix, num_tokens)
+    if found is None:
+        return None
     ends = np.cumsum(indexed.sequence_lengths, dtype=np.int64) * indexed.index.dtype_size
-    if found is not None and (indexed.index.sequence_pointers[1:] != ends[:-1]).any():
+    if (indexed.index.sequence_pointers[1:] != ends[:-1]).any():
         raise UserError(
             f"{prefix}.idx lists sequences out of their order in {prefix}.bin, so that "
             f"{prefix}.targets cannot tell theirs: prepare it again"
