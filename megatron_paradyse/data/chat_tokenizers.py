@@ -8,14 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_paradyse.data.megatron_tokenizers import MegatronTokenizer
 from megatron_paradyse.data.sources import Marked
-from megatron_paradyse.data.supervised import ASSISTANT, LEARN_ALL, LEARN_LAST, Conversation
+from megatron_paradyse.data.supervised import (
+    ASSISTANT,
+    LEARN_ALL,
+    LEARN_EACH,
+    LEARN_LAST,
+    Conversation,
+)
 from megatron_paradyse.data.tokenizers import TokenArray
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.units import counted
@@ -25,6 +31,25 @@ GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 MARKS = "--chat-template FILE with {% generation %} around what is learnt"
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON may escape
 Spans = Sequence[tuple[int, int]]
+
+
+class _Turn(NamedTuple):
+    """One of the assistant: the index of its message, and what a template writes."""
+
+    message: int
+    before: str  # up to it, with the words that ask for it
+    after: str  # up to its end
+
+    def is_in(self, text: str) -> bool:
+        return text.startswith(self.after) and self.after.startswith(self.before)
+
+
+def _told_otherwise(turn: _Turn, learn: str) -> UserError:
+    others = "" if learn in (LEARN_LAST, LEARN_EACH) else "--learn each, --learn last, or "
+    return UserError(
+        f"message {turn.message + 1}: the chat template writes it otherwise when more follows, or "
+        f"asks for it in other words, so that its tokens cannot be told: give {others}{MARKS}"
+    )
 
 
 class TemplateTokenizer(MegatronTokenizer):
@@ -56,39 +81,79 @@ class TemplateTokenizer(MegatronTokenizer):
         digest = hashlib.sha256(template.encode()).hexdigest()[:16]
         return {**super().parameters(), "chat_template": digest}
 
-    def conversation(self, conversation: Conversation, *, learn: str) -> Marked:
+    def documents(self, conversation: Conversation, *, learn: str) -> Iterator[Marked]:
         """The tokens of a conversation; learnt are the assistant's, those of its last turn, or all.
 
-        A turn whose message has a "weight" of 0 is not.
+        "each": turns that it writes otherwise than when they were the last follow in documents of
+        their own, each with as many of them as it writes alike. A turn whose message has a "weight"
+        of 0 is not learnt.
         """
         messages, tools = conversation
         text = self._written(messages, tools)
+        if learn == LEARN_ALL:
+            yield Marked(self._encoded(text)[0], None)
+            return
+        learnt = _said_by_assistant(messages)
+        learnt = learnt[-1:] if learn == LEARN_LAST else learnt
+        learnt = [i for i in learnt if messages[i].get("weight", 1)]
+        if learn == LEARN_EACH:
+            yield from self._documents_of_each(messages, tools, text, learnt)
+        elif self._is_marked(tools):
+            yield self._learning_blocks(messages, tools, text, learnt)
+        else:
+            turns = [self._turn(messages, tools, i) for i in learnt]
+            for turn in turns:
+                if not turn.is_in(text):
+                    raise _told_otherwise(turn, learn)
+            yield self._learning(text, [self._span(turn, text) for turn in turns])
+
+    def _encoded(self, text: str) -> tuple[TokenArray, TokenArray]:
+        """Tokens [n] and their offsets in the text [n, 2]."""
         encoded = self._library(
             text,
             add_special_tokens=False,
             return_offsets_mapping=True,
             verbose=False,  # no warning of lengths beyond those of the model
         )
-        tokens = self._checked(encoded["input_ids"])
-        if learn == LEARN_ALL:
-            return Marked(tokens, None)
-        said = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-        learnt = said[-1:] if learn == LEARN_LAST else said
-        learnt = [i for i in learnt if messages[i].get("weight", 1)]
-        spans: Spans
-        if self._is_marked(tools):
-            spans = _blocks_of(learnt, said, self._marked_blocks(messages, tools, text))
-        else:
-            spans = [self._span(messages, tools, i, text, learn) for i in learnt]
-        return Marked(tokens, _overlapping(np.asarray(encoded["offset_mapping"]), spans))
+        return self._checked(encoded["input_ids"]), np.asarray(encoded["offset_mapping"])
+
+    def _learning(self, text: str, spans: Spans) -> Marked:
+        tokens, offsets = self._encoded(text)
+        return Marked(tokens, _overlapping(offsets, spans))
+
+    def _documents_of_each(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, text: str, learnt: list[int]
+    ) -> Iterator[Marked]:
+        """The longest last; without a turn to learn the whole, of which nothing is learnt."""
+        marked = self._is_marked(tools)
+        turns = [self._turn(messages, tools, i, marked=marked) for i in learnt]
+        documents = [] if turns else [(messages, text, turns)]
+        while turns:
+            told = [turn for turn in turns if turn.is_in(text)]
+            if told:
+                documents.append((messages, text, told))
+            turns = [turn for turn in turns if not turn.is_in(text)]
+            if turns and text == turns[-1].after:
+                raise _told_otherwise(turns[-1], LEARN_EACH)
+            if turns:
+                messages, text = messages[: turns[-1].message + 1], turns[-1].after
+        for part, written, told in reversed(documents):
+            if marked:
+                yield self._learning_blocks(part, tools, written, [turn.message for turn in told])
+            else:
+                yield self._learning(written, [self._span(turn, written) for turn in told])
 
     def _is_marked(self, tools: list[Any] | None) -> bool:
         return bool(GENERATION.search(self._library.get_chat_template(tools=tools)))
 
-    def _marked_blocks(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, text: str
-    ) -> Spans:
-        """The characters of the text [start, stop) of each {% generation %} block."""
+    def _learning_blocks(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        text: str,
+        learnt: list[int],
+    ) -> Marked:
+        """Of the {% generation %} blocks of a template those of the turns learnt."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # Annotated to return a str, it returns two lists.
@@ -101,36 +166,35 @@ class TemplateTokenizer(MegatronTokenizer):
         )
         (written,), (blocks,) = rendered
         assert _without_surrogates(written) == text, "the library writes it otherwise itself"
-        spans: Spans = blocks
-        return spans
+        return self._learning(text, _blocks_of(learnt, _said_by_assistant(messages), blocks))
 
-    def _span(
+    def _turn(
         self,
         messages: list[dict[str, Any]],
         tools: list[Any] | None,
-        turn: int,
-        text: str,
-        learn: str,
-    ) -> tuple[int, int]:
-        """The characters of the text [start, stop) that a turn of the assistant adds.
-
-        With its end, where the template writes that only once more follows.
-        """
-        if turn == 0:
+        message: int,
+        *,
+        marked: bool = False,
+    ) -> _Turn:
+        """marked: the template tells what of it is learnt, whatever asks for it."""
+        after = self._written(messages[: message + 1], tools)
+        if marked:
+            return _Turn(message, "", after)
+        if message == 0:
             raise UserError(
                 "message 1: nothing asks for it, so that its tokens cannot be told: give it "
                 f'"weight": 0, a system message before it, or {MARKS}'
             )
-        before = self._written(messages[:turn], tools, add_generation_prompt=True)
-        after = self._written(messages[: turn + 1], tools)
-        if not (text.startswith(after) and after.startswith(before)):
-            last = "" if learn == LEARN_LAST else "--learn last, or "
-            raise UserError(
-                f"message {turn + 1}: the chat template writes it otherwise when more follows, or "
-                f"asks for it in other words, so that its tokens cannot be told: give {last}{MARKS}"
-            )
-        end = self._library.eos_token or ""
-        return len(before), len(after) + len(end) * text.startswith(end, len(after))
+        before = self._written(messages[:message], tools, add_generation_prompt=True)
+        return _Turn(message, before, after)
+
+    def _span(self, turn: _Turn, text: str) -> tuple[int, int]:
+        """The characters of a text [start, stop) that a turn which is in it adds.
+
+        With its end, where the template writes that only once more follows.
+        """
+        end, stop = self._library.eos_token or "", len(turn.after)
+        return len(turn.before), stop + len(end) * text.startswith(end, stop)
 
     def _written(self, messages: list[dict[str, Any]], tools: list[Any] | None, **how: Any) -> str:
         try:
@@ -163,7 +227,7 @@ class PromptFormatTokenizer(MegatronTokenizer):
     def parameters(self) -> dict[str, Any]:
         return {**super().parameters(), "prompt_format": self._prompt_format}
 
-    def conversation(self, conversation: Conversation, *, learn: str) -> Marked:
+    def documents(self, conversation: Conversation, *, learn: str) -> Iterator[Marked]:
         """The tokens of a conversation; learnt are those that Megatron's format learns, or all."""
         messages, tools = conversation
         if tools:
@@ -175,12 +239,16 @@ class PromptFormatTokenizer(MegatronTokenizer):
         except Exception as error:  # assertions and errors of Megatron's, and of its template
             raise UserError(f"Megatron's format cannot write it ({_reason(error)})") from error
         learnt = (targets != self._ignored) & (targets != self._format.pad_id)
-        return Marked(self._checked(tokens), None if learn == LEARN_ALL else learnt)
+        yield Marked(self._checked(tokens), None if learn == LEARN_ALL else learnt)
 
 
 def _without_surrogates(text: str) -> str:
     """With U+FFFD for each, so that every other character stays where it is."""
     return SURROGATE.sub("\ufffd", text)
+
+
+def _said_by_assistant(messages: list[dict[str, Any]]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
 
 
 def _blocks_of(learnt: list[int], said: list[int], blocks: Spans) -> Spans:

@@ -72,9 +72,9 @@ def data() -> None:
 )
 @click.option(
     "--learn",
-    type=click.Choice(["assistant", "last", "all"]),
-    help="chat: the assistant's turns, the last of them, or all that is written.  [default: "
-    "assistant]",
+    type=click.Choice(["assistant", "each", "last", "all"]),
+    help="chat: the assistant's turns; each of them as it is when it is the last, in several "
+    "documents if need be; the last; or all that is written.  [default: assistant]",
 )
 @click.option("--chat-template", metavar="FILE", help="chat: in place of the tokenizer's own.")
 @click.option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -47,15 +47,12 @@ def prepare(
         Progress("preparing", source.total_bytes, quiet=quiet) as progress,
     ):
         chunks = _watched(source, writer, progress)
-        for _, document in itertools.groupby(chunks, key=lambda chunk: chunk.document):
-            first = next(document)
-            parts = (chunk.data for chunk in itertools.chain([first], document))
-            end = tokenizer.eod if append_eod else None
-            if not _write_document(writer, source.tokens(tokenizer, parts), first.place, end):
-                if strict:
-                    what = "an empty document" if source.learns_all else "nothing to learn"
-                    raise UserError(f"{first.place}: {what}: remove it, or leave --strict away")
-                empty_documents += 1
+        end = tokenizer.eod if append_eod else None
+        for place, is_written in _write_documents(writer, source, tokenizer, chunks, end):
+            if strict and not is_written:
+                what = "an empty document" if source.learns_all else "nothing to learn"
+                raise UserError(f"{place}: {what}: remove it, or leave --strict away")
+            empty_documents += not is_written
             if writer.num_documents == max_documents:
                 break
         if writer.num_documents == 0:
@@ -85,22 +82,35 @@ def _watched(source: Source, writer: DatasetWriter, progress: Progress) -> Itera
         yield chunk
 
 
-def _write_document(
-    writer: DatasetWriter, tokens: Iterator[Marked], place: str, end: int | None
-) -> bool:
+def _write_documents(
+    writer: DatasetWriter,
+    source: Source,
+    tokenizer: Tokenizer,
+    chunks: Iterator[Chunk],
+    end: int | None,
+) -> Iterator[tuple[str, bool]]:
+    """The place of each document, and whether it was written: see _write_document."""
+    for _, document in itertools.groupby(chunks, key=lambda chunk: chunk.document):
+        first = next(document)
+        parts = (chunk.data for chunk in itertools.chain([first], document))
+        try:
+            for tokens in source.documents(tokenizer, parts):
+                yield first.place, _write_document(writer, tokens, end)
+        except SourceError:
+            raise
+        except UserError as error:
+            # A tokenizer or the writer knows the text but not where it came from.
+            raise UserError(f"{first.place}: {error}") from error
+
+
+def _write_document(writer: DatasetWriter, tokens: Iterable[Marked], end: int | None) -> bool:
     """Write one document and the id that ends it; False when it has none to learn: no trace."""
     is_empty = True
-    try:
-        for part in tokens:
-            if len(part.tokens) and (part.learnt is None or part.learnt.any()):
-                writer.add_tokens(*part)
-                is_empty = False
-        if end is not None and not is_empty:
-            writer.add_tokens(np.array([end]))
-    except SourceError:
-        raise
-    except UserError as error:
-        # A tokenizer or the writer knows the text but not where it came from.
-        raise UserError(f"{place}: {error}") from error
+    for part in tokens:
+        if len(part.tokens) and (part.learnt is None or part.learnt.any()):
+            writer.add_tokens(*part)
+            is_empty = False
+    if end is not None and not is_empty:
+        writer.add_tokens(np.array([end]))
     writer.end_document()
     return not is_empty

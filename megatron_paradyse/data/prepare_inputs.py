@@ -128,9 +128,9 @@ def _chat_tokenizer(name: str, options: dict[str, Any]) -> Any:
             raise UserError(f"{_flag(option)} with --source chat: give --tokenizer-model PATH")
     model, template, learn = (options[k] for k in ("tokenizer_model", "chat_template", "learn"))
     if name == SFT_TOKENIZER:
-        if learn == supervised.LEARN_LAST:
+        if learn in (supervised.LEARN_LAST, supervised.LEARN_EACH):
             raise UserError(
-                f"--learn last with --tokenizer {name}: leave it out, or {HUGGING_FACE}"
+                f"--learn {learn} with --tokenizer {name}: leave it out, or {HUGGING_FACE}"
             )
         return PromptFormatTokenizer(
             model=model, prompt_format=options["sft_tokenizer_prompt_format"] or DEFAULT_FORMAT

@@ -57,8 +57,8 @@ class Source(Protocol):
 
     def chunks(self) -> Iterator[Chunk]: ...
 
-    def tokens(self, tokenizer: Any, parts: Iterable[Any]) -> Iterator[Marked]:
-        """The tokens of one document from the data of its chunks."""
+    def documents(self, tokenizer: Any, parts: Iterable[Any]) -> Iterator[Iterable[Marked]]:
+        """The tokens of a document from the data of its chunks, in parts; or of several."""
         ...
 
     def parameters(self) -> dict[str, Any]:
@@ -72,8 +72,8 @@ class TextSource:
     learns_all = True
     learns = "all is learnt"
 
-    def tokens(self, tokenizer: Tokenizer, parts: Iterable[bytes]) -> Iterator[Marked]:
-        return (Marked(tokens, None) for tokens in tokenizer.stream(parts))
+    def documents(self, tokenizer: Tokenizer, parts: Iterable[bytes]) -> Iterator[Iterable[Marked]]:
+        yield (Marked(tokens, None) for tokens in tokenizer.stream(parts))
 
 
 class FileReader:

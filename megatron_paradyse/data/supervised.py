@@ -21,7 +21,7 @@ from megatron_paradyse.data.tokenizers import TokenArray, Tokenizer
 ASSISTANT, SYSTEM = "assistant", "system"
 TOOLS = ("tool", "ipython", "function")  # roles of results, which may be any JSON value
 SAYS = frozenset(("content", "tool_calls", "function_call"))  # keys, of which a message has one
-LEARN_ALL, LEARN_LAST = "all", "last"
+LEARN_ALL, LEARN_LAST, LEARN_EACH = "all", "last", "each"
 
 
 class PromptSource(JsonlReader):
@@ -48,13 +48,13 @@ class PromptSource(JsonlReader):
             prompt = text_of(record, self.prompt_key, place, flag="--prompt-key")
             yield Chunk(document, place, (prompt, text_of(record, self.key, place)))
 
-    def tokens(
+    def documents(
         self, tokenizer: Tokenizer, parts: Iterable[tuple[bytes, bytes]]
-    ) -> Iterator[Marked]:
+    ) -> Iterator[Iterable[Marked]]:
         for prompt, completion in parts:
             whole = tokenizer.tokenize(prompt + completion)
             first = _common_length(tokenizer.tokenize(prompt), whole)
-            yield Marked(whole, np.arange(len(whole)) >= first)
+            yield [Marked(whole, np.arange(len(whole)) >= first)]
 
     def parameters(self) -> dict[str, Any]:
         return {"prompt_key": self.prompt_key, "key": self.key}
@@ -77,14 +77,15 @@ class Conversation(NamedTuple):
 class ChatTokenizer(Protocol):
     """What makes tokens of conversations; see chat_tokenizers.py."""
 
-    def conversation(self, conversation: Conversation, *, learn: str) -> Marked: ...
+    def documents(self, conversation: Conversation, *, learn: str) -> Iterator[Marked]: ...
 
 
 class ChatSource(JsonlReader):
     """A list of messages under `key`, as chat templates read them.
 
     As for Megatron's --sft a system message after the first begins another conversation, which is
-    a document of its own. learn: the assistant's turns, the last of them, or all that is written.
+    a document of its own. learn: the assistant's turns; the last of them; each as it is when it is
+    the last, in several documents where they have to be; or all that is written.
     """
 
     kind = "chat"
@@ -108,8 +109,11 @@ class ChatSource(JsonlReader):
                 yield Chunk(document, place, Conversation(conversation, record.get("tools")))
                 document += 1
 
-    def tokens(self, tokenizer: ChatTokenizer, parts: Iterable[Conversation]) -> Iterator[Marked]:
-        return (tokenizer.conversation(part, learn=self.learn) for part in parts)
+    def documents(
+        self, tokenizer: ChatTokenizer, parts: Iterable[Conversation]
+    ) -> Iterator[Iterable[Marked]]:
+        for part in parts:
+            yield from ([document] for document in tokenizer.documents(part, learn=self.learn))
 
     def parameters(self) -> dict[str, Any]:
         return {"key": self.key, "learn": self.learn}

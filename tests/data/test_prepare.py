@@ -27,10 +27,10 @@ class ListSource(TextSource):
     total_bytes = read_bytes = 0
 
     def __init__(self, documents):
-        self.documents = documents
+        self.texts = documents
 
     def chunks(self):
-        for number, document in enumerate(self.documents):
+        for number, document in enumerate(self.texts):
             if isinstance(document, BaseException):
                 raise document
             for data in document:

@@ -28,8 +28,18 @@ MARKED = TEMPLATE.replace("SAYS", f"{{% generation %}}{SAYS}{{% endgeneration %}
 FORGETFUL = PLAIN.replace(
     "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
 )
-
-
+# The same of all turns since the last question, with the results of tools between them.
+STEP = "{{ content }}<|im_end|>\n"
+MARKED_STEP = f"{{% generation %}}{STEP}{{% endgeneration %}}"
+STEPS = (
+    "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set content = m.content %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% if loop.index0 < ns.asked %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}SAYS"
+    f"{{% else %}}{STEP}{{% endif %}}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 MARKED_CONTENT = TEMPLATE.replace(
     "SAYS", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\\n' }}"
 )
@@ -138,9 +148,10 @@ def test_spans_of_turns_are_those_that_a_template_marks(turns, model):
     plain = TemplateTokenizer(model=str(model), chat_template=PLAIN)
     marked = TemplateTokenizer(model=str(model), chat_template=MARKED)
     conversation = Conversation(chat(*turns), None)
-    mine, theirs = (t.conversation(conversation, learn="assistant") for t in (plain, marked))
-    assert mine.tokens.tolist() == theirs.tokens.tolist()
-    assert mine.learnt.tolist() == theirs.learnt.tolist()
+    for learn in ("assistant", "each"):  # where all is written alike, each is in one document
+        (mine,), (theirs,) = (t.documents(conversation, learn=learn) for t in (plain, marked))
+        assert mine.tokens.tolist() == theirs.tokens.tolist()
+        assert mine.learnt.tolist() == theirs.learnt.tolist()
 
 
 def learnt_texts(model, template, messages, learn="assistant"):
@@ -149,7 +160,7 @@ def learnt_texts(model, template, messages, learn="assistant"):
     from megatron_paradyse.data.supervised import Conversation
 
     tokenizer = TemplateTokenizer(model=str(model), chat_template=template)
-    tokens, learnt = tokenizer.conversation(Conversation(messages, None), learn=learn)
+    ((tokens, learnt),) = tokenizer.documents(Conversation(messages, None), learn=learn)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], learnt, [0]])))
     return [tokenizer._library.decode(tokens[a:b]) for a, b in edges.reshape(-1, 2)]
 
@@ -186,7 +197,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(model):
     tokenizer = TemplateTokenizer(model=str(model), chat_template=PLAIN)
     tokenizer.vocab_size = 256  # of which .bin would hold a byte each
     with pytest.raises(UserError, match=r"gave the id \d+ beyond its vocabulary of 256"):
-        tokenizer.conversation(Conversation(chat("def f", "return"), None), learn="all")
+        list(tokenizer.documents(Conversation(chat("def f", "return"), None), learn="all"))
 
 
 def test_the_end_of_a_turn_that_is_written_once_more_follows_is_learnt(model):
@@ -295,7 +306,7 @@ BAD = {
     "reasoning that is dropped": (
         {"messages": chat("a", "<think>x</think>b", "c", "d")},
         ["--chat-template", "forgetful"],
-        "in.jsonl:1: message 2: the chat template writes it otherwise .* give --learn last",
+        "in.jsonl:1: message 2: the chat template writes it otherwise .* give --learn each, --lea",
     ),
     "no content": (
         {"messages": [*chat("a"), {"role": "assistant", "value": "b"}]},
@@ -372,6 +383,68 @@ def test_the_last_turn_can_be_learnt_where_a_template_forgets_reasoning(model, l
     assert library.decode(learnt) == f"<think>y</think>d{END}\n"
 
 
+TURN = st.sampled_from(("user", "assistant", "tool"))
+SKIPPED = st.sets(st.integers(0, 8), max_size=2)
+
+
+@pytest.mark.parametrize("template", [STEPS, STEPS.replace("SAYS", MARKED_STEP)])
+@settings(max_examples=40)
+@given(roles=st.lists(TURN, max_size=8), skipped=SKIPPED)
+def test_each_turn_is_learnt_once_as_it_is_written_when_it_is_the_last(
+    template, roles, skipped, model, library
+):
+    """The oracle: the texts that a model is asked with, and what it then says."""
+    from megatron_paradyse.data.chat_tokenizers import TemplateTokenizer
+    from megatron_paradyse.data.supervised import Conversation
+
+    template = template.replace("SAYS", STEP)
+    messages = [
+        {"role": role, "content": f"<think>why{i}</think>so{i}"}
+        for i, role in enumerate(["user", *roles])
+    ]
+    for i in skipped & set(range(len(messages))):
+        messages[i]["weight"] = 0
+    expected = {}
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and "weight" not in message:
+            asked, told = (
+                library.apply_chat_template(
+                    part, chat_template=template, tokenize=False, add_generation_prompt=asks
+                )
+                for part, asks in ((messages[:i], True), (messages[: i + 1], False))
+            )
+            expected[i] = (asked, told.removeprefix(asked))
+    tokenizer = TemplateTokenizer(model=str(model), chat_template=template)
+    made = list(tokenizer.documents(Conversation(messages, None), learn="each"))
+    found = []
+    for tokens, learnt in made:
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], learnt, [0]])))
+        for start, stop in edges.reshape(-1, 2):
+            found.append((library.decode(tokens[:start]), library.decode(tokens[start:stop])))
+    assert sorted(found) == sorted(expected.values())
+    # No document more than questions, of which each takes the reasoning of the turns before it.
+    rounds = {roles[:i].count("user") for i in range(len(roles)) if i + 1 in expected}
+    assert len(made) <= max(1, len(rounds))
+
+
+def test_documents_of_each_turn_are_counted_one_by_one(model, tmp_path):
+    (tmp_path / "template").write_text(FORGETFUL)
+    turns = chat("a", "<think>x</think>b", "c", "<think>y</think>d")
+    options = ["--source", "chat", "--tokenizer-model", model, "--learn", "each"]
+    options += ["--chat-template", tmp_path / "template", "--append-eod"]
+    records = [{"messages": turns}, {"messages": chat("unanswered")}, {"messages": turns}]
+    prefix, result = prepare(tmp_path, records, *options)
+    assert result.exit_code == 0, result.stderr
+    metadata = read_metadata(prefix)
+    assert (metadata.num_documents, metadata.num_empty_documents) == (4, 1)
+    first, second = documents(prefix)[:2]
+    assert documents(prefix)[2:] == [first, second]
+    prefix, result = prepare(tmp_path, records, *options, "--max-documents", 3, "--overwrite")
+    assert result.exit_code == 0 and len(documents(prefix)) == 3
+    _, result = prepare(tmp_path, records, *options, "--strict", "--overwrite")
+    assert result.exit_code == 1 and "in.jsonl:2: nothing to learn: remove it" in result.stderr
+
+
 WRONG = {
     "--source chat": "HuggingFaceTokenizer needs --tokenizer-model PATH",
     "--source chat --tokenizer bytes": "--source chat with --tokenizer bytes: give Hugging",
@@ -380,6 +453,7 @@ WRONG = {
     "--source chat --prompt-key q": "--prompt-key is of --source jsonl, and this is chat",
     "--source chat --sft-tokenizer-prompt-format identity": "--tokenizer SFTTokenizer",
     "--source chat --tokenizer SFTTokenizer --learn last": "--learn last with --tokenizer SFT",
+    "--source chat --tokenizer SFTTokenizer --learn each": "--learn each with --tokenizer SFT",
     "--source chat --vocab-file x": "--vocab-file with --source chat: give --tokenizer-model",
     "--source chat --chat-template none": "--chat-template none cannot be read",
     "--prompt-key q": "no key 'q' (keys: messages): name it with --prompt-key",
