@@ -34,7 +34,7 @@ def main() -> None:
     from megatron.training import get_args, training
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_paradyse.train.datasets import provide_document_iterators
+    from megatron_paradyse.train.datasets import document_provider
 
     note("imports")
     sys.argv[1:] = megatron_flags(
@@ -62,7 +62,7 @@ def main() -> None:
     build_model(get_args().num_layers)
     note("optimizer")
     get_args().skip_train, get_args().eval_iters = False, 0
-    next(provide_document_iterators((10, 0, 0))[0])
+    next(document_provider()((10, 0, 0))[0])
     note("data")
     if torch.distributed.get_rank() == 0:
         Path(task["output"]).write_text(json.dumps(seconds))

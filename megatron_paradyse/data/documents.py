@@ -225,6 +225,11 @@ class SampleStream:
             self._blend = _blend(weights, num_samples, group)
         self._first = np.cumsum([0] + [len(d) for d in self._datasets])
 
+    @property
+    def epoch_size(self) -> int:
+        """Samples of all data sets, each once."""
+        return int(self._first[-1])
+
     def _locate(self, position: int) -> tuple[int, int]:
         """(dataset, index in it) of a stream position."""
         source, position_in_source = 0, position

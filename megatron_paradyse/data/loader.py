@@ -7,14 +7,26 @@ them; the first rank of each tensor-parallel group reads them and broadcasts (tr
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from megatron_paradyse.data.balance import Seconds, deal
-from megatron_paradyse.data.documents import SampleStream
+
+
+class Samples(Protocol):
+    """By position, as a stream of documents.py: how many inputs count, and length + 1 tokens.
+
+    Tokens are complements where they are not learnt.
+    """
+
+    def length(self, position: int) -> int: ...
+
+    def tokens(self, position: int) -> np.ndarray: ...
 
 
 def aligned(length: int, alignment: int) -> int:
@@ -63,23 +75,37 @@ class Balance:
     seconds: Seconds
 
 
+def starts(consumed: int, step: int, stop: int | None) -> Iterator[int]:
+    """consumed, consumed + step, ...; without end if stop is None."""
+    return itertools.count(consumed, step) if stop is None else iter(range(consumed, stop, step))
+
+
+def own_generator(stop: int | None) -> torch.Generator | None:
+    """For a loader that may begin anew, which else draws a number from that of the training."""
+    return None if stop is None else torch.Generator()
+
+
 class _PositionSampler(torch.utils.data.Sampler):
-    """Batches of stream positions, from `consumed` on, without end."""
+    """Batches of stream positions, from `consumed` on."""
 
     def __init__(
-        self, stream: SampleStream, sharding: Sharding, consumed: int, balance: Balance | None
+        self,
+        stream: Samples,
+        sharding: Sharding,
+        consumed: int,
+        stop: int | None,
+        balance: Balance | None,
     ):
         self._stream, self._sharding = stream, sharding
-        self._consumed, self._balance = consumed, balance
+        self._consumed, self._stop, self._balance = consumed, stop, balance
 
     def __iter__(self) -> Iterator[list[int]]:
-        first = self._consumed
-        while self._balance is not None:
-            yield from self._dealt(first, self._balance)
-            first += self._balance.global_batch_size
-        while True:
+        if self._balance is not None:
+            for first in starts(self._consumed, self._balance.global_batch_size, self._stop):
+                yield from self._dealt(first, self._balance)
+            return
+        for first in starts(self._consumed, self._sharding.round_size, self._stop):
             yield list(self._sharding.positions(first))
-            first += self._sharding.round_size
 
     def _dealt(self, first: int, balance: Balance) -> Iterator[list[int]]:
         """This replica's microbatches of the global batch that starts at a position."""
@@ -95,7 +121,7 @@ class _PositionSampler(torch.utils.data.Sampler):
 
 
 class _StreamDataset(torch.utils.data.Dataset):
-    def __init__(self, stream: SampleStream):
+    def __init__(self, stream: Samples):
         self._stream = stream
 
     def __getitem__(self, position: int) -> np.ndarray:
@@ -103,21 +129,25 @@ class _StreamDataset(torch.utils.data.Dataset):
 
 
 def microbatches(
-    stream: SampleStream,
+    stream: Samples,
     *,
     sharding: Sharding,
-    consumed: int,
+    consumed: int = 0,
+    stop: int | None = None,
     alignment: int,
     num_workers: int,
     balance: Balance | None = None,
-) -> Iterator[dict[str, torch.Tensor]]:
-    """This replica's microbatches from global sample `consumed` on; see collate for their form."""
-    loader = torch.utils.data.DataLoader(
+) -> torch.utils.data.DataLoader:
+    """This replica's microbatches of the global samples from consumed to stop, None: without end.
+
+    See collate for their form.
+    """
+    return torch.utils.data.DataLoader(
         _StreamDataset(stream),
-        batch_sampler=_PositionSampler(stream, sharding, consumed, balance),
+        batch_sampler=_PositionSampler(stream, sharding, consumed, stop, balance),
         collate_fn=functools.partial(collate, alignment=alignment),
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=num_workers > 0,
+        generator=own_generator(stop),
     )
-    return iter(loader)

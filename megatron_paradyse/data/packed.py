@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from megatron_paradyse.data.loader import Samples, own_generator, starts
 from megatron_paradyse.data.targets import ids_of
 from megatron_paradyse.packing.pack import Packing
 from megatron_paradyse.packing.row import Row
@@ -20,15 +20,6 @@ from megatron_paradyse.packing.row import Row
 NO_LABEL = -1  # where padding has no next token, or the next one is not learnt
 
 Packer = Callable[[Sequence[int]], Packing]  # of the lengths of a global batch
-
-
-class Samples(Protocol):
-    """By position, as data/documents.py's stream: how many inputs count, and the tokens, which
-    are complements where they are not learnt."""
-
-    def length(self, position: int) -> int: ...
-
-    def tokens(self, position: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -116,17 +107,33 @@ def positions_held(row: Row) -> np.ndarray:
     return np.concatenate([np.arange(start, stop) for start, stop in ranges])
 
 
+class _GlobalBatches(torch.utils.data.Sampler):
+    def __init__(self, consumed: int, size: int, stop: int | None):
+        self._consumed, self._size, self._stop = consumed, size, stop
+
+    def __iter__(self) -> Iterator[int]:
+        return starts(self._consumed, self._size, self._stop)
+
+
 def packed_shares(
-    shares: PackedShares, *, consumed: int, global_batch_size: int, num_workers: int
-) -> Iterator[Share]:
-    """The shares from stream position `consumed` on; each worker is one global batch ahead."""
-    loader = torch.utils.data.DataLoader(
+    shares: PackedShares,
+    *,
+    consumed: int = 0,
+    stop: int | None = None,
+    global_batch_size: int,
+    num_workers: int,
+) -> torch.utils.data.DataLoader:
+    """The shares of stream positions from consumed to stop, None: without end.
+
+    Each worker is one global batch ahead.
+    """
+    return torch.utils.data.DataLoader(
         shares,
-        sampler=itertools.count(consumed, global_batch_size),
+        sampler=_GlobalBatches(consumed, global_batch_size, stop),
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=1 if num_workers else None,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=num_workers > 0,
+        generator=own_generator(stop),
     )
-    return iter(loader)

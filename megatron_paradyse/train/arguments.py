@@ -10,7 +10,7 @@ from megatron_paradyse.setting_kinds import SWITCH
 from megatron_paradyse.settings import FIELDS, FIXED, WITHOUT_FLAG, Settings, make_settings
 from megatron_paradyse.train.batch_sizes import check_one_size, check_schedule_of_sizes
 from megatron_paradyse.train.counting import samples_of
-from megatron_paradyse.train.document_flags import prepare_documents
+from megatron_paradyse.train.document_flags import check_validation, prepare_documents
 from megatron_paradyse.train.model_flags import (
     check_bert,
     check_edges,
@@ -144,6 +144,7 @@ def after_validation(args: argparse.Namespace) -> None:
     check_one_size(args)
     args.paradyse_samples = samples_of(args)
     if args.paradyse_settings.sequences != FIXED:
+        check_validation(args)
         args.dataloader_type = "external"
         if args.pipeline_model_parallel_size > 1:
             args.variable_seq_lengths = True  # stages then tell each other their shapes

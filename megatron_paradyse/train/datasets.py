@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -12,53 +13,111 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.training import get_args, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch.utils.data import DataLoader
 
 from megatron_paradyse.costs.description import common_window
 from megatron_paradyse.data.balance import Seconds
 from megatron_paradyse.data.choices import BUCKETED
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream
-from megatron_paradyse.data.loader import Balance, Sharding, microbatches
+from megatron_paradyse.data.loader import Balance, Samples, Sharding, microbatches
 from megatron_paradyse.data.order import make_order
 from megatron_paradyse.data.packed import PackedShares, packed_shares
+from megatron_paradyse.data.whole_set import OneEpoch, WholeSet
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.pack import Costs, Grid, flops_costs
 from megatron_paradyse.packing.placement import alignment
 from megatron_paradyse.packing.wide import pack_wide
 from megatron_paradyse.settings import PACKED
 from megatron_paradyse.train.model_layers import ModelLayers, count_layers
+from megatron_paradyse.units import counted
 
 SPLITS = ("train", "valid", "test")
+# Prefixes, weights and share of the documents of a split.
+Source = tuple[list[str], list[float] | None, tuple[float, float] | None]
 
 
-def provide_document_iterators(
-    num_samples,
-    vp_stage: int | None = None,
-    *,
-    seconds: Seconds | None = None,
-    costs: Costs | None = None,
-) -> tuple:
+def document_provider(
+    *, seconds: Seconds | None = None, costs: Costs | None = None
+) -> Callable[..., tuple]:
     """Train, valid and test iterators for Megatron's "external" data loader.
 
-    num_samples: Megatron's target sizes of the three. seconds: predicted for a microbatch (b, s),
-    alike on every rank; the replicas of the training then get even shares. costs: the same for
-    packed microbatches; None: their FLOPs. Raises UserError when a split that is needed has no
-    sample.
+    seconds: predicted for a microbatch (b, s), alike on every rank; the replicas of the training
+    then get even shares. costs: the same for packed microbatches; None: their FLOPs. It raises
+    UserError when a split that is needed has no sample.
     """
+    provider = functools.partial(_provide, seconds=seconds, costs=costs)
+    # With --full-validation Megatron must be told on every rank how many data sets there are.
+    provider.is_distributed = get_args().full_validation  # type: ignore[attr-defined]
+    return provider
+
+
+def _provide(
+    num_samples, vp_stage: int | None = None, *, seconds: Seconds | None, costs: Costs | None
+) -> tuple:
+    """num_samples: Megatron's target sizes of the three."""
     args = get_args()
-    sources = _sources(args)
-    evaluated = 0 if args.skip_train else args.consumed_valid_samples  # as Megatron's own loaders
-    consumed = (_consumed_in_phase(args), evaluated, 0)
-    needed = (not args.skip_train, bool(args.eval_iters), bool(args.eval_iters))
-    if args.paradyse_settings.sequences == PACKED:
-        iterator_of = functools.partial(_packed, args, vp_stage, costs)
-    else:
-        iterator_of = functools.partial(_unpacked, args, seconds)
+    if args.full_validation and mpu.get_tensor_model_parallel_rank() != 0:  # which reads none
+        _, (prefixes, *_), _ = _sources(args)
+        return None, [None] * len(prefixes), None
+    make = functools.partial(_packed, costs=costs, vp_stage=vp_stage)
+    if args.paradyse_settings.sequences != PACKED:
+        make = functools.partial(_unpacked, seconds=seconds)
+    splits = zip(SPLITS, _sources(args), num_samples, strict=True)
     return tuple(
-        iterator_of(split, _stream(args, split, sources[i], num_samples[i]), consumed[i])
-        if needed[i]
-        else None
-        for i, split in enumerate(SPLITS)
+        _of_split(args, split, source, size, make) if _is_needed(args, split, source) else None
+        for split, source, size in splits
     )
+
+
+def _is_needed(args, split: str, source: Source) -> bool:
+    if split == "train":
+        return not args.skip_train
+    if not args.full_validation:
+        return bool(args.eval_iters)
+    if split == "test" and source[0] and source[2]:
+        print_rank_0(
+            "> paradyse: the test split is left out: Megatron cannot evaluate it with "
+            "--full-validation"
+        )
+    return split == "valid"
+
+
+def _of_split(args, split: str, source: Source, num_samples: int | None, make) -> Any:
+    """An iterator; of --full-validation, the data sets; None of a test split without a sample."""
+    if args.full_validation and split == "valid":
+        return _whole_sets(args, source, make)
+    stream = _stream(args, split, source, num_samples)
+    if stream is None:
+        return None
+    return iter(make(args, split, stream, consumed=_consumed(args, split)))
+
+
+def _consumed(args, split: str) -> int:
+    """As Megatron's own loaders count, which begin an evaluation alone at the first sample."""
+    if split == "train":
+        return _consumed_in_phase(args)
+    return 0 if args.skip_train or split == "test" else args.consumed_valid_samples
+
+
+def _whole_sets(args, source: Source, make) -> list[WholeSet]:
+    """Of --full-validation: one of each data set."""
+    prefixes, _, share = source
+    names = args.validation_set_names or list(map(str, range(len(prefixes))))
+    if len(names) != len(prefixes):
+        raise UserError(
+            f"--validation-set-names gives {counted(len(names), 'name')} to "
+            f"{counted(len(prefixes), 'data set')}: give one to each"
+        )
+    size, sets = args.eval_global_batch_size, []
+    for name, prefix in zip(names, prefixes, strict=True):
+        print_rank_0(f"> paradyse: validation-{name} is all of {prefix}, at each evaluation")
+        stream = _stream(args, "valid", ([prefix], None, share), 0)
+        assert stream is not None, "UserError where there is no document"
+        num_iterations = -(-stream.epoch_size // size)
+        epoch = OneEpoch(stream, stream.epoch_size)
+        loader = make(args, "valid", epoch, stop=num_iterations * size)
+        sets.append(WholeSet(loader, num_iterations))
+    return sets
 
 
 def _consumed_in_phase(args) -> int:
@@ -72,8 +131,8 @@ def _consumed_in_phase(args) -> int:
     return (args.iteration - begun) * args.global_batch_size
 
 
-def _sources(args) -> list[tuple[list[str], list[float] | None, tuple[float, float] | None]]:
-    """(prefixes, weights, share of the documents) of the three splits."""
+def _sources(args) -> list[Source]:
+    """Of the three splits."""
     blend, per_split = get_blend_and_blend_per_split(args)
     if per_split is not None:
         return [(*(b or ([], None)), (0.0, 1.0)) for b in per_split]
@@ -84,7 +143,7 @@ def _sources(args) -> list[tuple[list[str], list[float] | None, tuple[float, flo
     return [(*blend, share) for share in matrix]
 
 
-def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
+def _stream(args, split: str, source: Source, num_samples: int | None) -> SampleStream | None:
     """The samples of a split; None of a test split that has none."""
     prefixes, weights, share = source
     if weights is not None:  # Megatron draws a sample of a data set of weight 0 too
@@ -99,7 +158,8 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
             long_documents=settings.long_documents,
             mmap=args.mmap_bin_files,
         )
-        for prefix in (prefixes if share is not None else [])
+        for prefix in prefixes
+        if share is not None
     ]
     stream_size = sum(len(dataset) for dataset in datasets)
     if stream_size == 0 or (weights is not None and not all(len(d) for d in datasets)):
@@ -108,8 +168,9 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
         change = "" if args.split is None else f"change --split {args.split}, "
         unlearnt = any(len(d) == 0 and d.samples.num_unlearnt for d in datasets)
         lacking = "with a token to learn" if unlearnt else "of two tokens or more"
+        without = "drop --full-validation" if args.full_validation else "set --eval-iters 0"
         raise UserError(
-            f"the {split} split has no document {lacking}: {change}add data, or set --eval-iters 0"
+            f"the {split} split has no document {lacking}: {change}add data, or {without}"
         )
     grouped = settings.order == BUCKETED and split == "train"
     stream = SampleStream(
@@ -125,10 +186,14 @@ def _stream(args, split: str, source, num_samples: int) -> SampleStream | None:
 
 
 def _unpacked(
-    args, seconds: Seconds | None, split: str, stream: SampleStream | None, consumed: int
-) -> Iterator | None:
-    if stream is None:
-        return None
+    args,
+    split: str,
+    stream: Samples,
+    *,
+    consumed: int = 0,
+    stop: int | None = None,
+    seconds: Seconds | None,
+) -> DataLoader:
     is_train = split == "train"
     micro_batch_size = args.micro_batch_size if is_train else args.eval_micro_batch_size
     sharding = Sharding(
@@ -138,6 +203,7 @@ def _unpacked(
         stream,
         sharding=sharding,
         consumed=consumed,
+        stop=stop,
         alignment=alignment(args.tensor_model_parallel_size),
         num_workers=args.num_workers,
         balance=Balance(args.global_batch_size, seconds) if seconds and is_train else None,
@@ -146,15 +212,15 @@ def _unpacked(
 
 def _packed(
     args,
-    vp_stage: int | None,
-    costs: Costs | None,
     split: str,
-    stream: SampleStream | None,
-    consumed: int,
-) -> Iterator | None:
+    stream: Samples,
+    *,
+    consumed: int = 0,
+    stop: int | None = None,
+    costs: Costs | None,
+    vp_stage: int | None,
+) -> DataLoader:
     """Shares of global batches; every pipeline stage makes the same of them."""
-    if stream is None:
-        return None
     size = args.global_batch_size if split == "train" else args.eval_global_batch_size
     stages = args.pipeline_model_parallel_size
     interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
@@ -182,7 +248,11 @@ def _packed(
         reads_tokens=is_first_or_last_pipeline_stage(vp_stage),
     )
     return packed_shares(
-        shares, consumed=consumed, global_batch_size=size, num_workers=args.num_workers
+        shares,
+        consumed=consumed,
+        stop=stop,
+        global_batch_size=size,
+        num_workers=args.num_workers,
     )
 
 

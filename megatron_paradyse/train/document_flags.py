@@ -30,8 +30,6 @@ def prepare_documents(args: argparse.Namespace) -> None:
         )
     for name in (
         "fim_data",
-        "full_validation",
-        "multiple_validation_sets",
         "object_storage_cache_path",
         "logits_save_dir",
         "logits_load_dir",
@@ -42,6 +40,7 @@ def prepare_documents(args: argparse.Namespace) -> None:
                 f"{flag} with --paradyse-sequences {args.paradyse_settings.sequences}: use fixed, "
                 f"or drop {flag}"
             )
+    _prepare_validation(args)
     if args.seq_length is None:
         raise UserError("--seq-length is missing: give the longest sequence to train on")
     if args.seq_length < 1:
@@ -60,3 +59,23 @@ def prepare_documents(args: argparse.Namespace) -> None:
     check_targets(prefixes)
     if args.paradyse_model == BERT:
         refuse_targets(prefixes, "a BERT may learn", "train a GPT")
+
+
+def _prepare_validation(args: argparse.Namespace) -> None:
+    """Of --full-validation Megatron 0.19.2 runs the form with several data sets only."""
+    if args.multiple_validation_sets and not args.full_validation:
+        raise UserError("--multiple-validation-sets needs --full-validation in Megatron: give both")
+    if not args.full_validation:
+        return
+    if args.paradyse_model == BERT:
+        raise UserError("--full-validation with a BERT: leave it out, and give --eval-iters")
+    args.multiple_validation_sets = True
+
+
+def check_validation(args: argparse.Namespace) -> None:
+    """Once Megatron has validated them; UserError where it cannot evaluate whole data sets."""
+    if args.full_validation and args.virtual_pipeline_model_parallel_size:
+        raise UserError(
+            "--full-validation with interleaved pipeline stages, which Megatron cannot evaluate: "
+            "drop one"
+        )

@@ -225,12 +225,12 @@ def _documents(datasets_provider, forward_step, session):
         check_fixed_splits(get_args())
         return datasets_provider
     from megatron_paradyse.train.batch import document_batch
-    from megatron_paradyse.train.datasets import provide_document_iterators
+    from megatron_paradyse.train.datasets import document_provider
 
     script = forward_step.__globals__
     own = script.get("__name__") == "megatron_paradyse.train.gpt"
     if session.settings.sequences == PACKED:
-        return functools.partial(provide_document_iterators, costs=session.packing_costs)
+        return document_provider(costs=session.packing_costs)
     if _is_bert() and not own:
         raise UserError(
             "--paradyse-model bert with a pretrain script of a GPT: use -m "
@@ -249,7 +249,7 @@ def _documents(datasets_provider, forward_step, session):
             "this pretrain script has no BATCH_KEYS: documents need pretrain_gpt.py of "
             "Megatron-LM core_v0.19, or --paradyse-sequences fixed"
         )
-    return functools.partial(provide_document_iterators, seconds=session.microbatch_seconds)
+    return document_provider(seconds=session.microbatch_seconds)
 
 
 def _is_bert() -> bool:

@@ -39,9 +39,10 @@ def shares(replica: int, *, consumed: int = 0, num_workers: int = 0):
         replica=replica,
         alignment=4,
     )
-    return packed_shares(
+    loader = packed_shares(
         made, consumed=consumed, global_batch_size=GLOBAL_BATCH, num_workers=num_workers
     )
+    return iter(loader)
 
 
 def test_a_row_is_laid_out_rank_after_rank_with_labels_inside_documents():

@@ -29,15 +29,16 @@ def test_an_evaluation_alone_begins_at_the_first_sample(skip_train, first, monke
         consumed_valid_samples=24,
         skip_train=skip_train,
         eval_iters=2,
+        full_validation=False,
         phase_transition_iterations=None,
         paradyse_settings=argparse.Namespace(sequences="documents"),
     )
     monkeypatch.setattr(datasets, "get_args", lambda: args)
     monkeypatch.setattr(datasets, "_sources", lambda args: [None] * 3)
-    monkeypatch.setattr(datasets, "_stream", lambda *of: None)
-    monkeypatch.setattr(datasets, "_unpacked", lambda args, seconds, split, stream, start: start)
-    train, valid, test = datasets.provide_document_iterators([None] * 3)
-    assert (train, valid, test) == (None if skip_train else 96, first, 0)
+    monkeypatch.setattr(datasets, "_stream", lambda *of: "stream")
+    monkeypatch.setattr(datasets, "_unpacked", lambda *of, seconds, consumed: [consumed])
+    train, valid, test = datasets.document_provider()([None] * 3)
+    assert [*(train or [None]), *valid, *test] == [None if skip_train else 96, first, 0]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_rows_are_packed_by_the_window_that_all_layers_have(window, skipped, exp
         monkeypatch.setattr(datasets.mpu, name, lambda: 1)
     monkeypatch.setattr(datasets, "is_first_or_last_pipeline_stage", lambda stage: True)
     monkeypatch.setattr(datasets, "packed_shares", lambda shares, **of: shares)
-    shares = datasets._packed(args, None, None, "train", object(), 0)
+    shares = datasets._packed(args, "train", object(), costs=None, vp_stage=None)
     assert shares._pack.keywords["grid"].window == expected
 
 

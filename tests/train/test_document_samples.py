@@ -142,9 +142,9 @@ def test_replicas_share_an_epoch_without_gap_or_overlap(dataset):
 def test_a_restart_resumes_at_the_exact_sample(dataset):
     sharding = Sharding(micro_batch_size=2, replica=1, num_replicas=2)
     options = {"sharding": sharding, "alignment": 4, "num_workers": 0}
-    whole = microbatches(stream_of(dataset), consumed=0, **options)
+    whole = iter(microbatches(stream_of(dataset), consumed=0, **options))
     batches = [next(whole) for _ in range(9)]
-    resumed = microbatches(stream_of(dataset), consumed=5 * sharding.round_size, **options)
+    resumed = iter(microbatches(stream_of(dataset), consumed=5 * sharding.round_size, **options))
     for expected in batches[5:]:
         batch = next(resumed)
         assert (batch["tokens"] == expected["tokens"]).all()
