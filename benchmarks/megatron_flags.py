@@ -88,7 +88,7 @@ TWO_RANKS = {
     "multi-token prediction, windows": f"{ROPE} --mtp-num-layers 2 --window-size 8,0 "
     "--window-attn-skip-freq 2",
     "multi-token prediction, saved": f"{ROPE} --mtp-num-layers 1 {PER_SAVE}",
-    "MuP": "--use-mup",
+    "MuP": "--use-mup --mup-base-hidden-size 16 --mup-embedding-mult 2",
     "hybrid pattern": "--hybrid-layer-pattern *-*-",
     "untied, own learning rate": "--untie-embeddings-and-output-weights --decoupled-lr 1e-3",
     "fused cross entropy": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native",

@@ -56,6 +56,8 @@ def attach_edges(
                 _become(module.output_layer, TiledOutputLayer, tile)
                 module.output_layer.learns_all = learns_all
             if module.post_process and isinstance(module, GPTModel):
+                if module.config.use_mup:  # a BERT's Megatron does not scale
+                    module.output_layer.logits_scale = module.config.mup_output_mult
                 module.register_forward_pre_hook(_ask_for_losses, with_kwargs=True)
     return model_chunks
 
@@ -81,6 +83,7 @@ class TiledOutputLayer(ColumnParallelLinear):
 
     tile: int
     learns_all = True
+    logits_scale = 1.0  # of losses; Megatron scales the logits of its own head
 
     def takes(self, labels: Tensor) -> bool:
         """Whether the losses of these labels shall be computed here, not by Megatron's head."""
@@ -118,6 +121,7 @@ class TiledOutputLayer(ColumnParallelLinear):
             ),
             predicted=predicted,
             counted=None if self.learns_all or loss_mask is None else loss_mask != 0,
+            logits_scale=self.logits_scale,
         )
 
 

@@ -59,6 +59,7 @@ def tiled_cross_entropy(
     take_weight_gradient: Callable[[Tensor], Tensor | None] | None = None,
     predicted: Tensor | None = None,
     counted: Tensor | None = None,
+    logits_scale: float = 1.0,
 ) -> Tensor:
     """x [s/p, b, h], weight [v/p, h], bias [v/p], labels [b, s] -> losses [b, s].
 
@@ -68,6 +69,7 @@ def tiled_cross_entropy(
     and returns the one for autograd (default: in the weight's dtype).
     predicted [b, s] int64: filled with each token's likeliest label.
     counted [b, s] bool: losses of other tokens are 0, without a gradient. Waits for the device.
+    logits_scale: logits are so many times x times weight plus bias, as with --use-mup.
 
     Backward: grad_x [s/p, b, h] and the whole gradient of the rank's shard. Sends (p-1) s/p b h
     values for x, as many for its gradient, and 2 (p-1) s b for the softmax (with predicted 2 more);
@@ -79,7 +81,7 @@ def tiled_cross_entropy(
     chosen = (
         None if counted is None else list(_chosen_tiles(x, weight, counted, group.size(), tile))
     )
-    head = _Head(group, tile, take_weight_gradient, predicted, chosen)
+    head = _Head(group, tile, take_weight_gradient, predicted, chosen, logits_scale)
     wanted = torch.is_grad_enabled() and token_weights is not None and x.dtype != torch.float16
     return _TiledCrossEntropy.apply(
         x, weight, bias, labels, token_weights if wanted else None, head
@@ -93,6 +95,7 @@ class _Head:
     take_weight_gradient: Callable[[Tensor], Tensor | None]
     predicted: Tensor | None
     chosen: list[tuple[slice, Tensor | None]] | None  # tiles, which of their rows; None: all
+    logits_scale: float
 
     def tiles(self, x: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
         if self.chosen is not None:
@@ -163,6 +166,8 @@ def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) 
                 tensor.zero_()
     for rows, chosen, shape, x_tile in _gathered_tiles(x, head):
         logits = F.linear(x_tile, weight, bias)  # [p t, b, v/p]
+        if head.logits_scale != 1.0:
+            logits.mul_(head.logits_scale)
         of_rows = _select(of_tile(labels, rows, p), chosen)
         targets = _Targets.of(of_rows, weight.shape[0], head.group.rank())
         if losses is not None and head.predicted is not None:
@@ -173,6 +178,7 @@ def _run_tiles(x, weight, bias, labels, head, losses, gradients, token_weights) 
             put_tile(losses, rows, p, _spread(loss, chosen, shape))
         if gradients is not None:
             of_token = _select(of_tile(token_weights, rows, p), chosen).to(factor.dtype)
+            of_token = of_token * head.logits_scale
             factor *= of_token
             grad = _logits_gradient_(exponentials, factor, of_token, targets, out=logits)
             del exponentials, logits

@@ -260,7 +260,6 @@ def check_edges(args: argparse.Namespace) -> None:
     refused = {
         "defer_embedding_wgrad_compute": "keeps the gradients of all logits",
         "config_logger_dir": "writes all logits",
-        "use_mup": "scales all logits",
         "logits_save_dir": "keeps all logits",
         "logits_load_dir": "compares all logits",
     }

@@ -34,6 +34,7 @@ class Case:
     tied: bool = False
     frozen: bool = False
     counted: float | None = None  # the share of tokens that count, None: all
+    logits_scale: float = 1.0
 
 
 CASES = {
@@ -58,6 +59,10 @@ CASES = {
     "all count": Case(s=20, b=3, tile=1, counted=1.0),
     "some count, tied": Case(s=28, b=2, tile=12, tied=True, counted=0.5),
     "some count, bfloat16": Case(s=28, b=2, tile=12, dtype=torch.bfloat16, counted=0.3),
+    "scaled": Case(s=28, b=2, tile=12, logits_scale=0.3),
+    "scaled, any gradient": Case(s=28, b=2, tile=12, gradient="any", logits_scale=0.3),
+    "scaled, some count": Case(s=28, b=2, tile=12, counted=0.3, logits_scale=3.0),
+    "scaled, bfloat16": Case(s=28, b=2, tile=12, dtype=torch.bfloat16, logits_scale=0.3),
     "bfloat16, any gradient": Case(s=28, b=2, tile=12, dtype=torch.bfloat16, gradient="any"),
 }
 
@@ -87,7 +92,7 @@ def _oracle(case: Case):
     x, weight, labels, mask, grad = _whole(case)
     x, weight = (t.double().requires_grad_() for t in (x, weight))
     embedded = F.embedding(labels, weight).transpose(0, 1) if case.tied else 0
-    logits = (x + embedded) @ weight.t()
+    logits = (x + embedded) @ weight.t() * case.logits_scale
     losses = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
     if case.counted is not None:
         losses = losses * (mask != 0)
@@ -115,6 +120,7 @@ def _tiled(group, case: Case):
         token_weights=mask.float() if case.weighted else None,
         predicted=predicted,
         counted=None if case.counted is None else mask != 0,
+        logits_scale=case.logits_scale,
     )
     inputs = [x] if case.frozen else [x, weight]
     with count_communication() as sent:

@@ -9,6 +9,7 @@ from tests.train.harness import LLAMA, run_forked, train, with_defaults
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
+MUP = ["--use-mup", "--mup-base-hidden-size", 16, "--mup-embedding-mult", 3]
 ROPE = ["--position-embedding-type", "rope"]
 # Of the norm of each parameter's gradient, the loss and the logits. bfloat16 has roundings of
 # 2^-9 = 2e-3, a few of which meet in every gradient.
@@ -17,6 +18,7 @@ MODELS = {
     "tp2, tied, positions learned": (2, 1e-5, TP2),
     "tp2, tied, one sequence": (2, 1e-5, [*TP2, *ROPE, "--micro-batch-size", 1]),
     "tp4, untied, more tokens predicted": (4, 1e-5, [*TP4, *LLAMA, "--mtp-num-layers", 2]),
+    "tp2, untied, MuP": (2, 1e-5, [*TP2, *LLAMA, *MUP, "--mtp-num-layers", 1]),
     "tp2, untied, bfloat16": (2, 1e-2, [*TP2, *LLAMA, "--bf16"]),
 }
 
