@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_paradyse.costs.correction import MOST_FACTOR, Correction, corrected
 from megatron_paradyse.costs.cost_file import CostFile
+from megatron_paradyse.packing.load import Load
 from megatron_paradyse.planner.cost_settings import Costs
 from megatron_paradyse.planner.from_costs import Stage
 from megatron_paradyse.planner.from_file import FilePolicies
-from megatron_paradyse.planner.known import known_strategies
+from megatron_paradyse.planner.known import known_for_rows, known_strategies
 from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.report.records import Corrected, Run
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import offloads
+
+NO_LOAD = "they need the trace of a run planned by cost, and a cost file of the same model"
 
 
 def cost_policies(
@@ -29,18 +33,25 @@ def cost_policies(
     has one.
     """
     model = costs.require_model()
-    known = known_strategies(model)
+    known = known_for_rows(model)
     chosen = [name for name in run.strategies if name in known] if run is not None else []
-    names = tuple(chosen or (name for name in known if not offloads(name)))
+    names = tuple(chosen or (name for name in known_strategies(model) if not offloads(name)))
     budget = None if run is None else run.memory_budget_bytes
     policies = FilePolicies(
         Settings(memory_margin=0.0 if run is None else run.memory_margin),
         Costs(costs, names, names),
         UNLIMITED if budget is None else budget,
+        wide_bytes_per_second=math.inf if run is None else run.wide_bytes_per_second,
     )
     correct = functools.partial(corrected, correction=_correction(known, corrections))
     stages = run.stages if run is not None and run.stages else (policies.stage(),)
     return [(stage, policies.policy(stage, smooth=False, correct=correct)) for stage in stages]
+
+
+def prices_rows_of(costs: CostFile, load: Load) -> bool:
+    """Whether the file tells what packed rows of such a load cost."""
+    packed = costs.require_model().packed
+    return packed is not None and (packed.window is None or load.within is not None)
 
 
 def _correction(strategies: Sequence[str], told: Corrected | None) -> Correction:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_paradyse.report import cost_figures, plan_figures, run_figures
 from megatron_paradyse.report.content import THIS_RUN, Content
+from megatron_paradyse.report.estimates import NO_LOAD
 from megatron_paradyse.report.style import Look, make_figure, save_png, short, to_svg
 from megatron_paradyse.units import counted, format_count
 
@@ -139,13 +140,16 @@ def _needs_microbatches(content: Content) -> str:
 def _needs_costs(content: Content) -> str:
     if content.costs is None:
         return NEEDS_COSTS
-    return _needs_single_sequences(content)
+    if content.num_packed and not content.predicted_seconds:
+        return NO_LOAD
+    return _needs_microbatches(content)
 
 
 def _needs_single_sequences(content: Content) -> str:
-    if content.num_packed and not content.lengths:
-        return "the trace holds packed rows only, and not the lengths of their documents"
-    return _needs_microbatches(content)
+    if content.lengths:
+        return ""
+    packed_only = "the trace holds packed rows only, and not the lengths of their documents"
+    return _needs_microbatches(content) or packed_only
 
 
 def _needs_measurements(content: Content) -> str:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from megatron_paradyse import __version__
 from megatron_paradyse.report.content import Content
+from megatron_paradyse.report.estimates import NO_LOAD
 from megatron_paradyse.report.figures import Drawn
 from megatron_paradyse.report.style import short
 
 TEMPLATE = Path(__file__).with_name("page.html")
 TITLE = "Training report"
-NO_LENGTHS = "the lengths of their documents are not in a trace"
 
 
 class Fact(NamedTuple):
@@ -61,7 +61,7 @@ def _saved(content: Content) -> Fact:
         return Fact(name, "not known", "needs --costs")
     packed = content.num_packed
     if not content.predicted_seconds and packed:
-        return Fact(name, "not known", f"{packed:,} packed rows: {NO_LENGTHS}")
+        return Fact(name, "not known", f"{packed:,} packed rows: {NO_LOAD}")
     if not content.predicted_seconds:
         return Fact(name, "not known", "no predictions in the trace")
     best = content.best_fixed
@@ -73,7 +73,7 @@ def _saved(content: Content) -> Fact:
         f"{saved / best.seconds:.1%}",
         f"estimate by the cost model: {content.predicted_seconds:.1f} s of the layers where "
         f"{short(best.name)}, the best single strategy that fits, takes {best.seconds:.1f} s"
-        + (f"; without {packed:,} packed rows: {NO_LENGTHS}" if packed else ""),
+        + (f"; without {packed:,} packed rows: {NO_LOAD}" if packed else ""),
     )
 
 

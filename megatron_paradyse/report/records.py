@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,12 +22,14 @@ from megatron_paradyse.costs.strict import (
 )
 from megatron_paradyse.costs.table import MAX_QUANTITY
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.load import Load
 from megatron_paradyse.plan import Plan, parse_runs
 from megatron_paradyse.planner.from_costs import Stage
 from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 
 MOST_PLAN_CHARACTERS = 16_384
 MOST_FACTORS = 200
+MOST_RANKS = 1 << 14  # over which a row lies
 MOST_STAGES = 64  # of a rank: one, or its virtual pipeline chunks
 
 
@@ -35,6 +38,7 @@ class Run:
     """One start of a training. memory_budget_bytes: None without a limit.
 
     place: which replica and which pipeline stage writes; None in traces of earlier versions.
+    wide_bytes_per_second: a rank's to other replicas.
     """
 
     date: str
@@ -51,13 +55,15 @@ class Run:
     dtype: str
     model: dict[str, Any]
     place: tuple[int, int] | None = None
+    wide_bytes_per_second: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """A microbatch that ran, or that ran out of memory; None: not known.
 
-    documents: how many a packed row holds, None where it is not packed. Their lengths are not told.
+    documents: how many a packed row holds, None where it is not packed. load: what its costs depend
+    on, where it was planned by cost.
     """
 
     iteration: int
@@ -71,6 +77,7 @@ class Microbatch:
     seconds: float | None
     peak_bytes: int | None
     documents: int | None = None
+    load: Load | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -160,7 +167,21 @@ def _read_microbatch(values: dict[str, Any]) -> Microbatch:
         _optional(values, "seconds"),
         _optional_bytes(values, "peak_bytes"),
         _optional_bytes(values, "documents"),
+        None if values.get("load") is None else _read_load(values["load"]),
     )
+
+
+def _read_load(value: Any, where: str = "load") -> Load:
+    fields = dict(check_fields(Load, value, where))
+    highest = {"seq_length": MAX_SEQ_LENGTH, "p": MOST_RANKS, "groups": MOST_RANKS}
+    for name in ("documents", *highest):
+        high = highest.get(name, MAX_INTEGER)
+        check_integer(fields[name], f"{where}.{name}", low=1, high=high)
+    if fields["within"] is not None and where != "load":
+        raise ContentError(f"{where}.within must be null")
+    if fields["within"] is not None:
+        fields["within"] = _read_load(fields["within"], "load.within")
+    return Load(**fields)
 
 
 def _read_iteration(values: dict[str, Any]) -> Iteration:
@@ -225,6 +246,7 @@ def _read_run(values: dict[str, Any]) -> Run:
         dtype=check_text(values["dtype"], "dtype", max_length=20),
         model=shape,
         place=_place(values),
+        wide_bytes_per_second=_optional(values, "wide_bytes_per_second") or math.inf,
     )
 
 

@@ -16,7 +16,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.from_costs import Stage
 from megatron_paradyse.planner.policies import CostPolicy
-from megatron_paradyse.report.estimates import cost_policies, policy_of
+from megatron_paradyse.report.estimates import NO_LOAD, cost_policies, policy_of, prices_rows_of
 from megatron_paradyse.report.records import (
     Corrected,
     Iteration,
@@ -132,6 +132,7 @@ class Trace:
         parsed = plan_of(row.plan)
         if not row.is_packed:
             self._add_lengths(row, tuple(parsed.layers))
+        priced = bool(self.costs and row.load and prices_rows_of(self.costs, row.load))
         self.summary.count(
             row.batch_size,
             row.seq_length,
@@ -140,7 +141,8 @@ class Trace:
             planner_seconds=row.planner_seconds,
             predicted_seconds=row.predicted_seconds,
             seconds=row.seconds,
-            priced=not row.is_packed,
+            load=row.load if priced else None,
+            priced=priced or not row.is_packed,
             policy=self._policy(parsed),
         )
         if row.predicted_peak_bytes and row.peak_bytes:
@@ -248,8 +250,7 @@ def warning_lines(trace: Trace) -> list[str]:
         )
     if trace.summary.unpriced:
         lines.append(
-            f"{name}: {trace.summary.unpriced:,} packed rows are not in the estimates: the lengths "
-            "of their documents are not in a trace"
+            f"{name}: {trace.summary.unpriced:,} packed rows are not in the estimates: {NO_LOAD}"
         )
     return lines
 

@@ -55,6 +55,7 @@ class CostPolicies:
         from megatron_paradyse.train.describe import describe
 
         self.settings = settings
+        self.wide_bytes_per_second = wide_bytes_per_second
         self.costs = read_costs(settings)
         self.made: list[tuple[Stage, CostPolicy]] = []
         self._whole: CostPolicy | None = None

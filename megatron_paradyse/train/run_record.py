@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def run_record(settings: Settings, policies: CostPolicies | None) -> dict[str, A
         "stages": []
         if policies is None
         else [dataclasses.asdict(stage) for stage, _ in policies.made],
+        "wide_bytes_per_second": _wide_rate(policies),
         "ranks": {
             "world": torch.distributed.get_world_size(),
             "tensor": mpu.get_tensor_model_parallel_world_size(),
@@ -57,6 +59,12 @@ def _budget_bytes(settings: Settings, policies: CostPolicies | None) -> int | No
     if policies is not None:
         return None if policies.budget_bytes == UNLIMITED else policies.budget_bytes
     return None if settings.memory_budget is None else parse_bytes(settings.memory_budget)
+
+
+def _wide_rate(policies: CostPolicies | None) -> float | None:
+    """At which a rank sends to other replicas; None where no rows go over several."""
+    rate = math.inf if policies is None else policies.wide_bytes_per_second
+    return rate if math.isfinite(rate) else None
 
 
 def _costs(policies: CostPolicies) -> dict[str, str]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_paradyse.packing.load import Load
-from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.policies import CostPolicy
 
@@ -129,6 +128,10 @@ class Summary:
     def add(self, microbatches: Sequence[Microbatch]) -> None:
         for microbatch in microbatches:
             planned = microbatch.planned
+            policy = next((p for p in self._policies if p is planned.policy), None)
+            rows, load = policy.rows if policy is not None else None, None
+            if planned.row is not None and rows is not None:
+                load = rows.load(planned.row)
             self.count(
                 planned.batch_size,
                 planned.seq_length,
@@ -137,8 +140,8 @@ class Summary:
                 planner_seconds=planned.planner_seconds,
                 predicted_seconds=planned.seconds,
                 seconds=microbatch.seconds,
-                row=planned.row,
-                policy=next((p for p in self._policies if p is planned.policy), None),
+                load=load,
+                policy=policy,
             )
 
     def renew(self) -> None:
@@ -155,12 +158,13 @@ class Summary:
         planner_seconds: float,
         predicted_seconds: float | None,
         seconds: float | None,
-        row: Row | None = None,
+        load: Load | None = None,
         priced: bool = True,
         policy: CostPolicy | None = None,
     ) -> None:
         """Add one microbatch; seconds are those of its layers, None where they are not known.
 
+        load: of a packed row, on which its costs depend.
         priced: False leaves it out of the estimates, as a packed row of which no more is known.
         policy: by which it is estimated, with its costs as they are now: those that it ran with.
         """
@@ -179,7 +183,7 @@ class Summary:
         if not priced:
             self.unpriced += 1
             return
-        shape = _shape(batch_size, seq_length, tuple(layers), row, policy)
+        shape = _shape(batch_size, seq_length, tuple(layers), load, policy)
         if shape not in self._shapes and len(self._shapes) >= MOST_SHAPES:
             self.shapeless += 1
             return
@@ -279,11 +283,10 @@ class Summary:
 
 
 def _shape(
-    b: int, s: int, layers: tuple[int, ...], row: Row | None, policy: CostPolicy | None
+    b: int, s: int, layers: tuple[int, ...], load: Load | None, policy: CostPolicy | None
 ) -> Shape:
     if policy is None:
         return b, s, layers
-    if row is not None and policy.rows is not None:
-        load = policy.rows.load(row)
+    if load is not None:
         return b, load.seq_length, layers, load
     return b, -(-s // policy.alignment) * policy.alignment, layers

@@ -8,7 +8,8 @@ microbatch       batch_size, seq_length (padded), plan (runs of like layers), sw
                  the policy does not choose by cost), seconds (the layers', forward and
                  backward), peak_bytes (null where it cannot be told); of a packed row documents
                  and tokens (without padding), and replicas, if several share it: seq_length is then
-                 that of each, all else of the row
+                 that of each, all else of the row; and if planned by cost its load, as it was
+                 planned for (packing/load.py)
 iteration        seconds, losses (last pipeline stage; null for NaN and infinity, which JSON
                  lacks), and for documents tokens, shortest_sequence_tokens, longest_sequence_tokens
 correction       seconds_factors and bytes_factors by strategy, in force from the next iteration on
@@ -18,6 +19,7 @@ out_of_memory    a microbatch that did not fit, with what was alive and the safe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import math
@@ -28,6 +30,7 @@ from typing import Any
 from megatron.core import mpu
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.hook import Planned
 from megatron_paradyse.train.telemetry import Microbatch
 
 BEGIN = b'{"kind": '  # of every line
@@ -144,17 +147,14 @@ def out_of_memory_record(
 
 def as_record(microbatch: Microbatch) -> dict[str, Any]:
     """The line of a microbatch."""
-    planned, seconds, row = microbatch.planned, microbatch.seconds, microbatch.planned.row
-    packed = {} if row is None else {"documents": len(row.lengths), "tokens": row.num_tokens}
-    if row is not None and row.groups > 1:
-        packed["replicas"] = row.groups
+    planned, seconds = microbatch.planned, microbatch.seconds
     return {
         "kind": "microbatch",
         "iteration": planned.iteration + 1,
         "microbatch": planned.microbatch,
         "batch_size": planned.batch_size,
         "seq_length": planned.seq_length,
-        **packed,
+        **_of_row(planned),
         "plan": planned.plan.runs(),
         "switched": microbatch.switched,
         "planner_microseconds": round(planned.planner_seconds * 1e6, 1),
@@ -163,3 +163,15 @@ def as_record(microbatch: Microbatch) -> dict[str, Any]:
         "seconds": None if seconds is None else round(seconds, 6),
         "peak_bytes": microbatch.peak_bytes,
     }
+
+
+def _of_row(planned: Planned) -> dict[str, Any]:
+    row, rows = planned.row, getattr(planned.policy, "rows", None)  # costs of rows, if by cost
+    if row is None:
+        return {}
+    record: dict[str, Any] = {"documents": len(row.lengths), "tokens": row.num_tokens}
+    if row.groups > 1:
+        record["replicas"] = row.groups
+    if rows is not None:
+        record["load"] = dataclasses.asdict(rows.load(row))
+    return record

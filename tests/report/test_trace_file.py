@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tracemalloc
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.load import load_of
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.report import records as records_module
 from megatron_paradyse.report import trace_file
 from megatron_paradyse.report.content import Content
@@ -155,9 +160,66 @@ def test_errors_are_medians_over_the_microbatches_of_all_traces(tmp_path):
 
 
 PACKED = {"documents": 64, "tokens": 8000}
+LOAD = load_of(place([125] * 64, 4, causal=True, alignment=64), causal=True)
+PRICED = {**PACKED, "load": dataclasses.asdict(LOAD)}
 
 
-def test_packed_rows_are_neither_priced_nor_long_documents(tmp_path):
+def test_rows_whose_load_is_told_are_estimated_as_such(tmp_path):
+    """Their many short documents take less than one of as many tokens."""
+    costs = fitted(tmp_path)
+    seconds = {}
+    for name, more in {"row": PRICED, "single": {}}.items():
+        lines = [RUN, microbatch(1, 8192, **more), iteration(1)]
+        trace = read_trace(str(write_trace(tmp_path / name, lines)), costs)
+        content = Content([trace], costs)
+        assert trace.warnings == {} and content.num_packed == 0
+        seconds[name] = {one.name: one.seconds for one in content.fixed if not one.num_unfit}
+    assert seconds["row"].keys() >= {"megatron_ts", "metp"}
+    assert all(seconds["row"][name] < seconds["single"][name] for name in ("ulysses_z", "metp"))
+
+
+BROKEN_LOADS = {
+    "no object": 5,
+    "lacking": {},
+    "unknown": {**PRICED["load"], "more": 1},
+    "no tokens": {**PRICED["load"], "seq_length": 0},
+    "too many ranks": {**PRICED["load"], "p": 1 << 40},
+    "text": {**PRICED["load"], "scores": "many"},
+    "negative": {**PRICED["load"], "peers": -1},
+    "two windows": {
+        **PRICED["load"],
+        "within": {**PRICED["load"], "within": PRICED["load"]},
+    },
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_LOADS)
+def test_a_broken_load_leaves_its_line_out(name, tmp_path):
+    lines = [microbatch(1, 8192, **PACKED, load=BROKEN_LOADS[name]), microbatch(2, 8192, **PRICED)]
+    trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), fitted(tmp_path))
+    assert trace.summary.microbatches == 1 and "line 1 left out: " in warning_lines(trace)[0]
+
+
+NUMBERS = st.integers(0, 1 << 62)
+LOADS = st.fixed_dictionaries(
+    {name: NUMBERS for name in PRICED["load"]}
+    | {"seq_length": st.integers(1, 1 << 30), "in_order": st.booleans(), "within": st.none()}
+    | dict.fromkeys(("p", "groups"), st.integers(1, 1 << 14))
+    | {"documents": st.integers(1, 1 << 62)}
+)
+
+
+@settings(max_examples=50)
+@given(loads=st.lists(LOADS, min_size=1, max_size=3))
+def test_no_load_breaks_the_estimates(loads, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loads")
+    lines = [RUN, *(microbatch(1, 8192, **PACKED, load=load) for load in loads)]
+    costs = fitted(folder)
+    content = Content([read_trace(str(write_trace(folder / "t.jsonl", lines)), costs)], costs)
+    assert content.as_json()["microbatches"] == len(loads)
+
+
+def test_rows_without_a_load_are_neither_priced_nor_long_documents(tmp_path):
     """The row of 8,192 tokens would be priced as one document of them, and be the longest."""
     costs = fitted(tmp_path)
     packed = [microbatch(1, 8192, **PACKED), iteration(1)]
@@ -184,7 +246,9 @@ def test_a_page_of_packed_rows_alone_is_drawn(tmp_path):
     arguments = [str(trace), "--costs", costs.path, "--output", str(tmp_path / "page.html")]
     result = CliRunner().invoke(cli, ["report", *arguments])
     assert result.exit_code == 0, result.output
-    assert result.output.count("packed rows only") == 2
+    assert "not drawn: Lengths of the sequences: the trace holds packed rows only" in result.output
+    said = "beside each strategy alone: they need the trace of a run planned by cost"
+    assert said in " ".join(result.output.split())
 
 
 def test_the_unfinished_last_line_is_told_as_such(tmp_path):

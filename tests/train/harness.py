@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -66,6 +67,12 @@ class Run:
 
     def values(self, name: str) -> np.ndarray:
         return np.array([record[name] for record in self.records], dtype=np.float64)
+
+
+def estimates(lines: list[str]) -> list[str]:
+    """Of the summary of a training: what each strategy alone would have taken."""
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("  estimated by the cost")]
+    return list(itertools.takewhile(lambda line: line.startswith("  "), lines[first + 1 :]))
 
 
 def train(

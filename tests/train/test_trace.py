@@ -8,12 +8,13 @@ import os
 
 import pytest
 
+from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.report.trace_file import read_trace
 from megatron_paradyse.train import trace as trace_module
 from megatron_paradyse.train.trace import Trace
-from tests.train.harness import train, write_documents
+from tests.train.harness import estimates, train, write_documents
 from tests.train.synthetic_costs import write_costs
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -45,6 +46,20 @@ def test_a_trace_says_first_what_runs_and_the_report_reads_all_of_it(data, tmp_p
     assert stage.budget_bytes == 150_000_000 and stage.has_embedding and stage.has_head
     assert trace.summary.microbatches == 4 and trace.iterations.count == 2
     assert trace.summary.median_error is not None and trace.longest >= 60
+
+
+@pytest.mark.parametrize("sequences", ["documents", "packed"])
+def test_the_report_estimates_single_strategies_as_the_training_does(sequences, data, tmp_path):
+    costs = write_costs(tmp_path / "costs.json")
+    path = tmp_path / "trace.jsonl"
+    flags = ["--paradyse-policy", "optimal", "--paradyse-cost-model", costs, "--global-batch-size"]
+    flags += [8, "--paradyse-accept-costs", "--paradyse-memory-budget", "15MB"]
+    flags += ["--paradyse-sequences", sequences, "--paradyse-trace", path]
+    run = train(tmp_path, *data, *flags, ranks=2)
+    told = estimates(run.stdout.splitlines())
+    assert any("would not fit" in line for line in told) and any("% time" in line for line in told)
+    trace = read_trace(str(path), read_cost_file(str(costs)))
+    assert trace.summary.unpriced == 0 and estimates(trace.summary.lines()) == told
 
 
 def test_a_trace_of_a_fixed_policy_has_neither_costs_nor_stages(data, tmp_path):

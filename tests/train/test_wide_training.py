@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 
-from tests.train.harness import LATENT, LLAMA, attempt, train, write_documents
+from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.report.trace_file import read_trace
+from tests.train.harness import LATENT, LLAMA, attempt, estimates, train, write_documents
 from tests.train.synthetic_costs import write_costs
 
 ITERATIONS = 3
@@ -86,8 +89,9 @@ def test_documents_over_replicas_train_as_one_by_one(model, flags, data, alone, 
 def test_what_fits_on_no_replica_goes_over_two_by_cost(data, alone, tmp_path):
     """By invented costs, under a budget that holds the longest documents on four ranks only."""
     flags = [*TP2, "--paradyse-sequences", "packed", "--paradyse-policy", "optimal"]
-    flags += ["--paradyse-cost-model", write_costs(tmp_path / "costs.json")]
-    flags += ["--paradyse-accept-costs", "--paradyse-no-correction", "--paradyse-verify-plans"]
+    costs = write_costs(tmp_path / "costs.json")
+    flags += ["--paradyse-cost-model", costs, "--paradyse-accept-costs"]
+    flags += ["--paradyse-no-correction", "--paradyse-verify-plans"]
     flags += ["--paradyse-memory-budget", "13MB", "--paradyse-trace", tmp_path / "trace.jsonl"]
     run = train(tmp_path, *data, *LLAMA, *flags, "--paradyse-spread", 2, ranks=4)
     for name in ("loss", "grad_norm"):
@@ -96,6 +100,9 @@ def test_what_fits_on_no_replica_goes_over_two_by_cost(data, alone, tmp_path):
     wide = wide_microbatches(tmp_path)
     assert sum(r["tokens"] >= 280 for r in wide) >= 2
     assert max(r["predicted_peak_bytes"] for r in wide) * 1.03 <= 13e6
+    trace = read_trace(str(tmp_path / "trace-dp0-pp0.jsonl"), read_cost_file(str(costs)))
+    assert trace.runs[0].wide_bytes_per_second < math.inf and trace.summary.unpriced == 0
+    assert estimates(trace.summary.lines()) == estimates(run.stdout.splitlines())
 
 
 STAGES = ["--pipeline-model-parallel-size", 2]
