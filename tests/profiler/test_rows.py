@@ -29,6 +29,7 @@ MODELS = {
         "--window-attn-skip-freq": "[0,1,0,1,0,1]",
     },
     "RoPE": ROPE,
+    "gates": {**ROPE, "--attention-output-gate": ""},
     "latents": {**LATENT, "--disable-bias-linear": ""},
 }
 
