@@ -25,9 +25,7 @@ CASES = {
     case.name: case
     for p, n, g in ((1, 4, 4), (1, 6, 2), (1, 4, 1), (2, 4, 1))
     for more in ({}, {"bias": True, "rope": "half"} | ({"qk_norm": "rmsnorm"} if p == 1 else {}))
-    for case in (
-        AttentionCase("megatron_ts", p, n=n, g=g, gate=True, dtype=torch.float64, **more),
-    )
+    for case in (AttentionCase("megatron_ts", p, n=n, g=g, gate=True, dtype=torch.float64, **more),)
 }
 
 

@@ -209,7 +209,7 @@ class _Layer:
         grad_out = (grad_rows @ proj).view(*out.shape[:3], -1)
         if grad_out.shape != out.shape:  # values have fewer channels than queries
             grad_out = F.pad(grad_out, (0, out.shape[-1] - grad_out.shape[-1]))
-        of_gate = []
+        of_gate: list[Tensor] = []
         if gate is not None:
             grad_out, *of_gate = gate_gradients(grad_out, out, gate)
         offset = self.of_block(weights.softmax_offset, owner)

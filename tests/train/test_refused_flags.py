@@ -128,7 +128,7 @@ def test_a_strategy_of_others_that_knows_no_gate_is_refused(monkeypatch):
     metp = dataclasses.replace(get_strategy("metp"), takes_gate=False)
     monkeypatch.setattr(strategy_flags, "get_strategy", lambda name: metp)
     args = parsed(monkeypatch, "--attention-output-gate", "--paradyse-policy", "fixed:metp")
-    with pytest.raises(UserError, match="^strategy metp knows nothing of .*: name others by --pa"):
+    with pytest.raises(UserError, match=r"^strategy metp knows nothing of .*: name others by --pa"):
         validated(args)
 
 
