@@ -23,6 +23,7 @@ from megatron_paradyse.strategies import base_name, get_strategy
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
 from megatron_paradyse.strategies.latents import check_takes_latents
 from megatron_paradyse.strategies.order import in_order
+from megatron_paradyse.strategies.output_gate import check_takes_gate
 from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 
 
@@ -59,6 +60,8 @@ class SwitchableAttention:
             check_takes_offset(chosen)
         if shape.latent is not None:
             check_takes_latents(chosen)
+        if shape.output_gate:
+            check_takes_gate(chosen)
         out = chosen.attention(x, weights, shape, microbatch, self.pg_collection.tp)
         return out, bias_of(self.linear_proj)
 

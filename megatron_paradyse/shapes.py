@@ -36,6 +36,7 @@ def attention_shape(module, *, training: bool) -> AttentionShape:
         _qk_norm(module),
         config.layernorm_epsilon,
         config.layernorm_zero_centered_gamma,
+        config.attention_output_gate,
     )
 
 
@@ -61,6 +62,7 @@ def _attention_shape(
     qk_norm,
     eps,
     plus_one,
+    output_gate,
 ) -> AttentionShape:
     return AttentionShape(
         num_heads=num_heads,
@@ -75,6 +77,7 @@ def _attention_shape(
         qk_norm=None if qk_norm is None else qk_norm.lower(),
         qk_norm_eps=eps,
         qk_norm_plus_one=plus_one,
+        output_gate=output_gate,
     )
 
 

@@ -29,7 +29,7 @@ OPTIONAL_KEYS = (
     *("mtp_num_layers", "halves"),
 )
 HALVES_KEY, OTHER_LAYERS = "halves", "other_layers"  # the second is missing where there are none
-WINDOW = "window"  # of an attention in halves
+WINDOW, OUTPUT_GATE = "window", "output_gate"  # of an attention in halves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,11 @@ class Description:
     def latents(self) -> Mapping[str, int] | None:
         """What halves tell of latent attention, which all layers have or none."""
         return next((has for has in (self.halves or {}).values() if LATENT_ROTATED in has), None)
+
+    @property
+    def output_gate(self) -> bool:
+        """Whether halves tell of a gate of the attention's output: all layers have one or none."""
+        return any(OUTPUT_GATE in has for has in (self.halves or {}).values())
 
     @property
     def rotated_channels(self) -> int:

@@ -42,6 +42,7 @@ def layer_sizes(d: Description) -> LayerSizes:
         p=d.p,
         element_bytes=ELEMENT_BYTES.get(d.dtype, WIDEST),
         causal=d.attention_mask == CAUSAL,
+        gate=d.output_gate,
         narrow_values=d.latents is not None and d.latents["v_head_dim"] < m.head_dim,
     )
 
@@ -104,9 +105,10 @@ def extra_bytes(
             forward = heads + z.wide(z.q) + chunks * z.kv_sent
             backward += z.q + chunks * (z.kv_sent + z.wide(z.kv_sent))
         if not load.in_order and base != LOCAL:
-            copy = z.q if base == "megatron_ts" and not z.narrow_values else 0
-            kept = INDEX_BYTES * z.s + copy
-            forward = max(forward, heads)
+            own = base == "megatron_ts"  # which has its heads' gates and outputs in order too
+            copied = z.narrow_values or z.gate  # what proj keeps
+            kept = INDEX_BYTES * z.s + (z.q if own and not copied else 0)
+            forward = max(forward, heads + (z.gates if own else 0))
     else:
         most = max(z.s - z.s // z.p, 1)
         rings = z.p if base == "metp" else 1

@@ -61,7 +61,8 @@ def parameters(description: Description, num_layers: int, *, edge: bool = True) 
     shape = description.model
     h = shape.hidden_size
     mlp = (3 if shape.gated else 2) * h * shape.ffn_size
-    layer = _of_attention(shape, description.latents) + mlp
+    gate = h * shape.head_dim * shape.num_heads if description.output_gate else 0
+    layer = _of_attention(shape, description.latents) + gate + mlp
     return num_layers * layer + (h * shape.vocab_size if edge else 0)
 
 

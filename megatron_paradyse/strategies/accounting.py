@@ -153,7 +153,7 @@ def _flops(base: str, operation: str, z: LayerSizes) -> tuple[int, int]:
         again = 2 * z.rows * z.h * z.fc1_rows if base == "metp" else 0
         return linear, 2 * linear + again
     heads = z.kv_heads_sent if base == "metp" else z.g
-    qkv = 2 * z.rows * z.h * (z.n + 2 * heads) * z.d
+    qkv = 2 * z.rows * z.h * z.qkv_rows(heads)
     linear = qkv + 2 * z.rows * z.h * z.n * z.d
     scores = z.rows * z.n * z.s
     if z.causal and base != "colossal_z":
@@ -214,12 +214,12 @@ def _sent_whatever_is_packed(base: str, operation: str, z: LayerSizes) -> tuple[
     """What depends on the sizes alone: no keys and values of rings, swaps, nor aligned rows."""
     others = z.p - 1
     if base == "megatron_ts":
-        heads = others * z.qkv if operation == "attention" and z.g < z.p else 0
+        heads = others * z.mixed if operation == "attention" and z.g < z.p else 0
         return 2 * others * z.x + heads, 3 * others * z.x + heads
     if operation == "mlp":
         return _weights_sent(base, z, z.fc1_weight + z.fc2_weight, z.fc1_rows)
     heads = z.kv_heads_sent if base == "metp" else z.g
-    rows = (z.n + 2 * heads) * z.d
+    rows = z.qkv_rows(heads)
     qkv_weight = rows * z.h * z.element_bytes
     forward, backward = _weights_sent(base, z, qkv_weight + z.proj_weight, rows)
     if z.offset and base not in SPLIT_HEADS:
@@ -246,5 +246,5 @@ def _aligning_sent(z: LayerSizes) -> list[tuple[int, int]]:
     row = (z.h + (1 if z.bias else 0)) * z.element_bytes
     return [
         (of.sent_away * row, of.sent_away * row + z.wide(of.received_here * row))
-        for of in aligned_rows(z.n, z.g, z.d, z.p)
+        for of in aligned_rows(z.n, z.g, z.d, z.p, z.gate)
     ]

@@ -3,7 +3,7 @@
 Megatron shards the rows of qkv evenly. With g % p == 0 a shard is a block of whole heads; else it
 may begin and end inside a head. The aligned block of rank r has the rows of its n/p query heads
 and of the key/value heads these use, laid out as linear_qkv lays out its own: m slots, each of n'
-query heads that share a key head, then this, then its value head:
+query heads that share a key head, then their gates if there are any, the key and the value head:
 
     n' = gcd(n/p, n/g)      m = n / (p n')
 """
@@ -107,12 +107,13 @@ def _plan(shape: AttentionShape, p: int, rank: int, device: torch.device) -> _Pl
 def _block_rows(shape: AttentionShape, p: int, rank: int) -> Tensor:
     """The rows of the full qkv that the aligned block of `rank` has, in its order."""
     per_slot, per_group, d = heads_per_slot(shape, p), shape.heads_per_group, shape.head_dim
-    heads: list[int] = []  # indices into the n + 2g heads of linear_qkv
-    num_heads = shape.num_heads // p
+    heads: list[int] = []  # indices into the n + 2g heads of linear_qkv, 2n + 2g with gates
+    num_heads, (*before, _, _) = shape.num_heads // p, shape.slot(per_group)
     for first in range(rank * num_heads, (rank + 1) * num_heads, per_slot):
-        start = first // per_group * (per_group + 2)
-        query = start + first % per_group
-        heads += [*range(query, query + per_slot), start + per_group, start + per_group + 1]
+        start = first // per_group * (sum(before) + 2)
+        for query in range(start + first % per_group, start + sum(before), per_group):
+            heads += range(query, query + per_slot)  # queries, then their gates
+        heads += [start + sum(before), start + sum(before) + 1]
     return (torch.tensor(heads)[:, None] * d + torch.arange(d)).flatten()
 
 

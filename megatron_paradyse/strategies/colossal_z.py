@@ -56,12 +56,12 @@ def attention(
     """
     ring = microbatch.sequence_group(group)
     spans = contiguous_spans(microbatch, ring.size(), ring.rank())
-    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
+    q, k, v, gate = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
     proj = gather_weight(weights.proj.t(), group)
     offset = whole_offset(weights, group)
     out = _RowAttention.apply(AttentionTask(shape, microbatch), ring, q, k, v, offset)
     del q, k, v
-    return zero_proj(of_values(out, shape), proj, weights, group)
+    return zero_proj(of_values(out, shape), proj, weights, group, gate=gate)
 
 
 class _RowAttention(Function):
@@ -202,5 +202,6 @@ STRATEGY = Strategy(
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
     takes_latents=True,
+    takes_gate=True,
     takes_wide=True,
 )

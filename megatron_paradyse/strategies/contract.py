@@ -15,7 +15,9 @@ The resident layout, the same for every strategy, so that switching moves nothin
                                        of packed documents the positions of Microbatch.shards[r]
                                        (over the w ranks of a Wide: [s/w, b, h])
     qkv          [(n + 2g) d / p, h]   rows of Megatron's linear_qkv: for each key/value head its
-                                       n/g query heads, then its key head, then its value head
+                                       n/g query heads, then its key head, then its value head;
+                                       or, gated, [(2n + 2g) d / p, h]: gates of as many heads
+                                       between queries and key (output_gate.py)
     proj         [h, n d / p]          columns of Megatron's linear_proj
     fc1          [f / p, h]            or, gated, [2 f / p, h]: the rank's gate rows, then up rows
     fc2          [h, f / p]
@@ -75,6 +77,7 @@ class AttentionShape:
     qk_norm_eps: float = 1e-5
     qk_norm_plus_one: bool = False  # the norm's weight is stored less one
     latent: LatentSizes | None = None  # x are latents, of which weights.qkv and kv_up make heads
+    output_gate: bool = False  # qkv has a gate for each query head's output (output_gate.py)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -91,6 +94,7 @@ class AttentionShape:
             raise UserError(f"attention dropout lies in [0, 1), got {self.dropout}")
         if self.qk_norm not in (None, "layernorm", "rmsnorm", "l2"):
             raise UserError(f"qk_norm is layernorm, rmsnorm or l2, got {self.qk_norm!r}")
+        assert not (self.output_gate and self.latent), "Megatron has no gates of latent attention"
 
     @property
     def heads_per_group(self) -> int:
@@ -98,16 +102,21 @@ class AttentionShape:
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the full qkv weight: (n + 2g) d."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        """Rows of the full qkv weight: (n + 2g) d, with gates (2n + 2g) d."""
+        return self.num_kv_heads * sum(self.slot(self.heads_per_group)) * self.head_dim
+
+    def slot(self, num_queries: int) -> tuple[int, ...]:
+        """Heads of qkv around a key head: of queries, of gates if there are any, key and value."""
+        return (num_queries, *([num_queries] * self.output_gate), 1, 1)
 
 
 def check_layout(shape: AttentionShape, p: int) -> None:
     """Raise UserError unless the attention's weights split evenly over p ranks."""
     n, g, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
     if shape.qkv_size % p or n * d % p:
+        rows = "(2n + 2g)" if shape.output_gate else "(n + 2g)"
         raise UserError(
-            "the layout needs (n + 2g) d % p == 0 and n d % p == 0, "
+            f"the layout needs {rows} d % p == 0 and n d % p == 0, "
             f"got n={n}, g={g}, d={d}, p={p}: use a p that divides both"
         )
 
@@ -126,7 +135,7 @@ class AttentionWeights:
 
     qkv: Tensor
     proj: Tensor
-    qkv_bias: Tensor | None = None  # [(n + 2g) d / p]
+    qkv_bias: Tensor | None = None  # [(n + 2g) d / p], or as many as qkv has rows
     q_norm: Tensor | None = None  # [d], held by every rank
     q_norm_bias: Tensor | None = None
     k_norm: Tensor | None = None
@@ -219,6 +228,7 @@ class Strategy:
     tiled_mlp: the MLP that recomputes on long sequences; None: mlp, tile by tile (tiled_mlp.py).
     takes_offset: whether attention heeds AttentionWeights.softmax_offset.
     takes_latents: whether attention heeds AttentionShape.latent.
+    takes_gate: whether attention heeds AttentionShape.output_gate.
     takes_wide: whether attention heeds Microbatch.wide.
     """
 
@@ -231,6 +241,7 @@ class Strategy:
     tiled_mlp: MlpFunction | None = None
     takes_offset: bool = False
     takes_latents: bool = False
+    takes_gate: bool = False
     takes_wide: bool = False
 
 

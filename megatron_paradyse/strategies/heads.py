@@ -13,17 +13,20 @@ from torch.nn import functional as F
 from megatron_paradyse.strategies.blocks import Span
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
 
+Heads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v and the gate of each query head
 
-def split_heads(qkv: Tensor, *, heads_per_group: int, head_dim: int) -> tuple[Tensor, ...]:
-    """[s, b, g (n/g + 2) d] -> q [s, b, n, d], k and v [s, b, g, d].
+
+def split_heads(qkv: Tensor, shape: AttentionShape, *, heads_per_group: int) -> Heads:
+    """[s, b, g (n/g + 2) d] -> q [s, b, n, d], k and v [s, b, g, d], and the gates as q, or None.
 
     They are copies, not views, so that nothing keeps the mixed tensor alive.
     """
     s, b, _ = qkv.shape
-    mixed = qkv.view(s, b, -1, heads_per_group + 2, head_dim)
-    parts = mixed.split((heads_per_group, 1, 1), dim=3)
-    q, k, v = (part.contiguous().view(s, b, -1, head_dim) for part in parts)
-    return q, k, v
+    slot = shape.slot(heads_per_group)
+    mixed = qkv.view(s, b, -1, sum(slot), shape.head_dim)
+    parts = mixed.split(slot, dim=3)
+    q, *gate, k, v = (part.contiguous().view(s, b, -1, shape.head_dim) for part in parts)
+    return q, k, v, gate[0] if gate else None
 
 
 def normalise_and_rotate(

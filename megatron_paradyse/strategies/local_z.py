@@ -44,12 +44,12 @@ def attention(
             "or pack documents that each fit into a shard"
         )
     spans = contiguous_spans(microbatch, p, rank)
-    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
+    q, k, v, gate = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
     proj = gather_weight(weights.proj.t(), group)
     task, offset = AttentionTask(shape, microbatch), whole_offset(weights, group)
     out = local_attention(q, k, v, spans=spans, task=task, offset=offset)
     del q, k, v
-    return zero_proj(of_values(out, shape), proj, weights, group)
+    return zero_proj(of_values(out, shape), proj, weights, group, gate=gate)
 
 
 STRATEGY = Strategy(
@@ -62,4 +62,5 @@ STRATEGY = Strategy(
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
     takes_latents=True,
+    takes_gate=True,
 )

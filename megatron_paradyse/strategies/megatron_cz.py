@@ -51,7 +51,7 @@ def attention(
     swaps = swaps_halves(shape, microbatch, p)
     if swaps:
         x = swap_halves(x, group)
-    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans_of_ranks[rank])
+    q, k, v, gate = zero_qkv(x, weights, shape, microbatch, group, spans=spans_of_ranks[rank])
     proj = gather_weight(weights.proj.t(), group)
     kv = torch.stack((k, v))
     del k, v
@@ -63,7 +63,7 @@ def attention(
         group=ring,
         offset=whole_offset(weights, group),
     )
-    y = zero_proj(of_values(out, shape), proj, weights, group)
+    y = zero_proj(of_values(out, shape), proj, weights, group, gate=gate)
     return swap_halves(y, group) if swaps else y
 
 
@@ -76,5 +76,6 @@ STRATEGY = Strategy(
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
     takes_latents=True,
+    takes_gate=True,
     takes_wide=True,
 )

@@ -37,10 +37,11 @@ from megatron_paradyse.strategies.contract import (
 )
 from megatron_paradyse.strategies.feedforward import activate, activation_gradient
 from megatron_paradyse.strategies.head_attention import head_attention
-from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
+from megatron_paradyse.strategies.heads import Heads, normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.latents import latent_heads, of_values, split_latents
 from megatron_paradyse.strategies.local_attention import AttentionTask
 from megatron_paradyse.strategies.order import to_positions, to_rows
+from megatron_paradyse.strategies.output_gate import with_gate
 from megatron_paradyse.strategies.second_run import is_second_run, without_values
 from megatron_paradyse.strategies.softmax_offset import in_float
 
@@ -54,9 +55,10 @@ def attention(
 ) -> Tensor:
     """[s/p, b, h] -> [s/p, b, h]. Sends 2 (p-1) s/p b h values forward, 3 of these backward."""
     p, rank = group.size(), group.rank()
+    gate = None
     if shape.latent is None:
         qkv = _ColumnLinear.apply(x, weights.qkv, weights.qkv_bias, group)
-        q, k, v = _heads_of_rank(to_positions(qkv, microbatch), shape, group)
+        q, k, v, gate = _heads_of_rank(to_positions(qkv, microbatch), shape, group)
         del qkv
     else:
         q, k, v = _heads_of_latents(x, weights, shape.latent, microbatch, group)
@@ -64,7 +66,8 @@ def attention(
     task = AttentionTask(shape, microbatch, first_head=rank * shape.num_heads // p)
     out = head_attention(q, k, v, task=task, offset=in_float(weights.softmax_offset))
     del q, k, v
-    out = to_rows(of_values(out, shape), microbatch).flatten(2)
+    out = with_gate(of_values(out, shape), gate)
+    out = to_rows(out, microbatch).flatten(2)
     return _RowLinear.apply(out, weights.proj, group, None)
 
 
@@ -86,22 +89,23 @@ def check(shape: AttentionShape, p: int) -> None:
         )
 
 
-def _heads_of_rank(qkv: Tensor, shape: AttentionShape, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """[s, b, (n + 2g) d / p] -> q [s, b, n/p, d], k and v [s, b, max(g/p, 1), d].
+def _heads_of_rank(qkv: Tensor, shape: AttentionShape, group: ProcessGroup) -> Heads:
+    """[s, b, (n + 2g) d / p] -> q and gates [s, b, n/p, d], k and v [s, b, max(g/p, 1), d].
 
     With g < p the shards cut heads anywhere: all of them are gathered, as Megatron does, and the
     rank takes its query heads and the key/value head that those use.
     """
     p, rank, g, d = group.size(), group.rank(), shape.num_kv_heads, shape.head_dim
     if g >= p:
-        return split_heads(qkv, heads_per_group=shape.heads_per_group, head_dim=d)
+        return split_heads(qkv, shape, heads_per_group=shape.heads_per_group)
     by_rank = gather_sequence(qkv[None], group)  # -> [p, s, b, (n + 2g) d / p]
     mixed = by_rank.permute(1, 2, 0, 3).flatten(2).unflatten(2, (g, -1, d))
-    heads = mixed[:, :, rank // (p // g)]  # [s, b, n/g + 2, d]
+    heads = mixed[:, :, rank // (p // g)]  # [s, b, n/g + 2, d], with gates [s, b, 2n/g + 2, d]
     num_heads = shape.num_heads // p
     first = rank % (p // g) * num_heads
-    parts = (heads[:, :, first : first + num_heads], heads[:, :, -2:-1], heads[:, :, -1:])
-    return tuple(part.contiguous() for part in parts)
+    q, *gate, k, v = heads.split(shape.slot(shape.heads_per_group), dim=2)
+    q, *gate = (part[:, :, first : first + num_heads].contiguous() for part in (q, *gate))
+    return q, k.contiguous(), v.contiguous(), gate[0] if gate else None
 
 
 def _heads_of_latents(
@@ -185,5 +189,6 @@ STRATEGY = Strategy(
     check=check,
     takes_offset=True,
     takes_latents=True,
+    takes_gate=True,
     takes_wide=True,
 )

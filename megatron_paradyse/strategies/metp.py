@@ -84,5 +84,6 @@ STRATEGY = Strategy(
     tiled_mlp=mlp,  # which goes in blocks of features already
     takes_offset=True,
     takes_latents=True,
+    takes_gate=True,
     takes_wide=True,
 )

@@ -29,9 +29,10 @@ from megatron_paradyse.strategies.aligned_heads import (
 from megatron_paradyse.strategies.blocks import ring_spans, swaps_halves
 from megatron_paradyse.strategies.collectives import swap_halves
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
-from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
+from megatron_paradyse.strategies.heads import Heads, normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.latents import latent_heads, of_values, split_latents
 from megatron_paradyse.strategies.local_attention import AttentionTask, accumulation_dtype
+from megatron_paradyse.strategies.output_gate import gate_gradients, with_gate
 from megatron_paradyse.strategies.ring_attention import ring_backward, ring_forward
 from megatron_paradyse.strategies.second_run import is_second_run
 from megatron_paradyse.strategies.sizes import is_long
@@ -116,15 +117,15 @@ class _Layer:
             set_product_(grad_up, part.t(), c)
         totals[2].add_(of_positions)
 
-    def heads(self, qkv: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor, Tensor]:
-        """A block's [s/p, b, (n/p + 2m) d] -> q [s/p, b, n/p, d], k and v [s/p, b, m, d].
+    def heads(self, qkv: Tensor, weights: AttentionWeights) -> Heads:
+        """A block's [s/p, b, (n/p + 2m) d] -> q [s/p, b, n/p, d], k and v [s/p, b, m, d], gates.
 
         Over latents: of the products of c_q and c_kv, and c_pe.
         """
-        sizes, p = self.shape.latent, self.group.size()
+        sizes, p, gate = self.shape.latent, self.group.size(), None
         if sizes is None:
             heads = heads_per_slot(self.shape, p)
-            q, k, v = split_heads(qkv, heads_per_group=heads, head_dim=self.shape.head_dim)
+            q, k, v, gate = split_heads(qkv, self.shape, heads_per_group=heads)
         else:
             assert self.microbatch.rope is not None
             of_queries = self.shape.num_heads // p * (sizes.content + sizes.positions)
@@ -136,7 +137,7 @@ class _Layer:
         del qkv
         spans = self.spans_of_ranks[self.ring_group.rank()]
         q, k = normalise_and_rotate(q, k, weights, self.shape, self.microbatch, spans)
-        return q, k, v
+        return q, k, v, gate
 
     def of_block(self, by_head: Tensor | None, owner: int) -> Tensor | None:
         """Of [n], that of the heads of `owner`, a view."""
@@ -197,28 +198,33 @@ class _Layer:
         rows, grad_rows = x.flatten(0, 1), grad.flatten(0, 1)
         with torch.enable_grad():
             mixed = _Root.apply(x.new_empty(0, requires_grad=True), self.project(x, ups))
-            q, k, v = self.heads(mixed, weights)
+            q, k, v, gate = self.heads(mixed, weights)
         # The graph outlives its tensors, which the ring attention would else find in the way.
         inputs = [get_gradient_edge(tensor) for tensor in (mixed, *norms)]
-        outputs = [get_gradient_edge(tensor) for tensor in (q, k, v)]
+        outputs = [get_gradient_edge(tensor) for tensor in (q, k, v, gate) if tensor is not None]
         kv = torch.stack((k.detach(), v.detach()))
         q = q.detach()
+        gate = None if gate is None else gate.detach()
         del mixed, k, v
         grad_out = (grad_rows @ proj).view(*out.shape[:3], -1)
         if grad_out.shape != out.shape:  # values have fewer channels than queries
             grad_out = F.pad(grad_out, (0, out.shape[-1] - grad_out.shape[-1]))
+        of_gate: list[Tensor] = []
+        if gate is not None:
+            grad_out, *of_gate = gate_gradients(grad_out, out, gate)
         offset = self.of_block(weights.softmax_offset, owner)
         of_offset = offset_gradient(grad_out, out, lse, offset)
         grad_q, grad_kv = self.ring_gradients(grad_out, q, kv, out, lse, owner=owner)
         del q, kv, grad_out
-        grads = (grad_q, grad_kv[0], grad_kv[1])
+        grads = (grad_q, grad_kv[0], grad_kv[1], *of_gate)
         grad_mixed, *of_norms = torch.autograd.grad(outputs, inputs, grads)
-        del grads, grad_q, grad_kv
+        del grads, grad_q, grad_kv, of_gate
         grad_mixed = grad_mixed.flatten(0, 1)
         grad_block = new_packed(block, grad_x.dtype)
         grad_proj, *grad_ups = unpack(grad_block, block)
         self.project_back(grad_mixed, rows, grad_x.view(rows.shape), ups, grad_ups)
-        set_product_(grad_proj, grad_rows.t(), of_values(out, self.shape).reshape(len(rows), -1))
+        into_proj = with_gate(of_values(out, self.shape), gate).reshape(len(rows), -1)
+        set_product_(grad_proj, grad_rows.t(), into_proj)
         return grad_block, of_norms, of_offset
 
 
@@ -250,16 +256,17 @@ class CirculatingAttention(Function):
         total = rows.new_zeros(len(rows), len(weights.proj), dtype=accumulation_dtype(x.dtype))
         outs, lses = [], []
         for owner, (proj, *ups) in blocks:
-            q, k, v = layer.heads(layer.project(x, ups), weights)
+            q, k, v, gate = layer.heads(layer.project(x, ups), weights)
             kv = torch.stack((k, v))
             del k, v
             offset = layer.of_block(weights.softmax_offset, owner)
             out, lse = ring_forward(q, kv, **layer.ring(owner), offset=offset)
             del q, kv
-            add_product_(total, of_values(out, shape).reshape(len(rows), -1), proj.t())
+            into_proj = with_gate(of_values(out, shape), gate)
+            add_product_(total, into_proj.reshape(len(rows), -1), proj.t())
             outs.append(out)
             lses.append(lse)
-            del proj, ups
+            del proj, ups, gate, into_proj
         ctx.layer = layer
         ctx.save_for_backward(x, *tensors, *outs, *lses)
         y = total.to(x.dtype).view(*x.shape[:2], -1)

@@ -32,7 +32,7 @@ def reference_attention(
     qkv = x @ weights.qkv.t()
     if weights.qkv_bias is not None:
         qkv = qkv + weights.qkv_bias
-    qkv = qkv.reshape(s, b, g, n // g + 2, d)
+    qkv = qkv.reshape(s, b, g, -1, d)
     q, k, v = qkv[:, :, :, : n // g].reshape(s, b, n, d), qkv[:, :, :, -2], qkv[:, :, :, -1]
     if shape.qk_norm is not None:
         q = _normalise(q, weights.q_norm, weights.q_norm_bias, shape)
@@ -43,6 +43,11 @@ def reference_attention(
     scores = torch.einsum("qbnd,kbnd->bnqk", q, k)
     probs = _probabilities(scores, weights.softmax_offset, shape, microbatch)
     out = torch.einsum("bnqk,kbnd->qbnd", probs.to(v.dtype), v)
+    if shape.output_gate:
+        gate = qkv[:, :, :, n // g : -2].reshape(s, b, n, d)
+        wide = gate if gate.dtype == torch.float64 else gate.float()
+        opening = 1 / (1 + torch.exp(-wide))
+        out = torch.einsum("qbnd,qbnd->qbnd", out.to(wide.dtype), opening).to(out.dtype)
     return out.reshape(s, b, n * d) @ weights.proj.t()
 
 

@@ -54,6 +54,7 @@ class LayerSizes:
     bias: bool = False
     rope_channels: int = 0
     offset: bool = False  # of the softmax: a logit of each head, as parameters
+    gate: bool = False  # of the output, made by linear_qkv
     narrow_values: bool = False  # of latents: proj has a copy of the output, without its padding
 
     @property
@@ -104,12 +105,27 @@ class LayerSizes:
         return self.q + self.kv
 
     @property
+    def gates(self) -> int:
+        """Bytes of the output's gate: of q, or 0."""
+        return self.q if self.gate else 0
+
+    @property
+    def mixed(self) -> int:
+        """Bytes of what linear_qkv makes."""
+        return self.qkv + self.gates
+
+    @property
     def lse(self) -> int:
         return self.rows * self.n * self.wide_bytes
 
+    def qkv_rows(self, num_kv_heads: int) -> int:
+        """Rows of linear_qkv's weight, with so many key/value heads."""
+        of_queries = 2 * self.n if self.gate else self.n
+        return (of_queries + 2 * num_kv_heads) * self.d
+
     @property
     def qkv_weight(self) -> int:
-        return (self.n + 2 * self.g) * self.d * self.h * self.element_bytes
+        return self.qkv_rows(self.g) * self.h * self.element_bytes
 
     @property
     def proj_weight(self) -> int:

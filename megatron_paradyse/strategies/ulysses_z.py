@@ -47,7 +47,7 @@ def attention(
     p, rank = group.size(), group.rank()
     holders = microbatch.sequence_group(group)
     spans = contiguous_spans(microbatch, holders.size(), holders.rank())
-    q, k, v = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
+    q, k, v, gate = zero_qkv(x, weights, shape, microbatch, group, spans=spans)
     proj = gather_weight(weights.proj.t(), group)
     packed = _pack_heads(q, k, v, p)
     del q, k, v  # so that no more than two copies of them are ever alive
@@ -60,7 +60,7 @@ def attention(
     del packed, q, k, v
     out = to_rows(of_values(out, shape), microbatch)
     out = transpose_blocks(out.unflatten(0, (p, -1)), group)  # [p, s/p, b, n/p, d]
-    return zero_proj(out.permute(1, 2, 0, 3, 4).flatten(2, 3), proj, weights, group)
+    return zero_proj(out.permute(1, 2, 0, 3, 4), proj, weights, group, gate=gate)
 
 
 def check(shape: AttentionShape, p: int) -> None:
@@ -116,5 +116,6 @@ STRATEGY = Strategy(
     tiled_mlp=zero_mlp_in_tiles,
     takes_offset=True,
     takes_latents=True,
+    takes_gate=True,
     takes_wide=True,
 )

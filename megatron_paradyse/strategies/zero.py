@@ -32,9 +32,10 @@ from megatron_paradyse.strategies.contract import (
     MlpWeights,
 )
 from megatron_paradyse.strategies.feedforward import activate, activation_gradient
-from megatron_paradyse.strategies.heads import normalise_and_rotate, split_heads
+from megatron_paradyse.strategies.heads import Heads, normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.latents import latent_heads, split_latents
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
+from megatron_paradyse.strategies.output_gate import with_gate
 from megatron_paradyse.strategies.second_run import is_second_run, without_values
 
 
@@ -46,20 +47,21 @@ def zero_qkv(
     group: ProcessGroup,
     *,
     spans: tuple[Span, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Heads:
     """x [s/p, b, h] at positions `spans` -> q [s/p, b, n, d], k and v [s/p, b, g, d].
 
-    All heads, normalised and rotated.
+    All heads, normalised and rotated; and the gate of the output, None without, for zero_proj.
     """
+    gate = None
     if shape.latent is None:
         gathering = gather_weight(weights.qkv, group)
         qkv = zero_linear(x, gathering, weights.qkv, weights.qkv_bias, group)
-        q, k, v = split_heads(qkv, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim)
+        q, k, v, gate = split_heads(qkv, shape, heads_per_group=shape.heads_per_group)
         del qkv
     else:
         q, k, v = _heads_of_latents(x, weights, shape.latent, microbatch, group)
     q, k = normalise_and_rotate(q, k, weights, shape, microbatch, spans)
-    return q, k, v
+    return q, k, v, gate
 
 
 def _heads_of_latents(
@@ -78,10 +80,19 @@ def _heads_of_latents(
 
 
 def zero_proj(
-    out: Tensor, gathering: Pending, weights: AttentionWeights, group: ProcessGroup
+    out: Tensor,
+    gathering: Pending,
+    weights: AttentionWeights,
+    group: ProcessGroup,
+    *,
+    gate: Tensor | None = None,
 ) -> Tensor:
-    """out [s/p, b, n, d] -> [s/p, b, h], with gathering = gather_weight(weights.proj.t())."""
-    return zero_linear(out.flatten(2), gathering, weights.proj, None, group, transposed=True)
+    """out [s/p, b, n, d] -> [s/p, b, h], with gathering = gather_weight(weights.proj.t()).
+
+    Heads may be several dimensions of out.
+    """
+    out = with_gate(out, gate).flatten(2)
+    return zero_linear(out, gathering, weights.proj, None, group, transposed=True)
 
 
 def zero_mlp(x: Tensor, weights: MlpWeights, shape: MlpShape, group: ProcessGroup) -> Tensor:

@@ -222,6 +222,11 @@ def check_latent(args: argparse.Namespace) -> None:
         raise UserError(
             "--multi-latent-attention with a BERT, whose layer in Megatron has none: leave it out"
         )
+    if args.attention_output_gate:
+        raise UserError(
+            "--attention-output-gate with --multi-latent-attention, which has no gate in Megatron: "
+            "leave --attention-output-gate out"
+        )
     if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
         raise UserError(
             f"--position-embedding-type {args.position_embedding_type} with "

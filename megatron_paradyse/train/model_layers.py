@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.description import ROTARY, WINDOW
+from megatron_paradyse.costs.description import OUTPUT_GATE, ROTARY, WINDOW
 from megatron_paradyse.costs.layers import ATTENTION, MLP, LayerKinds, half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
 
@@ -105,6 +105,8 @@ class ModelLayers:
 
     def _attention(self, args: argparse.Namespace, place: int) -> dict[str, int]:
         found = {"qk_norm": int(args.qk_layernorm)}
+        if args.attention_output_gate:
+            found[OUTPUT_GATE] = 1
         if args.multi_latent_attention:
             found |= {name: getattr(args, name) or 0 for name in OF_LATENTS}
         elif args.position_embedding_type in ROTARY:

@@ -21,6 +21,7 @@ from megatron_paradyse.strategies import (
 )
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.strategies.latents import check_takes_latents
+from megatron_paradyse.strategies.output_gate import check_takes_gate
 from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 from megatron_paradyse.train.model_flags import check_costs_know
 from megatron_paradyse.train.model_kind import GPT
@@ -42,6 +43,7 @@ def check_strategies(args: argparse.Namespace) -> tuple[str, ...]:
         head_dim=args.kv_channels or args.hidden_size // heads,
         causal=args.paradyse_model == GPT,
         softmax_scale=1.0,
+        output_gate=args.attention_output_gate,
     )
     settings = args.paradyse_settings
     names = _strategies_of_policy(args, settings)
@@ -56,6 +58,8 @@ def check_strategies(args: argparse.Namespace) -> tuple[str, ...]:
             check_takes_offset(get_strategy(name))
         if args.multi_latent_attention:
             check_takes_latents(get_strategy(name))
+        if args.attention_output_gate:
+            check_takes_gate(get_strategy(name))
     others = [name for name in names if parse_strategy_name(name)[0] != MEGATRON_TS]
     problem = only_megatron_ts(args) or _only_megatrons_mlp(args)
     if problem is not None and others:
@@ -72,7 +76,7 @@ def only_megatron_ts(args: argparse.Namespace) -> str | None:
     """The flag whose attention no other strategy can run, if there is one."""
     if args.position_embedding_type not in ("learned_absolute", "rope", "yarn", "none"):
         return f"--position-embedding-type {args.position_embedding_type}"
-    for name in ("attention_output_gate", "batch_invariant_mode", "use_kitchen_attention"):
+    for name in ("batch_invariant_mode", "use_kitchen_attention"):
         if getattr(args, name, False):
             return "--" + name.replace("_", "-")
     return None

@@ -24,6 +24,14 @@ def test_matrices_of_layers_and_one_vocabulary_are_counted():
     assert parameters(one, 3, edge=False) == 3 * layer
 
 
+def test_gates_of_the_attentions_output_are_as_many_as_queries():
+    plain, gated = (
+        described({"attention": {"qk_norm": 0, **gate}, "mlp": {}}, num_kv_heads=2, head_dim=10)
+        for gate in ({}, {"output_gate": 1})
+    )
+    assert parameters(gated, 3) == parameters(plain, 3) + 3 * H * N * 10
+
+
 def test_latent_attentions_have_their_down_and_up_projections():
     sizes = {"kv_lora_rank": 16, "qk_head_dim": 12, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
     common = H * (16 + 8) + 16 * N * (12 + 10) + N * 10 * H + MLP

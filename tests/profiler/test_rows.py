@@ -29,6 +29,12 @@ MODELS = {
         "--window-attn-skip-freq": "[0,1,0,1,0,1]",
     },
     "RoPE": ROPE,
+    "gates": {
+        **ROPE,
+        "--attention-output-gate": "",
+        "--group-query-attention": "",
+        "--num-query-groups": 2,
+    },
     "latents": {**LATENT, "--disable-bias-linear": ""},
 }
 

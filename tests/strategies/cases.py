@@ -41,6 +41,7 @@ class AttentionCase:
     dtype: torch.dtype = torch.float32
     query_scale: float = 1.0  # multiplies the scores
     offset: bool = False  # of the softmax
+    gate: bool = False  # of the output
     tile_rows: int | None = None  # above which a sequence is long; None: those of the product
     row: Row | None = None  # packed documents: of s tokens, b is 1
 
@@ -67,6 +68,7 @@ class AttentionCase:
             rope_interleaved=self.rope == "interleaved",
             rope_scale=1.3 if self.rope == "scaled" else 1.0,
             qk_norm=self.qk_norm,
+            output_gate=self.gate,
         )
 
 

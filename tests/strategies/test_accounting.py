@@ -88,6 +88,12 @@ def _cases(strategy: str, operation: str, p: int):
     yield AttentionCase(strategy, p, "causal", n=8, g=1, d=16, h=16, s=128, rope="half")
     yield AttentionCase(strategy, p, "causal", n=p, g=p // 2, d=16, h=16, s=128, rope="half")
     yield AttentionCase(strategy, p, "causal", n=8, g=8, d=16, h=64, s=128, bias=True)
+    gated = AttentionCase(strategy, p, "causal", n=8, g=8, d=16, h=16, s=128, gate=True)
+    yield replace(gated, dtype=dtypes[-1])
+    yield replace(gated, g=1, h=96, bias=True)
+    if p < 8:
+        yield replace(gated, g=2, rope="half")
+        yield replace(gated, mask="bidirectional", g=p, h=128, dtype=torch.bfloat16, rope="half")
 
 
 def _odd_cases(strategy: str, operation: str):
@@ -101,6 +107,8 @@ def _odd_cases(strategy: str, operation: str):
     yield AttentionCase(strategy, 3, "causal", n=6, g=3, d=8, h=24, s=99, bias=True)
     yield AttentionCase(strategy, 3, "bidirectional", n=3, g=1, d=24, h=24, s=99, b=1)
     yield AttentionCase(strategy, 3, "causal", n=3, g=1, d=24, h=24, s=99, b=1, **bfloat16)
+    yield AttentionCase(strategy, 3, "causal", n=6, g=3, d=8, h=24, s=99, bias=True, gate=True)
+    yield AttentionCase(strategy, 3, "bidirectional", n=3, g=1, d=24, h=24, s=99, b=1, gate=True)
     if strategy.startswith(("megatron_cz", "colossal_z")):
         for mask, more in itertools.product(("causal", "bidirectional"), ({}, bfloat16)):
             yield AttentionCase(strategy, 3, mask, n=1, g=1, d=24, h=12, s=96, b=1, **more)
@@ -108,6 +116,7 @@ def _odd_cases(strategy: str, operation: str):
         shared = {"n": 6, "d": 24, "h": 96, "s": 48, "b": 1}
         yield AttentionCase(strategy, 2, "bidirectional", g=3, **shared, **bfloat16)
         yield AttentionCase(strategy, 3, "causal", g=2, bias=True, **shared)
+        yield AttentionCase(strategy, 3, "causal", g=2, bias=True, gate=True, **shared)
 
 
 def _sizes(case: AttentionCase | MlpCase) -> LayerSizes:
@@ -122,6 +131,7 @@ def _sizes(case: AttentionCase | MlpCase) -> LayerSizes:
         f=1,
         causal=case.mask == "causal",
         rope_channels=0 if case.rope is None else case.d,
+        gate=case.gate,
         **common,
     )
 
@@ -192,6 +202,18 @@ def test_a_long_attention_of_metp_holds_what_the_walk_says(p, name, monkeypatch)
         assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
         assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
         assert measured.forward_sent_bytes == costs.forward_sent_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", [name for name, half in WALKS if half == "attention"])
+def test_a_gate_of_a_long_sequence_goes_in_tiles(strategy, dtype, monkeypatch):
+    case = AttentionCase(strategy, 2, n=8, d=16, h=16, s=128, dtype=dtype, gate=True)
+    whole = operation_costs(strategy, "attention", _sizes(case))
+    monkeypatch.setattr(sizes_module, "TILE_ROWS", 8)
+    costs = operation_costs(strategy, "attention", _sizes(case))
+    measured = _worst(replace(case, tile_rows=8))
+    for name in ("kept_bytes", "forward_bytes", "backward_bytes"):
+        assert getattr(measured, name) == getattr(costs, name) <= getattr(whole, name)
 
 
 @pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))

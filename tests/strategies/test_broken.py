@@ -15,6 +15,7 @@ from megatron_paradyse.strategies import (
     tiled_mlp,
 )
 from megatron_paradyse.strategies.collectives import Pending, exchange_async
+from megatron_paradyse.strategies.output_gate import gate_gradients, with_gate
 from megatron_paradyse.strategies.ring import TravellingGradient
 from megatron_paradyse.strategies.tiled_mlp import tiles
 from tests.strategies.cases import AttentionCase, MlpCase
@@ -55,6 +56,19 @@ def _of_last_tile(of_tile, x, tensors, sums, grad):
     return ADD_GRADIENTS(of_tile, x, tensors, sums, grad)
 
 
+def _gate_left_out(grad, out, gate):
+    return grad, gate_gradients(grad, out, gate)[1]
+
+
+def _gate_as_a_constant(grad, out, gate):
+    return gate_gradients(grad, out, gate)[0], gate.new_zeros(gate.shape)
+
+
+def _gate_of_other_heads(out, gate):
+    """As if the gate, too, had gone through the exchange of heads."""
+    return with_gate(out, gate.unflatten(2, (-1, out.shape[2])).transpose(2, 3).contiguous())
+
+
 RING, ADD_GRADIENTS = metp_attention._Layer.ring, tiled_mlp._add_gradients
 BREAKAGES = {
     "gradient_not_sent_on": {f"{PACKAGE}.routes.TravellingGradient": _StaysHere},
@@ -77,6 +91,14 @@ BREAKAGES = {
     "blocks_not_transposed": {
         f"{PACKAGE}.ulysses_z.transpose_blocks": lambda x, group: x.contiguous()
     },
+    "gate_left_out": {f"{PACKAGE}.output_gate.gate_gradients": _gate_left_out},
+    "gate_left_out_of_block": {f"{PACKAGE}.metp_attention.gate_gradients": _gate_left_out},
+    "gate_as_a_constant": {f"{PACKAGE}.output_gate.gate_gradients": _gate_as_a_constant},
+    "gate_as_a_constant_of_block": {
+        f"{PACKAGE}.metp_attention.gate_gradients": _gate_as_a_constant
+    },
+    "gate_of_other_heads": {f"{PACKAGE}.zero.with_gate": _gate_of_other_heads},
+    "block_not_gated": {f"{PACKAGE}.metp_attention.with_gate": lambda out, gate: out},
     "tile_left_out": {f"{PACKAGE}.zero_tiles.tiles": _all_tiles_but_one},
     "tiles_not_summed": {f"{PACKAGE}.tiled_mlp._add_gradients": _of_last_tile},
     "dropout_of_first_key_head": {
@@ -99,6 +121,12 @@ CASES = {
     "rope_at_local_positions": AttentionCase("ulysses_z", 4, rope="half"),
     "dropout_at_local_heads": AttentionCase("ulysses_z", 4, dropout=0.3),
     "blocks_not_transposed": AttentionCase("ulysses_z", 4),
+    "gate_left_out": AttentionCase("megatron_cz", 4, gate=True),
+    "gate_left_out_of_block": AttentionCase("metp", 4, g=2, gate=True),
+    "gate_as_a_constant": AttentionCase("megatron_ts", 4, g=1, gate=True),
+    "gate_as_a_constant_of_block": AttentionCase("metp", 4, gate=True),
+    "gate_of_other_heads": AttentionCase("ulysses_z", 4, n=8, gate=True),
+    "block_not_gated": AttentionCase("metp", 4, gate=True),
     "tile_left_out": MlpCase("ulysses_z+recompute", 4, tile_rows=2),
     "tiles_not_summed": MlpCase("megatron_ts+recompute", 4, tile_rows=2),
     "dropout_of_first_key_head": AttentionCase(

@@ -44,6 +44,7 @@ def test_documented_strategy_matches_the_reference():
         AttentionCase("gather_z", 2, "causal", g=2, rope="half", bias=True),
         AttentionCase("gather_z", 2, "packed_causal", dropout=0.2),
         AttentionCase("gather_z", 2, "padded", g=1, offset=True),
+        AttentionCase("gather_z", 2, "causal", g=1, bias=True, gate=True),
         MlpCase("gather_z", 2, gated=True),
     ]
     for name, ranks in run_ranks(2, _run, {case.name: case for case in cases}).items():

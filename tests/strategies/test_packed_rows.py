@@ -61,6 +61,11 @@ VARIANTS = (
     {"g": 2, "dropout": 0.3},
     {"g": 4, "window": 3},
 )
+GATED = (
+    {"g": 2, "gate": True, "rope": "half", "bias": True},
+    {"g": 1, "gate": True, "qk_norm": "rmsnorm", "offset": True},
+    {"g": 4, "gate": True, "dropout": 0.3},
+)
 
 
 def random_row(p: int, seed: int) -> Row:
@@ -92,6 +97,7 @@ def _cases():
         ):
             n = 6 if p == 3 else 4
             variants = [VARIANTS[(i + p) % len(VARIANTS)], VARIANTS[(i + p + 2) % len(VARIANTS)]]
+            variants.append(GATED[i % len(GATED)])
             for variant in variants:
                 if "window" in variant and mask != "causal":
                     continue
@@ -122,6 +128,7 @@ def _sizes(case: AttentionCase) -> LayerSizes:
     return LayerSizes(
         s=case.s, b=1, h=case.h, n=case.n, g=case.g, d=case.d, f=1, p=case.p, element_bytes=4,
         causal=case.mask == "causal", bias=case.bias, offset=case.offset,
+        gate=case.gate,
     )  # fmt: skip
 
 

@@ -59,6 +59,12 @@ def _special_attention(strategy: str, p: int):
     yield make("causal", g=2, offset=True, rope="scaled", bias=True)
     yield make("padded_causal", g=2, offset=True, window=5)
     yield make("packed", offset=True, dropout=0.3)
+    for (n, g), mask in itertools.product(HEADS.values(), ("causal", "packed_causal", "padded")):
+        bias, rope = BIAS_AND_ROPE[(n // g + len(mask) + p) % len(BIAS_AND_ROPE)]
+        yield make(mask, n=n, g=g, bias=bias, rope=rope, gate=True)
+    yield make("causal", g=2, gate=True, qk_norm="layernorm", dropout=0.3, offset=True, bias=True)
+    yield make("packed_causal", g=1, gate=True, qk_norm="rmsnorm", rope="scaled", window=5)
+    yield make("bidirectional", n=8, g=2, gate=True, d=6, h=10, b=3, tile_rows=6)
     yield make("causal", b=1, s=4 * p)
     yield make("causal", s=p)
     yield make("causal", g=1, d=6, h=10, b=3)
@@ -72,6 +78,8 @@ def _key_heads_one_by_one():
     yield make(3, "bidirectional", n=12, g=6, d=6, qk_norm="rmsnorm", rope="partial")
     yield make(4, "packed_causal", n=12, g=3, rope="interleaved", offset=True)
     yield make(1, "padded_causal", n=4, g=2, qk_norm="layernorm", rope="half", dropout=0.2)
+    yield make(2, "causal", n=8, g=4, rope="half", bias=True, gate=True, offset=True)
+    yield make(4, "packed_causal", n=12, g=3, qk_norm="rmsnorm", gate=True)
 
 
 def _few_attention(strategy: str, p: int):
@@ -82,6 +90,8 @@ def _few_attention(strategy: str, p: int):
     yield AttentionCase(strategy, p, "causal", n=n, g=p, window=8)
     yield AttentionCase(strategy, p, "packed", n=n, g=p, dropout=0.2)
     yield AttentionCase(strategy, p, "causal", n=n, g=1, offset=True)
+    yield AttentionCase(strategy, p, "causal", n=n, g=1, gate=True, bias=True)
+    yield AttentionCase(strategy, p, "packed_causal", n=n, g=n, gate=True, rope="half")
 
 
 def _cases() -> list[AttentionCase | MlpCase]:
@@ -94,10 +104,11 @@ def _cases() -> list[AttentionCase | MlpCase]:
                 cases.append(MlpCase(strategy, p, gated, bias))
             recompute = f"{strategy}+recompute"
             again = AttentionCase(recompute, p, "causal", g=2, dropout=0.2, qk_norm="rmsnorm")
-            cases += [again, replace(again, offset=True)]
+            cases += [again, replace(again, offset=True), replace(again, gate=True, bias=True)]
             cases.append(MlpCase(recompute, p, gated=True, bias=True))
         offload = f"{strategy}+offload"
         cases.append(AttentionCase(offload, 2, "causal", g=2, dropout=0.2, rope="half"))
+        cases.append(AttentionCase(offload, 2, "causal", g=1, gate=True, rope="half"))
         cases.append(MlpCase(offload, 2, gated=True, bias=True))
         for p, tile_rows in ((1, 4), (2, 10), (4, 2), (3, 6)):  # of 24/p positions, b = 2
             cases.append(MlpCase(f"{strategy}+recompute", p, True, True, tile_rows=tile_rows))
@@ -121,6 +132,8 @@ def _half_cases() -> list[AttentionCase | MlpCase]:
         cases.append(_with_dtype(AttentionCase(strategy, p, "causal"), torch.float16))
         for mask in ("causal", "padded"):  # 16 heads: of 4 offsets roundings may cancel by chance
             case = AttentionCase(strategy, p, mask, n=16, g=8, offset=True)
+            cases.append(_with_dtype(case, torch.bfloat16))
+            case = AttentionCase(strategy, p, mask, g=2, gate=True, bias=True, rope="half")
             cases.append(_with_dtype(case, torch.bfloat16))
         recompute = f"{strategy}+recompute"
         cases.append(MlpCase(recompute, p, True, True, dtype=torch.bfloat16, tile_rows=4))

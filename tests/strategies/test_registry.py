@@ -16,6 +16,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name, strategy_names
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.strategies.latents import check_takes_latents
+from megatron_paradyse.strategies.output_gate import check_takes_gate
 from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 
 FOLDER = Path(registry.__file__).parent
@@ -53,6 +54,8 @@ def test_refusals_name_rule_values_and_remedy():
         _shape(12, 5)
     with pytest.raises(UserError, match=r"\(n \+ 2g\) d % p == 0"):
         get_strategy("megatron_cz").check(_shape(6, 1), 3)
+    with pytest.raises(UserError, match=r"\(2n \+ 2g\) d % p == 0"):
+        get_strategy("megatron_cz").check(replace(_shape(6, 1), output_gate=True), 5)
 
 
 def test_third_party_strategy_is_found_through_its_entry_point(monkeypatch):
@@ -82,6 +85,14 @@ def test_a_strategy_that_knows_no_latents_is_refused(name):
     check_takes_latents(get_strategy(name))
     with pytest.raises(UserError, match=f"strategy {re.escape(name)} knows nothing of --multi-la"):
         check_takes_latents(replace(get_strategy(name), takes_latents=False))
+
+
+@pytest.mark.parametrize("name", [*registry.BUILT_IN, "metp+recompute", "megatron_cz+offload"])
+def test_a_strategy_that_knows_no_gate_of_the_output_is_refused(name):
+    """It would take gates for heads."""
+    check_takes_gate(get_strategy(name))
+    with pytest.raises(UserError, match=f"strategy {re.escape(name)} knows nothing of --attention"):
+        check_takes_gate(replace(get_strategy(name), takes_gate=False))
 
 
 def test_asking_for_names_imports_no_torch():

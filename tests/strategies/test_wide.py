@@ -78,6 +78,8 @@ def _cases():
                 for variant in (VARIANTS[i], VARIANTS[(i + p) % len(VARIANTS)]):
                     case = AttentionCase(strategy, p, s=row.seq_length, b=1, row=row)
                     yield label, _Wide(replace(case, **variant))
+                gated = replace(case, g=(1, 2, 4)[i % 3], bias=True, rope="half", gate=True)
+                yield label, _Wide(replace(gated, mask=("causal", "bidirectional")[i % 2]))
             again = AttentionCase(f"{strategy}+recompute", p, s=24, b=1, row=ROWS["one document"])
             yield "again", _Wide(again)
 
@@ -160,6 +162,7 @@ def test_bytes_sent_are_those_of_the_formula(name):
     sizes = LayerSizes(
         s=case.s // wide.groups, b=1, h=case.h, n=case.n, g=case.g, d=case.d, f=1, p=case.p,
         element_bytes=4, causal=case.mask == "causal", bias=case.bias, offset=case.offset,
+        gate=case.gate,
     )  # fmt: skip
     mask = {"causal": case.mask == "causal", "window": case.window}
     moved = keys_moved(case.row, **mask)

@@ -12,6 +12,7 @@ MORE_TOKENS = ["--mtp-num-layers", 1, "--position-embedding-type", "rope", "--nu
 MODELS = {
     "gpt": (4, ["--num-layers", 3]),
     "llama": (2, ["--num-layers", 3, *OF_LLAMA]),
+    "gated": (4, ["--num-layers", 3, *LLAMA, "--attention-output-gate", "--num-query-groups", 2]),
     "more tokens predicted": (4, MORE_TOKENS),
     "more tokens predicted in tiles": (2, [*MORE_TOKENS, "--paradyse-head-tile", 10]),
 }

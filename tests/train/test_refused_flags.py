@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 
 import pytest
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.flags import megatron_flags
-from megatron_paradyse.train import plugin
+from megatron_paradyse.strategies import get_strategy
+from megatron_paradyse.train import plugin, strategy_flags
 from megatron_paradyse.train.auto_costs import SAID_ERROR
 from tests.train.harness import LATENT, with_defaults, write_documents
 
@@ -68,6 +70,9 @@ REFUSED = {
     "--rotary-interleaved with --multi-latent-attention, whose pairs": [
         *LATENT, "--rotary-interleaved",
     ],
+    "--attention-output-gate with --multi-latent-attention, which has no gate in Megatron": [
+        *LATENT, "--attention-output-gate",
+    ],
     "--qk-layernorm without --q-lora-rank, where Megatron's --transformer-impl local": [
         "--multi-latent-attention", "--qk-layernorm", "--position-embedding-type", "rope",
     ],
@@ -117,6 +122,14 @@ def test_it_is_named_with_the_remedy(said, monkeypatch):
     with pytest.raises(UserError, match=said) as refused:
         validated(args)
     assert "\n" not in str(refused.value) and ": " in str(refused.value)
+
+
+def test_a_strategy_of_others_that_knows_no_gate_is_refused(monkeypatch):
+    metp = dataclasses.replace(get_strategy("metp"), takes_gate=False)
+    monkeypatch.setattr(strategy_flags, "get_strategy", lambda name: metp)
+    args = parsed(monkeypatch, "--attention-output-gate", "--paradyse-policy", "fixed:metp")
+    with pytest.raises(UserError, match=r"^strategy metp knows nothing of .*: name others by --pa"):
+        validated(args)
 
 
 @pytest.mark.parametrize(

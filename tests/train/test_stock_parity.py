@@ -44,7 +44,7 @@ def test_a_window_without_an_end_is_no_window(tmp_path):
 def test_checkpoint_of_one_continues_in_the_other(first, second, tmp_path):
     """Save after 2 of 4 iterations with one, load with the other: the same last 2 iterations."""
     flags = [*TP2, *TWO_LAYERS, "--softmax-type", "learnable"]  # with a parameter of its own
-    flags += ["--mtp-num-layers", 1, "--position-embedding-type", "rope"]
+    flags += ["--mtp-num-layers", 1, "--position-embedding-type", "rope", "--attention-output-gate"]
     extra = {"stock": [], "ours": OURS}
     whole = train(tmp_path / "whole", *flags, *extra[first], ranks=2)
     checkpoint = ["--save", tmp_path / "saved", "--save-interval", 2]

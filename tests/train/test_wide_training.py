@@ -32,6 +32,7 @@ MODELS = {
     "llama": LLAMA,
     "window": [*LLAMA, "--window-size", "24,0", "--window-attn-skip-freq", 2],
     "latent": LATENT,
+    "gated": [*LLAMA, "--attention-output-gate"],
     "prediction": [*LLAMA, "--mtp-num-layers", 2],
 }
 
@@ -64,6 +65,7 @@ def wide_microbatches(folder) -> list[dict]:
         ("llama", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "fixed:megatron_ts"]),
         ("window", ["--paradyse-spread", 4, "--paradyse-policy", "random:2"]),
         ("latent", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "random:1"]),
+        ("gated", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "random:2"]),
         ("prediction", [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "random:3"]),
     ],
     ids=[
@@ -73,6 +75,7 @@ def wide_microbatches(folder) -> list[dict]:
         "megatron_ts",
         "window",
         "latent",
+        "gated",
         "prediction",
     ],
 )

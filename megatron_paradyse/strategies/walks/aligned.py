@@ -27,20 +27,23 @@ class AlignedRows:
 
 
 @lru_cache(maxsize=64)
-def aligned_rows(n: int, g: int, d: int, p: int) -> tuple[AlignedRows, ...]:
+def aligned_rows(n: int, g: int, d: int, p: int, gate: bool) -> tuple[AlignedRows, ...]:
     """By rank; of shards that are not whole heads."""
-    size = (n + 2 * g) * d // p
+    of_queries = 2 * n if gate else n
+    slot, size = of_queries // g + 2, (of_queries + 2 * g) * d // p
     counts = [[0] * p for _ in range(p)]  # [of the shard of][in the block of]
     for rank in range(p):
         queries = range(rank * n // p, (rank + 1) * n // p)
         groups = {query // (n // g) for query in queries}
-        heads = {query // (n // g) * (n // g + 2) + query % (n // g) for query in queries}
-        heads |= {(group + 1) * (n // g + 2) - i for group in groups for i in (1, 2)}
+        heads = {query // (n // g) * slot + query % (n // g) for query in queries}
+        if gate:
+            heads |= {head + n // g for head in heads}
+        heads |= {(group + 1) * slot - i for group in groups for i in (1, 2)}
         for row in (head * d + i for head in heads for i in range(d)):
             counts[row // size][rank] += 1
     sent = [sum(row) for row in counts]
     received = [sum(column) for column in zip(*counts, strict=True)]
-    num_chunks = -(-max(sent) // block_rows(n, g, d, p))
+    num_chunks = -(-max(sent) // ((of_queries + 2 * lcm(g, p)) * d // p))
     return tuple(
         AlignedRows(
             sent=sent[rank],
@@ -54,9 +57,9 @@ def aligned_rows(n: int, g: int, d: int, p: int) -> tuple[AlignedRows, ...]:
     )
 
 
-def block_rows(n: int, g: int, d: int, p: int) -> int:
+def block_rows(z: LayerSizes) -> int:
     """Rows of qkv in a block of whole heads, of which ranks may share key heads."""
-    return (n + 2 * lcm(g, p)) * d // p
+    return z.qkv_rows(z.kv_heads_sent) // z.p
 
 
 def hold_aligned(m: Ledger, z: LayerSizes) -> None:
@@ -64,8 +67,8 @@ def hold_aligned(m: Ledger, z: LayerSizes) -> None:
     if z.g % z.p == 0:
         m.hold(aligned=0, aligned_bias=0)
         return
-    mine = aligned_rows(z.n, z.g, z.d, z.p)[m.rank]
-    rows = block_rows(z.n, z.g, z.d, z.p)
+    mine = aligned_rows(z.n, z.g, z.d, z.p, z.gate)[m.rank]
+    rows = block_rows(z)
     row = -(-z.h // mine.num_chunks) * z.element_bytes
     m.hold(aligned=rows * z.h * z.element_bytes, indices=INDEX_BYTES * mine.sent)
     m.touch((mine.received + max(mine.sent, rows)) * row)
@@ -78,7 +81,7 @@ def hold_shard_gradient(m: Ledger, z: LayerSizes) -> None:
     if z.g % z.p == 0:
         m.hold(shard_gradient=0)
         return
-    mine = aligned_rows(z.n, z.g, z.d, z.p)[m.rank]
+    mine = aligned_rows(z.n, z.g, z.d, z.p, z.gate)[m.rank]
     row = -(-z.h // mine.num_chunks) * z.wide_bytes
     m.hold(shard_gradient=z.wide(z.qkv_weight) // z.p)
     m.touch((mine.received + mine.sent + mine.most_to_one) * row)

@@ -8,6 +8,8 @@ from megatron_paradyse.strategies.walks.steps import (
     activation_gradient_bytes,
     fc1_output,
     fc2_input,
+    gate_backward,
+    hold_gated,
     lse_copy,
     rope_bytes,
     split_and_rotate,
@@ -45,36 +47,43 @@ def _kv(z: LayerSizes) -> int:
 
 
 def attention_forward(m: Ledger, z: LayerSizes) -> None:
-    gathered, mixed, kv = z.p * z.x, z.qkv, _kv(z)
+    gathered, mixed, kv = z.p * z.x, z.mixed, _kv(z)
     m.hold(x=gathered, mixed=mixed)
     m.drop("x")
     if z.g < z.p:
         m.hold(by_rank=z.p * mixed, all_heads=z.p * mixed)
-        m.touch(z.q + kv)
+        m.touch(z.q + kv + z.gates)
         m.drop("by_rank", "all_heads")
     split_and_rotate(m, z, q=z.q, kv=kv, rows=z.s)
     if z.rope_channels:
         m.keep("angles")
     m.hold(out=z.q, lse=z.lse)
     m.keep("q", "kv", "lse")
+    hold_gated(m, z, z.gates, positions=z.s)
+    if z.gate:
+        m.keep("out")
     m.hold(partial=gathered, output=z.x)
-    m.keep("out")
+    m.keep("gate", "gated" if z.gate else "out")
 
 
 def attention_backward(m: Ledger, z: LayerSizes) -> None:
-    gathered, mixed, kv = z.p * z.x, z.qkv, _kv(z)
+    gathered, mixed, kv = z.p * z.x, z.mixed, _kv(z)
     m.hold(grad=gathered, grad_proj=z.proj_weight // z.p, grad_out=z.q)
     m.drop("grad")
+    m.release(z.gates)
+    gate_backward(m, z, z.gates, positions=z.s)
+    m.release(z.gates)
     m.hold(lse=lse_copy(z), grad_qkv=z.q + kv)
     m.drop("lse", "grad_out")
     m.release(2 * z.q + kv + z.lse)
     if z.g < z.p:
         m.release(rope_bytes(z, z.s))
-        # Those of q, k and v, each zero-padded to a key head with its query heads: two and a sum.
-        m.drop("grad_qkv")
-        m.hold(grad_q=z.q)
-        m.touch(3 * z.p * mixed // z.g)
-        m.drop("grad_q")
+        # Those of q and of the gate, zero-padded to the query heads of a key head; all together.
+        padded = z.p * (z.q + z.gates) // z.g
+        m.touch(padded - z.q)
+        m.hold(slot=z.p * mixed // z.g)
+        m.touch(padded - z.q)
+        m.drop("grad_qkv", "grad_gate", "slot")
         # The sum, zero-padded to the heads of all ranks, and a copy to be scattered.
         m.hold(grad_mixed=mixed)
         m.touch(2 * z.p * mixed)

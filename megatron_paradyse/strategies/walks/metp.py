@@ -22,6 +22,8 @@ from megatron_paradyse.strategies.walks.steps import (
     activation_gradient_bytes,
     fc1_output,
     fc2_input,
+    gate_backward,
+    hold_gated,
     product_piece,
     split_and_rotate,
     split_backward,
@@ -67,7 +69,7 @@ def _mlp_block(z: LayerSizes) -> int:
 
 
 def attention_forward(m: Ledger, z: LayerSizes) -> None:
-    q, kv, lse = z.q // z.p, z.kv_sent // z.p, z.lse // z.p
+    q, kv, lse, gates = z.q // z.p, z.kv_sent // z.p, z.lse // z.p, z.gates // z.p
     block = _attention_block(z)
     hold_aligned(m, z)
     if swaps(m.rank, z):
@@ -75,7 +77,7 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
         m.touch(block + second_half(z, z.x))
     m.hold(total=z.wide(z.x))
     for owner in range(z.p):
-        m.hold(blocks=min(2, z.p - owner) * block, mixed=q + kv)
+        m.hold(blocks=min(2, z.p - owner) * block, mixed=q + kv + gates)
         split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m.rank, z))
         if z.rope_channels:
             m.drop("angles")
@@ -83,8 +85,9 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
         m.drop("kv")
         ring_forward(m, z, q=q, kv=kv, lse=lse)
         m.drop("q", "packed")
+        hold_gated(m, z, gates, positions=z.positions)
         m.touch(product_piece(z, z.rows, z.h))
-        m.drop("blocks", "out", "lse")
+        m.drop("blocks", "out", "lse", "gate", "gated")
         m.hold(**{f"of_{owner}": q + lse})
     m.drop("aligned", "aligned_bias")
     if z.half_type:
@@ -106,7 +109,7 @@ def attention_second_backward(m: Ledger, z: LayerSizes) -> None:
 
 def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
     """parts: of a block's heads, of which the ring takes one at a time, in place if many."""
-    q, kv, lse = z.q // z.p, z.kv_sent // z.p, z.lse // z.p
+    q, kv, lse, gates = z.q // z.p, z.kv_sent // z.p, z.lse // z.p, z.gates // z.p
     block, heads = _attention_block(z), z.n // z.p
     hold_aligned(m, z)
     if swaps(m.rank, z):
@@ -117,13 +120,14 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         m.hold(blocks=min(2, z.p - owner) * block)
         summed = min(1, owner) + (m.rank <= owner - 2)  # those on their way, and the own gradients
         m.hold(summed=summed * z.wide(block))
-        m.hold(mixed=q + kv)
+        m.hold(mixed=q + kv + gates)
         split_and_rotate(
             m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m.rank, z), mixed_stays=True
         )
         m.hold(packed=kv)
         m.drop("mixed", "kv")
         m.hold(grad_out=q)
+        gate_backward(m, z, gates, positions=z.positions)
         if parts == 1:
             ring_backward(m, z, q=q, kv=kv, lse=lse, heads=heads)
         else:
@@ -139,8 +143,9 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         m.touch(product_piece(z, z.rows, z.h))
         m.hold(grad_block=z.wide(block))
         if z.half_type:
-            m.touch(_qkv_rows(z) * z.h * z.element_bytes)
-        m.drop("blocks", "summed", "grad_mixed", "grad_block")
+            m.touch(block_rows(z) * z.h * z.element_bytes)
+        hold_gated(m, z, gates, positions=z.positions)
+        m.drop("blocks", "summed", "grad_mixed", "grad_block", "gate", "gated")
     m.hold(own_gradient=z.wide(block))
     hold_shard_gradient(m, z)
     if swaps(m.rank, z):
@@ -155,11 +160,6 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         m.hold(narrow_gradient=_shard(z))
 
 
-def _qkv_rows(z: LayerSizes) -> int:
-    """Of a block: whole heads."""
-    return block_rows(z.n, z.g, z.d, z.p)
-
-
 def _shard(z: LayerSizes) -> int:
     """Of the weights and the bias, as the gradients are returned."""
     bias = z.qkv_weight // z.h if z.bias else 0
@@ -168,4 +168,4 @@ def _shard(z: LayerSizes) -> int:
 
 def _attention_block(z: LayerSizes) -> int:
     bias = 1 if z.bias else 0
-    return (_qkv_rows(z) * (z.h + bias) + z.n * z.d * z.h // z.p) * z.element_bytes
+    return (block_rows(z) * (z.h + bias) + z.n * z.d * z.h // z.p) * z.element_bytes

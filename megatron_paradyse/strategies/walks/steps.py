@@ -18,12 +18,12 @@ def split_and_rotate(
     balanced: bool = False,
     mixed_stays: bool = False,
 ) -> None:
-    """The end of qkv: holds q and kv, and the cosines and sines of `rows` positions if rotated.
+    """The end of qkv: holds q, kv, gate, and the cosines and sines of `rows` positions if rotated.
 
     Drops the mixed tensor that it splits, unless it stays. balanced: positions in two spans, whose
     angles are copied together.
     """
-    m.hold(q=q, kv=kv)
+    m.hold(q=q, kv=kv, gate=q if z.gate else 0)
     if not mixed_stays:
         m.drop("mixed")
     if z.rope_channels:
@@ -44,7 +44,7 @@ def rope_bytes(z: LayerSizes, rows: int) -> int:
 
 
 def split_backward(m: Ledger, z: LayerSizes, *, q: int, kv: int, k_is_view: bool = False) -> None:
-    """Drops the gradients of q, k, v ("grad_qkv"); holds that of the mixed tensor.
+    """Drops the gradients of q, k, v ("grad_qkv") and of the gate; holds that of the mixed tensor.
 
     k_is_view: turning the gradient of k does not free it.
     """
@@ -52,8 +52,25 @@ def split_backward(m: Ledger, z: LayerSizes, *, q: int, kv: int, k_is_view: bool
         m.hold(turned_k=kv // 2 if k_is_view else 0, turned_q=q)
         # Beside the result: two products and a quarter turn, made of a half and the whole.
         m.touch(7 * q * z.rope_channels // (2 * z.d))
-    m.hold(grad_mixed=q + kv)
-    m.drop("grad_qkv", *(["turned_k", "turned_q"] if z.rope_channels else []))
+    m.hold(grad_mixed=q + kv + (q if z.gate else 0))
+    m.drop("grad_qkv", "grad_gate", *(["turned_k", "turned_q"] if z.rope_channels else []))
+
+
+def hold_gated(m: Ledger, z: LayerSizes, gates: int, *, positions: int) -> None:
+    """Holds the output that its gate has passed, "gated"; gates: bytes of so many positions."""
+    m.hold(gated=gates)
+    m.touch(_sigmoids(z, gates, positions))
+
+
+def gate_backward(m: Ledger, z: LayerSizes, gates: int, *, positions: int) -> None:
+    """Holds "grad_gate"; that of the output takes the place of that of the gated one."""
+    m.hold(grad_gate=gates)
+    m.touch(gates + _sigmoids(z, gates, positions))
+
+
+def _sigmoids(z: LayerSizes, gates: int, positions: int) -> int:
+    """Of a tile, or of all."""
+    return z.wide(gates) * min(positions, sizes.positions_of_tile(z.b)) // positions
 
 
 def lse_copy(z: LayerSizes) -> int:

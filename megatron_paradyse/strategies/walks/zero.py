@@ -17,6 +17,8 @@ from megatron_paradyse.strategies.walks.steps import (
     activation_gradient_bytes,
     fc1_output,
     fc2_input,
+    gate_backward,
+    hold_gated,
     lse_copy,
     product_piece,
     rope_bytes,
@@ -140,10 +142,10 @@ def _linear_backward_end(m: Ledger, z: LayerSizes, weight: int, *, name: str) ->
 
 
 def _qkv_forward(m: Ledger, z: LayerSizes, *, balanced: bool = False) -> None:
-    """And the gathering of proj: holds q, kv, shard and proj."""
-    m.hold(weight=z.qkv_weight, mixed=z.qkv)
+    """And the gathering of proj: holds q, kv, gate, shard and proj."""
+    m.hold(weight=z.qkv_weight, mixed=z.mixed)
     if z.bias:
-        m.touch((z.n + 2 * z.g) * z.d * z.element_bytes)
+        m.touch(z.qkv_rows(z.g) * z.element_bytes)
     m.drop("weight")
     split_and_rotate(m, z, q=z.q, kv=z.kv, rows=z.positions, balanced=balanced)
     if z.rope_channels:
@@ -155,16 +157,30 @@ def _qkv_backward(m: Ledger, z: LayerSizes, *, k_is_view: bool = False) -> None:
     """From the gradients of q, k and v to those of x and the weight; they are all that is held."""
     split_backward(m, z, q=z.q, kv=z.kv, k_is_view=k_is_view)
     m.release(rope_bytes(z, z.positions))
-    rows = (z.n + 2 * z.g) * z.d
+    rows = z.qkv_rows(z.g)
     _linear_backward(
         m, z, z.qkv_weight, name="qkv", grad_input=z.x, transposed=False, bias_rows=rows
     )
     _linear_backward_end(m, z, z.qkv_weight, name="qkv")
 
 
+def _proj_forward(m: Ledger, z: LayerSizes) -> None:
+    """And the gate: holds "gated", and the output."""
+    hold_gated(m, z, z.gates, positions=z.positions)
+    m.drop("shard")
+    m.hold(output=z.x)
+
+
 def _proj_backward(m: Ledger, z: LayerSizes) -> None:
     _linear_backward(m, z, z.proj_weight, name="proj", grad_input=z.q, transposed=True)
     _linear_backward_end(m, z, z.proj_weight, name="proj")
+
+
+def _gate_backward(m: Ledger, z: LayerSizes) -> None:
+    """Holds "grad_gate"; "grad_input_proj" becomes the gradient of the attention's output."""
+    m.release(z.gates)
+    gate_backward(m, z, z.gates, positions=z.positions)
+    m.release(z.gates)
 
 
 def ulysses_z_forward(m: Ledger, z: LayerSizes) -> None:
@@ -180,17 +196,17 @@ def ulysses_z_forward(m: Ledger, z: LayerSizes) -> None:
     m.keep("received", "lse")
     m.hold(out_by_sequence=z.q)
     m.keep("out")
-    m.hold(flat=z.q)
-    m.drop("shard")
-    m.hold(output=z.x)
-    m.keep("flat")
+    m.hold(flat=0 if z.gate else z.q)
+    _proj_forward(m, z)
+    m.keep("out_by_sequence" if z.gate else "flat", "gate", "gated")
 
 
 def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
     packed = z.q + z.kv_sent
     _proj_backward(m, z)
+    _gate_backward(m, z)
     m.release(z.q)
-    m.hold(by_rank=z.q, grad_out=z.q)
+    m.hold(by_rank=0 if z.gate else z.q, grad_out=z.q)  # of a gate it lies by rank
     m.drop("by_rank", "grad_input_proj")
     m.hold(lse=lse_copy(z), grads=packed)
     m.drop("lse", "grad_out")
@@ -216,13 +232,12 @@ def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
     m.drop("kv")
     ring_forward(m, z, q=z.q, kv=z.kv, lse=z.lse)
     m.keep("lse")
-    m.drop("shard")
-    m.hold(output=z.x)
+    _proj_forward(m, z)
     m.drop("proj")
     if swaps(m.rank, z):
         m.touch(z.x + second_half(z, z.x))
         m.keep("swapped")
-    m.keep("q", "packed", "out")
+    m.keep("q", "packed", "out", "gate", "gated")
 
 
 def megatron_cz_backward(m: Ledger, z: LayerSizes) -> None:
@@ -232,6 +247,7 @@ def megatron_cz_backward(m: Ledger, z: LayerSizes) -> None:
     _proj_backward(m, z)
     if swaps(m.rank, z):
         m.drop("grad")
+    _gate_backward(m, z)
     ring_backward(m, z, q=z.q, kv=z.kv, lse=z.lse, heads=z.n)
     m.drop("grad_input_proj")
     m.release(z.q + z.kv + z.q + z.lse)
@@ -255,21 +271,26 @@ def colossal_z_forward(m: Ledger, z: LayerSizes) -> None:
     m.hold(probs=scores, chunks=min(z.p - 1, 2) * one, wide_out=z.wide(z.q))
     m.touch(z.q)
     m.drop("chunks")
-    if z.half_type or moves_q:
+    if (z.half_type or moves_q) and not _stays_heads_first(z):
         m.hold(out=z.q)
         m.drop("wide_out")
     else:
         m.drop("wide_out")
         m.hold(out=z.q)
     m.keep("q_by_head" if moves_q else "q", "kv_by_head" if moves_kv else "kv", "probs")
-    m.drop("q" if moves_q else "q_by_head", "kv" if moves_kv else "kv_by_head", "shard")
-    m.hold(output=z.x)
-    m.keep("out")
+    m.drop("q" if moves_q else "q_by_head", "kv" if moves_kv else "kv_by_head")
+    _proj_forward(m, z)
+    m.keep("out", "gate", "gated")
 
 
 def _moves_heads(z: LayerSizes) -> tuple[bool, bool]:
     """Whether q, and k and v, are copied as heads come first: not of one head of one sequence."""
     return z.b * z.n > 1, z.b * z.g > 1
+
+
+def _stays_heads_first(z: LayerSizes) -> bool:
+    """Whether nothing copies the output for the heads to come last: a gate takes it as it is."""
+    return z.gate and not z.half_type
 
 
 def _diagonal_mask(z: LayerSizes) -> int:
@@ -284,8 +305,10 @@ def colossal_z_backward(m: Ledger, z: LayerSizes) -> None:
     narrow_chunk = chunk if z.half_type else 0
     narrow_one = one if z.half_type else 0
     _proj_backward(m, z)
+    _gate_backward(m, z)
     m.release(z.q)
-    m.hold(heads_first=z.q if _moves_heads(z)[0] else 0, grad_scores=z.wide(scores), chunks=chunks)
+    moves = _moves_heads(z)[0] and not _stays_heads_first(z)
+    m.hold(heads_first=z.q if moves else 0, grad_scores=z.wide(scores), chunks=chunks)
     m.hold(coming=z.wide(one), sent=z.wide(one))
     m.touch(chunk + (wide_chunk if z.half_type else 0))
     m.touch(wide_chunk + z.wide(one) + narrow_one)
