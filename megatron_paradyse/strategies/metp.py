@@ -16,7 +16,8 @@ Bytes that a rank sends, e bytes a value (4 for what is summed in float32; 8 bot
     mlp        forward   (p-1)/p M e
                backward  (p-1)/p M (e + 4)
 
-    A   values of qkv (aligned to whole heads: (n + 2 g') d h), proj and the qkv bias
+    A   values of qkv (aligned to whole heads: (n + 2 g') d h; with gates (2n + 2 g') d h), proj and
+        the qkv bias
     M   values of fc1, fc2 and the fc1 bias
     g'  key/value heads over all blocks, lcm(g, p)
     S   s/p b h e if causal (swap_halves of input and output), else 0

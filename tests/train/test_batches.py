@@ -56,6 +56,7 @@ def test_rows_are_packed_by_the_window_that_all_layers_have(window, skipped, exp
         **{"virtual_pipeline_model_parallel_size": None, "global_batch_size": 8},
         position_embedding_type="rope",
         multi_latent_attention=False,
+        attention_output_gate=False,
         paradyse_settings=argparse.Namespace(pack_tokens=64, spread=1),
     )
     for name in ("get_data_parallel_world_size", "get_data_parallel_rank"):
