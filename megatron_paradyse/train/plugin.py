@@ -111,7 +111,9 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
             from megatron_paradyse import cpu_platform
 
             cpu_platform.apply_arguments(args)
-        elif changed := megatron_start.complete(args):
+            return args
+        megatron_start.check_initialization(args)
+        if changed := megatron_start.complete(args):
             megatron_start.say_once(f"packages are missing, so {' '.join(changed)}")
         return args
 
