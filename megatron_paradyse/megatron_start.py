@@ -175,6 +175,15 @@ def say_once(text: str) -> None:
         print(f"> paradyse: {text}", flush=True)
 
 
+def check_initialization(args: argparse.Namespace) -> None:
+    """On GPUs: Megatron moves no model that it has initialised on the host."""
+    if getattr(args, "paradyse", False) and args.use_cpu_initialization:
+        raise UserError(
+            "--use-cpu-initialization: Megatron 0.19 then leaves the model in the host's memory, "
+            "and its first layer fails: leave it out"
+        )
+
+
 def complete(args: argparse.Namespace) -> list[str]:
     """Set arguments whose packages are missing, in place; the flags that say the same."""
     from megatron.core.extensions.transformer_engine import HAVE_TE

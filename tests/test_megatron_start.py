@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -39,6 +40,15 @@ def test_what_is_missing_is_done_without_and_said():
     assert {*flags} == {*megatron_start.FLAGS.values()} - {"--async-strategy mcore"}
     assert vars(args) == {name: cpu_platform.CPU_ARGUMENTS[name] for name in DEFAULTS}
     assert megatron_start.complete(args) == []
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_model_that_would_stay_in_the_memory_of_the_host_is_refused(asked):
+    args = argparse.Namespace(paradyse=True, use_cpu_initialization=asked)
+    refused = pytest.raises(UserError, match="--use-cpu-initialization: Megatron")
+    with refused if asked else contextlib.nullcontext():
+        megatron_start.check_initialization(args)
+    megatron_start.check_initialization(argparse.Namespace(use_cpu_initialization=asked))
 
 
 @pytest.mark.parametrize(

@@ -299,9 +299,9 @@ def _new_gradients(x, weight, bias, needs_input_grad, head: _Head) -> _Gradients
 def _common_factor(grad: Tensor, token_weights: Tensor) -> float | None:
     """c where grad = c token_weights up to rounding, or None where there is no such c.
 
-    Waits for the device. grad and token_weights are the same numbers on every rank of the group,
-    and so is the answer. It is a number and not a tensor: a GPU would round a tensor to the dtype
-    of what it multiplies, and so scale all gradients alike.
+    Waits for the device, once. grad and token_weights are the same numbers on every rank of the
+    group, and so is the answer. It is a number and not a tensor: a GPU would round a tensor to the
+    dtype of what it multiplies, and so scale all gradients alike.
     """
     weights = token_weights.to(grad.dtype)
     index = weights.abs().argmax()
@@ -310,4 +310,5 @@ def _common_factor(grad: Tensor, token_weights: Tensor) -> float | None:
     expected = factor * weights
     tolerance = ROUNDINGS * torch.finfo(grad.dtype).eps
     agrees = (grad - expected).abs() <= tolerance * expected.abs()
-    return factor.item() if bool(agrees.all()) else None
+    all_agree, number = torch.stack((agrees.all().to(factor.dtype), factor)).tolist()
+    return number if all_agree else None

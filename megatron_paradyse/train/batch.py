@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.training import get_args, get_tokenizer
@@ -9,6 +10,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.host import to_device
 from megatron_paradyse.train.masking import NOT_PREDICTED, mask_tokens
 from megatron_paradyse.train.model_kind import BERT
 
@@ -29,19 +31,21 @@ def document_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torc
     device = device_of_rank()
     edge = is_first_or_last_pipeline_stage(vp_stage)
     batch = next(data_iterator) if mpu.get_tensor_model_parallel_rank() == 0 else None
-    shape = torch.zeros(2, dtype=torch.int64, device=device)
+    shape = torch.empty(2, dtype=torch.int64, device=device)
     if batch is not None:
         check_vocabulary(ids_of(batch["tokens"]))
-        shape.copy_(torch.tensor(batch["tokens"].shape))
+        shape = to_device(np.array(batch["tokens"].shape), device)
     torch.distributed.broadcast(shape, source, group=group)
-    num_sequences, width = shape.tolist()
+    # The first rank knows, and need not wait for the device.
+    num_sequences, width = shape.tolist() if batch is None else batch["tokens"].shape
     s, masked = width - 1, get_args().paradyse_model == BERT
     columns = (2 * s if masked else s + 1) if edge else 0
     payload = torch.empty(num_sequences, 1 + columns, dtype=torch.int64, device=device)
     if batch is not None:
-        payload[:, 0] = batch["lengths"]
+        payload[:, 0].copy_(batch["lengths"], non_blocking=True)
         if edge:
-            payload[:, 1:] = _masked(batch, s) if masked else batch["tokens"]
+            own = _masked(batch, s) if masked else batch["tokens"]
+            payload[:, 1:].copy_(own, non_blocking=True)
     torch.distributed.broadcast(payload, source, group=group)
     lengths = payload[:, 0]
     count_lengths(lengths, vp_stage)

@@ -73,8 +73,9 @@ class PackedStep:
         """int32 [2, s]."""
         both = torch.empty(2, s, dtype=torch.int32, device=device)
         if self._tokens is not None:
-            both.copy_(self._tokens[:, self._first_token : self._first_token + s])
-            self._first_token += s
+            start, self._first_token = self._first_token, self._first_token + s
+            for row, pinned in zip(both, self._tokens, strict=True):  # each in one piece: no copy
+                row.copy_(pinned[start : start + s], non_blocking=True)
         _broadcast(both)
         return both
 

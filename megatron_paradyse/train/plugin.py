@@ -111,7 +111,9 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
             from megatron_paradyse import cpu_platform
 
             cpu_platform.apply_arguments(args)
-        elif changed := megatron_start.complete(args):
+            return args
+        megatron_start.check_initialization(args)
+        if changed := megatron_start.complete(args):
             megatron_start.say_once(f"packages are missing, so {' '.join(changed)}")
         return args
 
@@ -266,10 +268,12 @@ def _announce(settings) -> None:
     from megatron.training import get_args, get_tokenizer, print_rank_0
 
     from megatron_paradyse.strategies.kernels import choose_kernel
+    from megatron_paradyse.train.batch import device_of_rank
     from megatron_paradyse.train.data_files import other_vocabulary
+    from megatron_paradyse.train.describe import head_dim
 
     args = get_args()
-    queries = torch.empty(1, args.kv_channels, dtype=args.params_dtype, device="cuda")
+    queries = torch.empty(1, head_dim(args), dtype=args.params_dtype, device=device_of_rank())
     kernel = choose_kernel(
         queries,
         window=args.window_size is not None,

@@ -71,6 +71,8 @@ def _larger(case: AttentionCase | MlpCase) -> AttentionCase | MlpCase:
     case = replace(case, h=64, s=case.s if case.s > 96 else 96)
     if isinstance(case, MlpCase):
         return replace(case, f=128)
+    if case.offset:  # one value a head
+        case = replace(case, n=32, g=32 * case.g // case.n)
     return replace(case, d=32) if case.d == 8 else case
 
 
@@ -124,9 +126,9 @@ KERNEL_CASES = [
         id=f"{kernel.name if kernel else 'chosen'}-{dtype}-{n}-{g}-{d}-{mask}",
     )
     for kernel, dtypes, head_dims in (
-        (CUDA_FLASH, HALF_TYPES, (40, 64, 128)),
-        (FLASH_ATTN, HALF_TYPES, (64, 128)),
-        (CUDA_EFFICIENT, (torch.float32, *HALF_TYPES), (40, 64, 128)),
+        (CUDA_FLASH, HALF_TYPES, (40, 64, 128, 192)),  # 192: of DeepSeek's latent attention
+        (FLASH_ATTN, HALF_TYPES, (64, 128, 192)),
+        (CUDA_EFFICIENT, (torch.float32, *HALF_TYPES), (40, 64, 128, 192)),
         (TILED, (torch.float64, torch.float32, *HALF_TYPES), (6, 64)),
         (None, (torch.float64, torch.float32, *HALF_TYPES), (6, 40, 64)),  # the one it chooses
     )

@@ -10,6 +10,7 @@ import functools
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron_paradyse.edges.cross_entropy import _common_factor
 from megatron_paradyse.edges.embedding import tiled_positions
@@ -81,6 +82,22 @@ def test_the_factor_of_the_losses_is_a_number():
     factor = _common_factor(weights / 43607, weights)
     assert isinstance(factor, float) and factor == pytest.approx(1 / 43607, rel=1e-6)
     assert _common_factor(torch.tensor([[1.0, 0.5, 1.0]]), weights) is None
+
+
+class _Waits(TorchFunctionMode):
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        waiting = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__)
+        self.count += func in waiting
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_factor_of_the_losses_waits_for_a_gpu_once():
+    weights = torch.tensor([[1.0, 0.0, 1.0]])
+    with _Waits() as waits:
+        _common_factor(weights / 3, weights)
+    assert waits.count == 1
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])

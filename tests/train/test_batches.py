@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
@@ -142,6 +143,42 @@ def test_nothing_is_predicted_from_an_end_of_document_where_it_is_masked(asked, 
     both = torch.stack([tokens[0, :-1], tokens[0, 1:]]).int()
     step = packed_batch.PackedStep(iter([Share((alone,), both)]))
     assert step.read()["loss_mask"].tolist() == masks[:1]
+
+
+class Copies(TorchFunctionMode):
+    """What is copied into tensors of a device, and what the host waits for."""
+
+    def __init__(self):
+        self.copied, self.waits = [], []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            self.copied.append((args[1].is_contiguous(), (kwargs or {}).get("non_blocking")))
+        if func in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__setitem__):
+            self.waits.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_tokens_go_to_the_device_without_waiting(monkeypatch):
+    """From the memory that the loader has pinned, in pieces that need no copy before."""
+    from megatron_paradyse.data.packed import PackedMicrobatch, Share
+    from megatron_paradyse.train import batch, packed_batch
+
+    args = argparse.Namespace(eod_mask_loss=False, max_position_embeddings=8, paradyse_model="gpt")
+    args.padded_vocab_size = 10
+    on_one_rank(monkeypatch, args, None, batch, packed_batch)
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1]])
+    rows = tuple(PackedMicrobatch((length,), None, length) for length in (3, 4))
+    step = packed_batch.PackedStep(iter([Share(rows, tokens.int())]))
+    with Copies() as seen:
+        read = [step.read() for _ in rows]
+    assert [one["tokens"].tolist() for one in read] == [[[1, 2, 3]], [[4, 5, 6, 7]]]
+    assert [one["labels"].tolist() for one in read] == [[[7, 6, 5]], [[4, 3, 2, 1]]]
+    assert seen.copied == [(True, True)] * 4 and not seen.waits
+    with Copies() as seen:
+        read = batch.document_batch(iter([{"tokens": tokens, "lengths": torch.tensor([6, 6])}]))
+    assert read["tokens"].tolist() == tokens[:, :-1].tolist()
+    assert seen.copied == [(True, True)] * 2 and not seen.waits
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.train.harness import ROOT, attempt, run_bounded, train, with_defaults, write_documents
 
@@ -146,3 +148,31 @@ def test_without_the_flag_the_model_is_stock_megatrons(tmp_path):
     """No switchable module, no hook, no extended log line."""
     run = train(tmp_path, "--mock-data", *TP2, ranks=2)
     assert "tokens/s" not in run.stdout
+
+
+@pytest.mark.parametrize(("latent", "head_dim"), [(False, 56), (True, 192)])
+def test_the_kernel_that_the_log_names_is_that_of_the_heads_that_run(latent, head_dim, monkeypatch):
+    """DeepSeek's hidden size over its heads is 56; latent attention has heads of its own size."""
+    import megatron.training
+
+    from megatron_paradyse.settings import Settings
+    from megatron_paradyse.strategies import kernels
+    from megatron_paradyse.train import plugin
+
+    args = argparse.Namespace(params_dtype=torch.bfloat16, window_size=None, attention_dropout=0.0)
+    args.multi_latent_attention, args.kv_channels = latent, 56
+    args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim = 512, 128, 64
+    args.v_head_dim = 128
+    asked: list[int] = []
+    said: list[str] = []
+
+    def choose(q, **masks):
+        asked.append(q.shape[-1])
+        return kernels.TILED
+
+    monkeypatch.setattr(kernels, "choose_kernel", choose)
+    monkeypatch.setattr(megatron.training, "get_args", lambda: args)
+    monkeypatch.setattr(megatron.training, "print_rank_0", said.append)
+    plugin._announce(Settings(policy="fixed:megatron_ts", sequences="fixed"))
+    assert asked == [head_dim]
+    assert said[0].endswith(f"attention kernel {kernels.TILED.name}")
