@@ -13,6 +13,7 @@ from megatron.core.rerun_state_machine import (
     RerunState,
     get_rerun_state_machine,
 )
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args, training
 
 from megatron_paradyse.profiler.model import ProfiledModel
@@ -56,9 +57,16 @@ def begin_anew(model: ProfiledModel) -> None:
 
 
 def forget_gradients(model: ProfiledModel) -> None:
-    """What a failure may have left in gradients."""
+    """What a failure may have left in gradients, and in layers whose forward did not end.
+
+    Megatron's layer keeps the input of its MLP until that has run, and with it, by autograd, what
+    all layers before have saved.
+    """
     for chunk in model.chunks:
         for parameter in chunk.parameters():
             parameter.grad = None
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                module.mlp_norm_manager = None
         chunk.zero_grad_buffer()
     torch.cuda.empty_cache()
