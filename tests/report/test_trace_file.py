@@ -193,10 +193,15 @@ BROKEN_LOADS = {
 }
 
 
+@pytest.fixture(scope="module")
+def costs_of_all(tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("costs"))
+
+
 @pytest.mark.parametrize("name", BROKEN_LOADS)
-def test_a_broken_load_leaves_its_line_out(name, tmp_path):
+def test_a_broken_load_leaves_its_line_out(name, costs_of_all, tmp_path):
     lines = [microbatch(1, 8192, **PACKED, load=BROKEN_LOADS[name]), microbatch(2, 8192, **PRICED)]
-    trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), fitted(tmp_path))
+    trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs_of_all)
     assert trace.summary.microbatches == 1 and "line 1 left out: " in warning_lines(trace)[0]
 
 
@@ -211,11 +216,10 @@ LOADS = st.fixed_dictionaries(
 
 @settings(max_examples=50)
 @given(loads=st.lists(LOADS, min_size=1, max_size=3))
-def test_no_load_breaks_the_estimates(loads, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("loads")
+def test_no_load_breaks_the_estimates(loads, costs_of_all, tmp_path_factory):
     lines = [RUN, *(microbatch(1, 8192, **PACKED, load=load) for load in loads)]
-    costs = fitted(folder)
-    content = Content([read_trace(str(write_trace(folder / "t.jsonl", lines)), costs)], costs)
+    path = write_trace(tmp_path_factory.mktemp("loads") / "t.jsonl", lines)
+    content = Content([read_trace(str(path), costs_of_all)], costs_of_all)
     assert content.as_json()["microbatches"] == len(loads)
 
 
