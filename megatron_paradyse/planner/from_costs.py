@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ def row_source(model: CostModel, correct: Correct, *, alignment: int) -> RowSour
     packed = model.packed
     assert packed is not None
 
+    @functools.lru_cache(maxsize=16)  # a summary and a trace ask again for the row planned
     def load(row: Row) -> Load:
         return rounded_up(
             packed.load_of(row), alignment=alignment, causal=packed.causal, window=packed.window

@@ -36,6 +36,11 @@ def is_narrow(window: int | None, seq_length: int, p: int) -> bool:
     return seq_length >= shortest_narrow(window, p)
 
 
+def qkv_rows(n: int, num_kv_heads: int, d: int, *, gate: bool) -> int:
+    """Rows of linear_qkv's weight, with gates of the output or without."""
+    return ((2 * n if gate else n) + 2 * num_kv_heads) * d
+
+
 @dataclass(frozen=True)
 class LayerSizes:
     """One layer and one microbatch; letters as in contract.py."""
@@ -120,8 +125,7 @@ class LayerSizes:
 
     def qkv_rows(self, num_kv_heads: int) -> int:
         """Rows of linear_qkv's weight, with so many key/value heads."""
-        of_queries = 2 * self.n if self.gate else self.n
-        return (of_queries + 2 * num_kv_heads) * self.d
+        return qkv_rows(self.n, num_kv_heads, self.d, gate=self.gate)
 
     @property
     def qkv_weight(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
-from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, qkv_rows
 from megatron_paradyse.strategies.walks.steps import INDEX_BYTES
 
 
@@ -29,8 +29,8 @@ class AlignedRows:
 @lru_cache(maxsize=64)
 def aligned_rows(n: int, g: int, d: int, p: int, gate: bool) -> tuple[AlignedRows, ...]:
     """By rank; of shards that are not whole heads."""
-    of_queries = 2 * n if gate else n
-    slot, size = of_queries // g + 2, (of_queries + 2 * g) * d // p
+    total = qkv_rows(n, g, d, gate=gate)
+    slot, size = total // (g * d), total // p
     counts = [[0] * p for _ in range(p)]  # [of the shard of][in the block of]
     for rank in range(p):
         queries = range(rank * n // p, (rank + 1) * n // p)
@@ -43,7 +43,7 @@ def aligned_rows(n: int, g: int, d: int, p: int, gate: bool) -> tuple[AlignedRow
             counts[row // size][rank] += 1
     sent = [sum(row) for row in counts]
     received = [sum(column) for column in zip(*counts, strict=True)]
-    num_chunks = -(-max(sent) // ((of_queries + 2 * lcm(g, p)) * d // p))
+    num_chunks = -(-max(sent) // (qkv_rows(n, lcm(g, p), d, gate=gate) // p))
     return tuple(
         AlignedRows(
             sent=sent[rank],
