@@ -21,10 +21,8 @@ from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.shapes import attention_shape
 from megatron_paradyse.strategies import base_name, get_strategy
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
-from megatron_paradyse.strategies.latents import check_takes_latents
+from megatron_paradyse.strategies.marks import check_heeds
 from megatron_paradyse.strategies.order import in_order
-from megatron_paradyse.strategies.output_gate import check_takes_gate
-from megatron_paradyse.strategies.softmax_offset import check_takes_offset
 
 
 class SwitchableAttention:
@@ -56,12 +54,12 @@ class SwitchableAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """x [s/p, b, i] -> [s/p, b, h] and the bias that is still to be added to it."""
         chosen = get_strategy(strategy)
-        if weights.softmax_offset is not None:
-            check_takes_offset(chosen)
-        if shape.latent is not None:
-            check_takes_latents(chosen)
-        if shape.output_gate:
-            check_takes_gate(chosen)
+        check_heeds(
+            chosen,
+            offset=weights.softmax_offset is not None,
+            latents=shape.latent is not None,
+            gate=shape.output_gate,
+        )
         out = chosen.attention(x, weights, shape, microbatch, self.pg_collection.tp)
         return out, bias_of(self.linear_proj)
 

@@ -16,17 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies.contract import AttentionShape, LatentSizes, Strategy
-
-
-def check_takes_latents(strategy: Strategy) -> None:
-    """Raise UserError where it would take latents for the layer's input."""
-    if not strategy.takes_latents:
-        raise UserError(
-            f"strategy {strategy.name} knows nothing of --multi-latent-attention (takes_latents is "
-            "not set): name others by --paradyse-strategies"
-        )
+from megatron_paradyse.strategies.contract import AttentionShape, LatentSizes
 
 
 def split_latents(x: Tensor, sizes: LatentSizes) -> tuple[Tensor, Tensor, Tensor]:

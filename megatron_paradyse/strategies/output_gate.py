@@ -24,19 +24,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies.contract import Strategy
 from megatron_paradyse.strategies.local_attention import accumulation_dtype
 from megatron_paradyse.strategies.sizes import positions_of_tile
-
-
-def check_takes_gate(strategy: Strategy) -> None:
-    """Raise UserError where it would take gates for heads of the attention."""
-    if not strategy.takes_gate:
-        raise UserError(
-            f"strategy {strategy.name} knows nothing of --attention-output-gate (takes_gate is not "
-            "set): name others by --paradyse-strategies"
-        )
 
 
 def with_gate(out: Tensor, gate: Tensor | None) -> Tensor:

@@ -17,18 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies.collectives import gather_sequence
-from megatron_paradyse.strategies.contract import AttentionWeights, Strategy
-
-
-def check_takes_offset(strategy: Strategy) -> None:
-    """Raise UserError where it would compute another softmax than the model's."""
-    if not strategy.takes_offset:
-        raise UserError(
-            f"strategy {strategy.name} knows nothing of --softmax-type (takes_offset is not set): "
-            "name others by --paradyse-strategies"
-        )
+from megatron_paradyse.strategies.contract import AttentionWeights
 
 
 def in_float(offset: Tensor | None) -> Tensor | None:

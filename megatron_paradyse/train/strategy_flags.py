@@ -20,9 +20,7 @@ from megatron_paradyse.strategies import (
     parse_strategy_name,
 )
 from megatron_paradyse.strategies.contract import AttentionShape
-from megatron_paradyse.strategies.latents import check_takes_latents
-from megatron_paradyse.strategies.output_gate import check_takes_gate
-from megatron_paradyse.strategies.softmax_offset import check_takes_offset
+from megatron_paradyse.strategies.marks import check_heeds
 from megatron_paradyse.train.model_flags import check_costs_know
 from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.train.model_layers import count_layers
@@ -53,13 +51,14 @@ def check_strategies(args: argparse.Namespace) -> tuple[str, ...]:
             "say what is recomputed: leave --recompute-granularity out"
         )
     for name in names:
-        get_strategy(name).check(shape, args.tensor_model_parallel_size)
-        if args.softmax_type != "vanilla":
-            check_takes_offset(get_strategy(name))
-        if args.multi_latent_attention:
-            check_takes_latents(get_strategy(name))
-        if args.attention_output_gate:
-            check_takes_gate(get_strategy(name))
+        strategy = get_strategy(name)
+        strategy.check(shape, args.tensor_model_parallel_size)
+        check_heeds(
+            strategy,
+            offset=args.softmax_type != "vanilla",
+            latents=args.multi_latent_attention,
+            gate=args.attention_output_gate,
+        )
     others = [name for name in names if parse_strategy_name(name)[0] != MEGATRON_TS]
     problem = only_megatron_ts(args) or _only_megatrons_mlp(args)
     if problem is not None and others:

@@ -15,9 +15,7 @@ import megatron_paradyse.strategies as registry
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name, strategy_names
 from megatron_paradyse.strategies.contract import AttentionShape
-from megatron_paradyse.strategies.latents import check_takes_latents
-from megatron_paradyse.strategies.output_gate import check_takes_gate
-from megatron_paradyse.strategies.softmax_offset import check_takes_offset
+from megatron_paradyse.strategies.marks import FLAG_OF_MARK, check_heeds
 
 FOLDER = Path(registry.__file__).parent
 
@@ -71,28 +69,18 @@ def test_third_party_strategy_is_found_through_its_entry_point(monkeypatch):
     assert registry.get_strategy.__wrapped__("mine+recompute").title == "Mine+recompute"
 
 
+@pytest.mark.parametrize("mark", FLAG_OF_MARK)
 @pytest.mark.parametrize("name", [*registry.BUILT_IN, "metp+recompute", "megatron_cz+offload"])
-def test_a_strategy_that_knows_no_offset_of_the_softmax_is_refused(name):
+def test_a_strategy_that_does_not_heed_what_the_model_has_is_refused(name, mark):
     """It would compute another attention than the model's."""
-    check_takes_offset(get_strategy(name))
-    with pytest.raises(UserError, match=f"strategy {re.escape(name)} knows nothing of --softmax-t"):
-        check_takes_offset(replace(get_strategy(name), takes_offset=False))
-
-
-@pytest.mark.parametrize("name", [*registry.BUILT_IN, "metp+recompute", "megatron_cz+offload"])
-def test_a_strategy_that_knows_no_latents_is_refused(name):
-    """It would take them for the layer's input."""
-    check_takes_latents(get_strategy(name))
-    with pytest.raises(UserError, match=f"strategy {re.escape(name)} knows nothing of --multi-la"):
-        check_takes_latents(replace(get_strategy(name), takes_latents=False))
-
-
-@pytest.mark.parametrize("name", [*registry.BUILT_IN, "metp+recompute", "megatron_cz+offload"])
-def test_a_strategy_that_knows_no_gate_of_the_output_is_refused(name):
-    """It would take gates for heads."""
-    check_takes_gate(get_strategy(name))
-    with pytest.raises(UserError, match=f"strategy {re.escape(name)} knows nothing of --attention"):
-        check_takes_gate(replace(get_strategy(name), takes_gate=False))
+    strategy, has = get_strategy(name), {"offset": False, "latents": False, "gate": False}
+    without = replace(strategy, **{mark: False})
+    check_heeds(without, **has)
+    has[mark.removeprefix("takes_")] = True
+    check_heeds(strategy, **has)
+    refused = f"{re.escape(name)} knows nothing of {FLAG_OF_MARK[mark]} "
+    with pytest.raises(UserError, match=refused):
+        check_heeds(without, **has)
 
 
 def test_asking_for_names_imports_no_torch():
