@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from megatron.core.models.bert import bert_lm_head
 from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
     is_pp_last_stage,
@@ -95,21 +96,29 @@ class MaskedLanguageModel(BertModel):
         attention_mask: Tensor | None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """input_ids, position_ids, labels and loss_mask [b, s] -> losses [b, s].
 
-        attention_mask: [b, s], true where a token is no padding; None: there is no padding.
+        attention_mask: [b, s], true where a token is no padding; None: there is no padding, or
+        packed_seq_params say which tokens are a document's.
         Without labels: logits [b, s, v/p]. On earlier pipeline stages: hidden states [s/p, b, h].
         """
         hidden = self.embedding(input_ids, position_ids) if self.pre_process else None
         angles = None
         if self.position_embedding_type == "rope":
             rotary = self.rotary_pos_emb
-            angles = rotary(rotary.get_rotary_seq_len(None, self.encoder, hidden, self.config))
+            longest = rotary.get_rotary_seq_len(
+                None, self.encoder, hidden, self.config, packed_seq_params
+            )
+            angles = rotary(longest)
         if attention_mask is not None:
             attention_mask = self.bert_extended_attention_mask(attention_mask)
         hidden = self.encoder(
-            hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=angles
+            hidden_states=hidden,
+            attention_mask=attention_mask,
+            rotary_pos_emb=angles,
+            packed_seq_params=packed_seq_params,
         )
         return self.head(hidden, labels, loss_mask) if self.post_process else hidden
 

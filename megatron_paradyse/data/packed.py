@@ -13,13 +13,18 @@ import numpy as np
 import torch
 
 from megatron_paradyse.data.loader import Samples, own_generator, starts
-from megatron_paradyse.data.targets import ids_of
+from megatron_paradyse.data.targets import NO_LABEL, ids_of
 from megatron_paradyse.packing.pack import Packing
 from megatron_paradyse.packing.row import Row
 
-NO_LABEL = -1  # where padding has no next token, or the next one is not learnt
-
 Packer = Callable[[Sequence[int]], Packing]  # of the lengths of a global batch
+# Inputs and labels [n] of a sample of n + 1 tokens, in the global batch that begins at a position.
+Objective = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+
+
+def next_tokens(sample: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of a GPT: the same in every global batch. NO_LABEL where the next token is not learnt."""
+    return ids_of(sample[:-1]), np.maximum(sample[1:], NO_LABEL)
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,10 @@ class PackedShares(torch.utils.data.Dataset):
         replica: int,
         alignment: int,
         reads_tokens: bool = True,
+        objective: Objective = next_tokens,
     ):
         """alignment: of a document alone. reads_tokens: whether shares hold any."""
-        self._stream, self._pack = stream, pack
+        self._stream, self._pack, self._objective = stream, pack, objective
         self._size, self._replica = global_batch_size, replica
         self._alignment, self._reads_tokens = alignment, reads_tokens
 
@@ -79,25 +85,27 @@ class PackedShares(torch.utils.data.Dataset):
                 s, place = made.row.group_length, self._replica % made.row.groups
             microbatches.append(PackedMicrobatch(of_row, made.row, s, place))
             if self._reads_tokens:
-                samples = [self._stream.tokens(first + number) for number in made.documents]
+                samples = (self._stream.tokens(first + number) for number in made.documents)
+                learnt = [self._objective(sample, first) for sample in samples]
                 if made.row is None:
-                    parts.append(collate_row(samples, None, s))
+                    parts.append(collate_row(learnt, None, s))
                 else:
-                    whole = collate_row(samples, made.row, made.row.seq_length)
+                    whole = collate_row(learnt, made.row, made.row.seq_length)
                     parts.append(whole[:, made.row.rows_of(place)])
         tokens = torch.from_numpy(np.concatenate(parts, axis=1)) if parts else None
         return Share(tuple(microbatches), tokens)
 
 
-def collate_row(samples: Sequence[np.ndarray], row: Row | None, seq_length: int) -> np.ndarray:
-    """Inputs and labels, int32 [2, s], of samples of lengths + 1 tokens."""
+def collate_row(
+    documents: Sequence[tuple[np.ndarray, np.ndarray]], row: Row | None, seq_length: int
+) -> np.ndarray:
+    """Inputs and labels, int32 [2, s], of those of each document."""
     both = np.zeros((2, seq_length), dtype=np.int32)
     both[1] = NO_LABEL
     stop = 0
-    for sample in samples:
-        start, stop = stop, stop + len(sample) - 1
-        both[0, start:stop] = ids_of(sample[:-1])
-        both[1, start:stop] = np.maximum(sample[1:], NO_LABEL)
+    for inputs, labels in documents:
+        start, stop = stop, stop + len(inputs)
+        both[0, start:stop], both[1, start:stop] = inputs, labels
     return both if row is None else both[:, positions_held(row)]
 
 

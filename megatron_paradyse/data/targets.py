@@ -18,6 +18,7 @@ from megatron_paradyse.data.tokenizers import TokenArray
 from megatron_paradyse.errors import UserError
 
 SUFFIX = ".targets"
+NO_LABEL = -1  # where nothing is predicted
 BLOCK_BYTES = 1 << 22  # counted at a time
 TargetArray = np.ndarray[Any, np.dtype[np.uint8]]
 

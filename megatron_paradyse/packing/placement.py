@@ -3,7 +3,8 @@
 Every rank holds s/p rows, and about the same unmasked scores of attention. A document over k ranks
 is cut into 2k pieces, of which the j-th rank holds the j-th from the start and the j-th from the
 end (zigzag): with a causal mask the ranks then have the same scores of it. With a sliding window
-the queries beyond it all have the same: then its first tokens lie so, the others in k pieces.
+the queries beyond it all have the same: then its first tokens lie so, the others in k pieces. In
+bidirectional attention all queries have, and each rank holds one piece.
 """
 
 from __future__ import annotations
@@ -178,11 +179,13 @@ class _Ranks:
     def hold(self, number: int, quotas: list[tuple[int, int]]) -> None:
         """Give every rank its tokens of a document: half from its start on, half from its end.
 
-        With a window so of those whose queries see ever more keys, and of the others in one piece.
+        So of those whose queries see ever more keys, and of the others in one piece.
         """
         start, length = 0, self._lengths[number]
         rising = quotas
-        if self._causal and self._window is not None and self._window < length:
+        if not self._causal:
+            rising = _shares(quotas, 0)
+        elif self._window is not None and self._window < length:
             rising = _shares(quotas, self._window)
         firsts = [(rank, tokens - tokens // 2) for rank, tokens in rising]
         seconds = [(rank, tokens // 2) for rank, tokens in reversed(rising)]

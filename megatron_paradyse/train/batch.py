@@ -9,9 +9,10 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
+from megatron_paradyse.data.targets import NO_LABEL
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies.host import to_device
-from megatron_paradyse.train.masking import NOT_PREDICTED, mask_tokens
+from megatron_paradyse.train.masking import Masking, mask_tokens
 from megatron_paradyse.train.model_kind import BERT
 
 BATCH_NAMES = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
@@ -93,16 +94,20 @@ def _masked(batch: dict, s: int) -> torch.Tensor:
     """[b, 2 s]: a document's tokens less its last one, which ends it, masked; then the labels."""
     args = get_args()
     iteration = getattr(args, "curr_iteration", 0) or 0
-    inputs, labels = mask_tokens(
-        batch["tokens"][:, :s],
-        batch["lengths"],
+    masking = masking_of(iteration if torch.is_grad_enabled() else None)
+    return torch.cat(mask_tokens(batch["tokens"][:, :s], batch["lengths"], masking), 1)
+
+
+def masking_of(iteration: int | None) -> Masking:
+    """As the arguments say; None: of an evaluation, which masks alike every time."""
+    args = get_args()
+    return Masking(
         share=args.mask_prob,
-        mask_token=args.paradyse_settings.mask_token or 0,  # given, unless this is a profile
+        token=args.paradyse_settings.mask_token or 0,  # given, unless this is a profile
         vocab_size=get_tokenizer().vocab_size,
-        # An evaluation masks alike every time, an epoch of the training not.
-        seed=(args.seed, iteration if torch.is_grad_enabled() else -1),
+        seed=args.seed,
+        iteration=-1 if iteration is None else iteration,
     )
-    return torch.cat([inputs, labels], 1)
 
 
 def derive_masked_batch(
@@ -115,7 +120,7 @@ def derive_masked_batch(
         "tokens": inputs.contiguous(),
         "labels": labels.clamp(min=0),
         "position_ids": positions.expand(inputs.shape[0], -1).contiguous(),
-        "loss_mask": (labels != NOT_PREDICTED).float(),
+        "loss_mask": (labels != NO_LABEL).float(),
         "attention_mask": attention_mask,
     }
 

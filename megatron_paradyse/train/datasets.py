@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
@@ -21,13 +23,16 @@ from megatron_paradyse.data.choices import BUCKETED
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream
 from megatron_paradyse.data.loader import Balance, Samples, Sharding, microbatches
 from megatron_paradyse.data.order import make_order
-from megatron_paradyse.data.packed import PackedShares, packed_shares
+from megatron_paradyse.data.packed import Objective, PackedShares, next_tokens, packed_shares
 from megatron_paradyse.data.whole_set import OneEpoch, WholeSet
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.pack import Costs, Grid, flops_costs
 from megatron_paradyse.packing.placement import alignment
 from megatron_paradyse.packing.wide import pack_wide
 from megatron_paradyse.settings import PACKED
+from megatron_paradyse.train.batch import masking_of
+from megatron_paradyse.train.masking import Masking, mask_document
+from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 from megatron_paradyse.units import counted
 
@@ -229,6 +234,7 @@ def _packed(
         hidden_size=args.hidden_size,
         num_replicas=mpu.get_data_parallel_world_size(),
         alignment=alignment(args.tensor_model_parallel_size),
+        causal=args.paradyse_model == GPT,
         multiple_of=(args.microbatch_group_size_per_vp_stage or stages) if interleaved else 1,
         stages=stages,
         window=common_window(ModelLayers.of_arguments(args, count_layers(args)).windows(args)),
@@ -246,6 +252,7 @@ def _packed(
         replica=mpu.get_data_parallel_rank(),
         alignment=grid.alignment,
         reads_tokens=is_first_or_last_pipeline_stage(vp_stage),
+        objective=_objective(args, split, consumed, size),
     )
     return packed_shares(
         shares,
@@ -254,6 +261,35 @@ def _packed(
         global_batch_size=size,
         num_workers=args.num_workers,
     )
+
+
+def _objective(args, split: str, consumed: int, size: int) -> Objective:
+    """size: of a global batch."""
+    if args.paradyse_model == GPT:
+        return next_tokens
+    if split != "train":
+        return functools.partial(_masked, masking=masking_of(None))
+    return functools.partial(
+        _masked, masking=masking_of(args.iteration), consumed=consumed, size=size
+    )
+
+
+def _masked(
+    sample: np.ndarray,
+    first: int,
+    *,
+    masking: Masking,
+    consumed: int = 0,
+    size: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of a BERT's document, less its last token, which ends it. Alike at every first without size.
+
+    consumed: the position at which the masking's iteration begins, each of which goes size on.
+    """
+    if size is not None:
+        iteration = masking.iteration + (first - consumed) // size
+        masking = dataclasses.replace(masking, iteration=iteration)
+    return mask_document(sample[:-1], masking)
 
 
 def _report(split: str, datasets: list[DocumentDataset], settings, *, whole_groups: bool) -> None:

@@ -8,38 +8,51 @@ Bidirectional Transformers for Language Understanding" (Devlin et al., 2019).
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_paradyse.data.targets import NO_LABEL
+
 BECOME_MASK, BECOME_RANDOM = 0.8, 0.1
-NOT_PREDICTED = -1
 
 
-def mask_tokens(
-    tokens: Tensor,
-    lengths: Tensor,
-    *,
-    share: float,
-    mask_token: int,
-    vocab_size: int,
-    seed: tuple[int, ...],
-) -> tuple[Tensor, Tensor]:
-    """tokens [b, s] on the CPU -> inputs and labels [b, s], NOT_PREDICTED where nothing is.
+@dataclass(frozen=True)
+class Masking:
+    """share: of the tokens that are predicted. token: the mask. vocab_size: of random tokens.
 
-    lengths [b]: tokens without padding. The same tokens and seed give the same masks, wherever
-    they are read: on every pipeline stage, and after a restart.
+    Seed and iteration, with the tokens of a document, say which are masked, wherever they are read:
+    on every pipeline stage, packed or not, and after a restart.
     """
-    inputs, labels = tokens.numpy().copy(), np.full(tokens.shape, NOT_PREDICTED)
+
+    share: float
+    token: int
+    vocab_size: int
+    seed: int
+    iteration: int
+
+
+def mask_document(tokens: np.ndarray, masking: Masking) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels of a document, int64 [s] each, NO_LABEL where nothing is predicted."""
+    inputs, labels = tokens.astype(np.int64), np.full(tokens.shape, NO_LABEL)
+    seed = repr((masking.seed, masking.iteration)).encode() + inputs.tobytes()
+    rng = np.random.default_rng(int.from_bytes(hashlib.sha256(seed).digest()[:8]))
+    number = max(1, round(masking.share * len(tokens)))
+    chosen = rng.choice(len(tokens), size=number, replace=False)
+    labels[chosen] = tokens[chosen]
+    fate = rng.random(number)
+    inputs[chosen[fate < BECOME_MASK]] = masking.token
+    random = chosen[(fate >= BECOME_MASK) & (fate < BECOME_MASK + BECOME_RANDOM)]
+    inputs[random] = rng.integers(masking.vocab_size, size=len(random))
+    return inputs, labels
+
+
+def mask_tokens(tokens: Tensor, lengths: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
+    """tokens [b, s] on the CPU, lengths [b] without padding -> inputs and labels [b, s]."""
+    inputs, labels = tokens.numpy().copy(), np.full(tokens.shape, NO_LABEL)
     for i, length in enumerate(lengths.tolist()):
-        row = np.ascontiguousarray(inputs[i, :length])
-        digest = hashlib.sha256(repr(seed).encode() + row.tobytes()).digest()
-        rng = np.random.default_rng(int.from_bytes(digest[:8]))
-        chosen = rng.choice(length, size=max(1, round(share * length)), replace=False)
-        labels[i, chosen] = row[chosen]
-        fate = rng.random(len(chosen))
-        inputs[i, chosen[fate < BECOME_MASK]] = mask_token
-        random = chosen[(fate >= BECOME_MASK) & (fate < BECOME_MASK + BECOME_RANDOM)]
-        inputs[i, random] = rng.integers(vocab_size, size=len(random))
+        masked = mask_document(inputs[i, :length], masking)
+        inputs[i, :length], labels[i, :length] = masked
     return torch.from_numpy(inputs), torch.from_numpy(labels)

@@ -10,7 +10,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_paradyse.edges.tiles import OFF
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
-from megatron_paradyse.settings import DOCUMENTS, PACKED
+from megatron_paradyse.settings import FIXED, PACKED
 from megatron_paradyse.train.model_kind import BERT
 
 DTYPES = "strategies run in float32, bfloat16 and float16"
@@ -191,10 +191,10 @@ def check_bert(args: argparse.Namespace) -> None:
                 "it out, or train with megatron_paradyse.pretrain_bert"
             )
         return
-    if settings.sequences != DOCUMENTS:
+    if settings.sequences == FIXED:
         raise UserError(
-            f"--paradyse-sequences {settings.sequences} with a BERT: it trains on documents: leave "
-            "it out"
+            f"--paradyse-sequences {FIXED} with a BERT: it trains on documents: give documents or "
+            "packed"
         )
     if args.position_embedding_type not in ("learned_absolute", "rope", "none"):
         raise UserError(

@@ -10,7 +10,8 @@ from megatron.core import mpu
 from megatron.training import get_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_paradyse.data.packed import NO_LABEL, PackedMicrobatch, Share
+from megatron_paradyse.data.packed import PackedMicrobatch, Share
+from megatron_paradyse.data.targets import NO_LABEL
 from megatron_paradyse.microbatch_params import RowParams
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.strategies.host import to_device
@@ -22,6 +23,7 @@ from megatron_paradyse.train.batch import (
     device_of_rank,
     less_eod,
 )
+from megatron_paradyse.train.model_kind import BERT
 
 
 class PackedStep:
@@ -44,7 +46,8 @@ class PackedStep:
 
         tokens, labels, position_ids (int64) and loss_mask (float32), each [1, s], rank after rank
         of the row, all None on a pipeline stage that needs none of them; packed_seq_params with the
-        row, None of a document alone. Moves 8 s bytes over the group.
+        row, None of a document alone; attention_mask as document_batch has it. Moves 8 s bytes over
+        the group.
         """
         microbatch = self._microbatches[self._next]
         self._next += 1
@@ -56,6 +59,7 @@ class PackedStep:
             wide = teams.wide() if microbatch.row.groups > 1 else None
             params = RowParams(row=microbatch.row, wide=wide)
         batch = {**dict.fromkeys(BATCH_NAMES), "packed_seq_params": params}
+        batch["attention_mask"] = _attention_mask(microbatch, device)
         if not is_first_or_last_pipeline_stage(vp_stage):
             return batch
         both = self._broadcast_tokens(microbatch.seq_length, device).long()
@@ -78,6 +82,14 @@ class PackedStep:
                 row.copy_(pinned[start : start + s], non_blocking=True)
         _broadcast(both)
         return both
+
+
+def _attention_mask(microbatch: PackedMicrobatch, device: torch.device) -> torch.Tensor | None:
+    """[1, s] of a BERT's document alone that is padded; None otherwise: a row knows its own."""
+    s, length = microbatch.seq_length, microbatch.lengths[0]
+    if get_args().paradyse_model != BERT or microbatch.row is not None or length == s:
+        return None
+    return torch.arange(s, device=device)[None] < length
 
 
 def _positions(microbatch: PackedMicrobatch, device: torch.device) -> torch.Tensor:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from megatron_paradyse.data.packed import (
-    NO_LABEL,
     PackedShares,
     collate_row,
+    next_tokens,
     packed_shares,
 )
+from megatron_paradyse.data.targets import NO_LABEL
 from megatron_paradyse.packing.pack import Grid, flops_costs, pack
 from megatron_paradyse.packing.placement import place
 
@@ -48,7 +49,7 @@ def shares(replica: int, *, consumed: int = 0, num_workers: int = 0):
 def test_a_row_is_laid_out_rank_after_rank_with_labels_inside_documents():
     samples = [np.array([10, 11, 12, 13, 14, 15, 16]), np.array([20, 21, 22])]
     row = place([6, 2], 2, causal=True, alignment=4)
-    inputs, labels = collate_row(samples, row, row.seq_length)
+    inputs, labels = collate_row([next_tokens(one, 0) for one in samples], row, row.seq_length)
     held = [list(itertools.chain(*(range(a, b) for a, b in shard))) for shard in row.shards]
     flat_inputs = [10, 11, 12, 13, 14, 15, 20, 21]
     flat_labels = [11, 12, 13, 14, 15, 16, 21, 22]
@@ -59,7 +60,7 @@ def test_a_row_is_laid_out_rank_after_rank_with_labels_inside_documents():
 
 
 def test_padding_has_no_label():
-    both = collate_row([np.array([5, 6, 7])], None, 4)
+    both = collate_row([next_tokens(np.array([5, 6, 7]), 0)], None, 4)
     assert both.tolist() == [[5, 6, 0, 0], [6, 7, NO_LABEL, NO_LABEL]]
 
 

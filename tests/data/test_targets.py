@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_paradyse.data import targets
 from megatron_paradyse.data.documents import DocumentDataset
-from megatron_paradyse.data.packed import NO_LABEL, collate_row
-from megatron_paradyse.data.targets import count_within
+from megatron_paradyse.data.packed import collate_row, next_tokens
+from megatron_paradyse.data.targets import NO_LABEL, count_within
 from megatron_paradyse.errors import UserError
 from tests.data.preparing import prepare
 
@@ -64,7 +64,9 @@ def test_samples_say_what_is_learnt_of_each_piece_of_a_document(data, tmp_path_f
             else:
                 left_out += 1
     samples = [dataset[i] for i in range(len(dataset))]
-    read = [collate_row([sample], None, len(sample) - 1).tolist() for sample in samples]
+    read = [
+        collate_row([next_tokens(sample, 0)], None, len(sample) - 1).tolist() for sample in samples
+    ]
     assert read == expected
     assert dataset.samples.num_unlearnt == left_out
     assert dataset.num_learnt == sum(label != NO_LABEL for _, row in expected for label in row)

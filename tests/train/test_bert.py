@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
+from megatron_paradyse.data.targets import NO_LABEL
 from megatron_paradyse.strategies import strategy_names
-from megatron_paradyse.train.masking import NOT_PREDICTED, mask_tokens
+from megatron_paradyse.train.masking import Masking, mask_tokens
 from tests.train.harness import attempt, run_forked, train, with_defaults, write_documents
 from tests.train.synthetic_costs import write_costs
 
@@ -32,14 +35,14 @@ def test_every_plan_gives_the_losses_and_gradients_of_a_plain_bert(case, tmp_pat
 
 
 def masked(tokens, lengths, seed=1, share=0.15):
-    return mask_tokens(tokens, lengths, share=share, mask_token=999, vocab_size=500, seed=(seed,))
+    return mask_tokens(tokens, lengths, Masking(share, 999, 500, seed, iteration=0))
 
 
 def test_masks_are_of_the_published_shares_and_of_the_tokens_alone():
     tokens = torch.randint(500, (2, 20_000), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([20_000, 3])
     inputs, labels = masked(tokens, lengths)
-    predicted = labels != NOT_PREDICTED
+    predicted = labels != NO_LABEL
     assert predicted.sum(1).tolist() == [3000, 1]
     assert not predicted[1, 3:].any()
     torch.testing.assert_close(labels[predicted], tokens[predicted])
@@ -87,6 +90,36 @@ def test_a_restart_on_another_grid_with_other_plans_follows(grid, data, one, tmp
     flags = [*data, *flags, "--load", saved, "--paradyse-policy", "random:1"]
     run = train(tmp_path, *flags, ranks=ranks, entry=("bert",))
     np.testing.assert_allclose(run.values("loss"), losses[2:], rtol=1e-4)
+
+
+PACKED = ["--micro-batch-size", 1, "--paradyse-sequences", "packed", "--paradyse-pack-tokens", 64]
+ROWS = {  # two of them over two replicas each
+    "tp2-wide": (4, [*TP2, "--paradyse-spread", 2, "--paradyse-policy", "random:4"]),
+    "dp4-wide": (4, ["--paradyse-spread", 4, "--paradyse-policy", "fixed:megatron_ts"]),
+    "tp2-pp2": (4, [*GRIDS["tp2-pp2"][1], "--paradyse-policy", "random:3"]),
+    "one": (1, ["--position-embedding-type", "rope"]),
+}
+
+
+@pytest.mark.parametrize("grid", ROWS)
+def test_packed_documents_train_as_they_do_one_by_one(grid, data, tmp_path):
+    """The same tokens are masked; some documents are longer than a row, and padded alone."""
+    ranks, flags = ROWS[grid]
+    flags = [*data, "--global-batch-size", 16, "--seq-length", 96, *flags]
+    split = ["--split", "80,20,0", "--eval-iters", 1, "--eval-interval", 4]
+    saved = tmp_path / "saved"
+    save = ["--save", saved, "--save-interval", 1, "--micro-batch-size", 1]
+    rope = flags[-2:] if grid == "one" else []
+    alone = [*data, "--global-batch-size", 16, "--seq-length", 96, *split, *save, *rope]
+    expected = train(tmp_path / "alone", *alone, ranks=1, entry=("bert",))
+    (saved / "latest_checkpointed_iteration.txt").write_text("1")
+    packed = [*flags, *PACKED, *split, "--load", saved]
+    run = train(tmp_path / "packed", *packed, ranks=ranks, entry=("bert",))
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(run.values(name), expected.values(name)[1:], rtol=1e-5)
+    validated = [re.findall(r"validation loss at .*? lm loss value: (\S+)", r.stdout)[0]
+                 for r in (run, expected)]  # fmt: skip
+    assert float(validated[0]) == pytest.approx(float(validated[1]), rel=1e-5)
 
 
 REFUSED = {
