@@ -1,9 +1,10 @@
-"""Checkpoints of Megatron's distributed optimizer with PyTorch's Adam, and in float32 with any.
+"""Checkpoints that Megatron 0.19 saves and cannot load: of its distributed optimizer with PyTorch's
+Adam, and in float32 with any; of SGD.
 
-It writes parameters in float32 in place, which autograd refuses. Where neither TransformerEngine
-nor apex is installed, Megatron 0.19 saves a checkpoint and cannot load it: it asks an optimizer
-that has not stepped for its step, takes the step for a tensor of the gradient buffer, and gives all
-parameters one step, which each of them then counts on.
+The distributed optimizer writes parameters in float32 in place, which autograd refuses. Where
+neither TransformerEngine nor apex is installed, it asks an optimizer that has not stepped for its
+step, takes the step for a tensor of the gradient buffer, and gives all parameters one step, which
+each of them then counts on. SGD's momenta have no place in an optimizer that has not stepped.
 """
 
 from __future__ import annotations
@@ -17,14 +18,36 @@ STEP = "step"
 
 
 def install() -> None:
-    """Patch the distributed optimizer, once."""
+    """Patch Megatron's optimizers, once."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+    of_any: Any = MegatronOptimizer
+    of_any.__init__ = _with_momenta(of_any.__init__)
     optimizer: Any = DistributedOptimizer
     optimizer.state_dict = _after_a_step(optimizer.state_dict)
     optimizer.load_state_dict = _with_steps_apart(optimizer.load_state_dict)
     name = "_set_main_param_and_optimizer_states"
     setattr(optimizer, name, _but_the_step(getattr(optimizer, name)))
+
+
+def _with_momenta(initialise):
+    @functools.wraps(initialise)
+    def initialise_with(self, *args, **kwargs):
+        initialise(self, *args, **kwargs)
+        if self.init_state_fn is None and "momentum" in getattr(self.optimizer, "defaults", ()):
+            self.init_state_fn = _momenta_of_zeros
+
+    return initialise_with
+
+
+def _momenta_of_zeros(optimizer: torch.optim.Optimizer, config: object = None) -> None:
+    """What SGD's state is after a step, of parameters that have none; without momentum nothing."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault(
+                "momentum_buffer", torch.zeros_like(parameter.data)
+            )
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:

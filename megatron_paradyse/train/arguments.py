@@ -11,6 +11,7 @@ from megatron_paradyse.settings import FIELDS, FIXED, WITHOUT_FLAG, Settings, ma
 from megatron_paradyse.train.batch_sizes import check_one_size, check_schedule_of_sizes
 from megatron_paradyse.train.counting import samples_of
 from megatron_paradyse.train.document_flags import check_validation, prepare_documents
+from megatron_paradyse.train.megatron_limits import check_megatrons_limits
 from megatron_paradyse.train.model_flags import (
     check_bert,
     check_edges,
@@ -107,6 +108,7 @@ def before_validation(args: argparse.Namespace) -> None:
     check_schedule_of_sizes(args)
     check_model(args)
     complete_window(args)
+    check_megatrons_limits(args)
     check_bert(args)
     check_latent(args)
     check_prediction(args)

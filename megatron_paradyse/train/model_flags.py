@@ -75,12 +75,6 @@ def check_model(args: argparse.Namespace) -> None:
             f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {p}: "
             f"use --tensor-model-parallel-size {fitting}"
         )
-    fused = args.add_bias_linear and args.bias_gelu_fusion and not args.use_te_activation_func
-    if args.num_experts and fused and not (args.swiglu or args.quick_geglu):
-        raise UserError(
-            f"--num-experts {args.num_experts} with biases: Megatron cannot fuse them with the "
-            "GELU of experts: add --no-bias-gelu-fusion or --disable-bias-linear"
-        )
     refused: dict[str, tuple[object, str]] = {
         "context_parallel_size": (1, "--paradyse shares sequences over the tensor-parallel group"),
         "mla_down_proj_fusion": (False, "strategies have the down projections apart"),
@@ -129,11 +123,12 @@ def check_prediction(args: argparse.Namespace) -> None:
         raise UserError(f"--mtp-num-layers {number} with a BERT: leave --mtp-num-layers out")
     tied = not args.untie_embeddings_and_output_weights
     stages = args.pipeline_model_parallel_size
-    if args.save and tied and stages > 1 and args.ckpt_format != "torch":
+    flag = "--save" if args.save else "--load" if args.load else None
+    if flag and tied and stages > 1 and args.ckpt_format != "torch":
         raise UserError(
-            f"--save with --mtp-num-layers {number}, --pipeline-model-parallel-size {stages} and "
-            "tied embeddings, which Megatron 0.19 cannot save: give --ckpt-format torch, or "
-            "--untie-embeddings-and-output-weights"
+            f"{flag} with --mtp-num-layers {number}, --pipeline-model-parallel-size {stages} and "
+            "tied embeddings, whose distributed checkpoints Megatron 0.19 neither saves nor loads: "
+            "give --ckpt-format torch, or --untie-embeddings-and-output-weights"
         )
     many = args.recompute_num_layers
     full = args.recompute_granularity == "full" and args.recompute_method == "uniform"

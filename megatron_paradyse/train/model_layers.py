@@ -54,10 +54,12 @@ class ModelLayers:
             given[WINDOWS] = lambda freq, number: number % freq != 0
         if args.no_rope_freq and not args.multi_latent_attention:
             given[UNROTATED] = lambda freq, number: number % freq == 0
-        patterns = {name: _pattern(args, name, numbers, has) for name, has in given.items()}
-        for name, of in patterns.items():
-            own = of[:num_predicting] if name in OF_ATTENTION else of[-1:] * num_predicting
-            patterns[name] = of + own
+        patterns = {}
+        for name, has in given.items():
+            of = _pattern(args, name, numbers, has)
+            first = range(1, num_predicting + 1)  # they may be more than the decoder's
+            alike = _pattern(args, name, first, has) if name in OF_ATTENTION else ()
+            patterns[name] = of + (alike or of[-1:] * num_predicting)
         return cls(tuple(range(1, num_layers + 1)), patterns, num_predicting)
 
     def only(self, numbers: Sequence[int], *, predicting: bool = False) -> ModelLayers:

@@ -82,6 +82,8 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
     parse_args = arguments.parse_args
     validate_args = arguments.validate_args
 
+    from megatron.training import argument_utils
+
     from megatron_paradyse.train.arguments import (
         add_arguments,
         after_validation,
@@ -120,16 +122,28 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
     @functools.wraps(validate_args)
     def validate_with_paradyse(args, defaults=None):
         before_validation(args)
-        try:
-            args = validate_args(args, defaults or {})
-        except (AssertionError, ValueError) as error:
-            reason = " ".join(str(error).split()) or _failed_line(error)
-            raise UserError(f"Megatron refuses these flags: {reason}") from error
+        args = validate(args, defaults or {})
         after_validation(args)
         return args
 
+    validate = _refusing_in_one_line(validate_args)
     arguments.parse_args = parse_with_paradyse
     arguments.validate_args = validate_with_paradyse
+    argument_utils.core_transformer_config_from_args = _refusing_in_one_line(
+        argument_utils.core_transformer_config_from_args
+    )  # which checks most of what concerns layers
+
+
+def _refusing_in_one_line(checks_flags):
+    @functools.wraps(checks_flags)
+    def check(*args, **kwargs):
+        try:
+            return checks_flags(*args, **kwargs)
+        except (AssertionError, ValueError) as error:
+            reason = " ".join(str(error).split()) or _failed_line(error)
+            raise UserError(f"Megatron refuses these flags: {reason}") from error
+
+    return check
 
 
 def _failed_line(error: BaseException) -> str:

@@ -109,6 +109,15 @@ def test_a_list_of_fewer_layers_is_refused(name):
         ModelLayers.of_arguments(args, 3)
 
 
+def test_more_layers_of_multi_token_prediction_than_the_decoder_has():
+    """The i-th has an attention like a layer i, and an MLP like the decoder's last."""
+    given = {"num_experts": 4, "moe_layer_freq": 2, "window_size": (31, 0)}
+    given |= {"window_attn_skip_freq": 2, "no_rope_freq": None, "multi_latent_attention": False}
+    args = argparse.Namespace(**given, mtp_num_layers=3, mtp_use_repeated_layer=False)
+    patterns = ModelLayers.of_arguments(args, 4).patterns
+    assert patterns == {"moe_layer_freq": (1, 1, 1, 1), "window_attn_skip_freq": (1, 1, 0, 1)}
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

@@ -105,6 +105,10 @@ CASES = {
         "--lr-warmup-iters 4 with a learning rate of 4 iters: give fewer, or more --train-iters or "
         "--lr-decay-iters",
     ),
+    "megatron's own check of layers": (
+        [*TP2, "--position-embedding-type", "rope", "--no-rope-freq", 3],
+        "Megatron refuses these flags: no_rope_freq=3 should be divisible by num_layers=4",
+    ),
     "megatron's own check": ([*TP2, "--lr", "1e-3", "--min-lr", "1"], "Megatron refuses"),
 }
 

@@ -59,6 +59,32 @@ REFUSED = {
         "--mtp-num-layers", 2, "--mtp-use-repeated-layer", *OPTIMAL,
     ],
     "--mtp-num-layers 5 with --num-layers 4: costs tell nothing": ["--mtp-num-layers", 5, *OPTIMAL],
+    "--load with --mtp-num-layers 1, --pipeline-model-parallel-size 2 and tied embeddings": [
+        "--mtp-num-layers", 1, "--pipeline-model-parallel-size", 2, "--load", "here",
+    ],
+    "--num-query-groups 4 and --tensor-model-parallel-size 3: .*: use --tensor-model-par.* 2": [
+        "--num-attention-heads", 12, "--group-query-attention", "--num-query-groups", 4,
+        "--tensor-model-parallel-size", 3, "--sequence-parallel",
+    ],
+    "--seq-length 17 with --paradyse-sequences fixed is no multiple of .* 2, .*-length 16, or": [
+        "--seq-length", 17, "--paradyse-sequences", "fixed",
+        "--tensor-model-parallel-size", 2, "--sequence-parallel",
+    ],
+    "--window-attn-skip-freq tells of 3 layers, and there are 4: give a 0 or 1 for each": [
+        "--window-size", "8,0", "--window-attn-skip-freq", "[1,0,1]",
+    ],
+    "--num-experts 4 with biases, which Megatron's --transformer-impl local cannot add: add": [
+        "--num-experts", 4, "--no-bias-gelu-fusion",
+    ],
+    "--num-experts 4 with biases, which shared experts have not: add --disable-bias-linear": [
+        "--num-experts", 4, "--moe-shared-expert-intermediate-size", 32,
+    ],
+    "--recompute-modules layernorm, which Megatron .* TransformerEngine alone: .* leave layerno": [
+        "--recompute-granularity", "selective", "--recompute-modules", "layernorm",
+    ],
+    "--use-distributed-optimizer with --optimizer sgd, .*: drop one of them": [
+        "--use-distributed-optimizer", "--optimizer", "sgd",
+    ],
     "--mla-down-proj-fusion True": [*LATENT, "--mla-down-proj-fusion"],
     "--cache-mla-latents True": [*LATENT, "--cache-mla-latents"],
     "--position-embedding-type mrope with --multi-latent-attention, which rotates by": [
@@ -233,7 +259,9 @@ OF_A_CHECKPOINT = {
     "--activation-func-clamp-value 7.0 does not run with metp": {
         "activation_func_clamp_value": 7.0
     },
-    "--num-experts 4 with biases: Megatron cannot fuse them": {"num_experts": 4},
+    "--num-experts 4 with biases: Megatron cannot fuse them": {
+        "num_experts": 4, "transformer_impl": "transformer_engine",
+    },
     "--glu-linear-offset 1.0 does not run with metp": {"glu_linear_offset": 1.0},
     "--num-attention-heads 7 is not divisible by --tensor-model-parallel-size 2": {
         "tensor_model_parallel_size": 2, "sequence_parallel": True, "num_attention_heads": 7,

@@ -55,10 +55,19 @@ def test_checkpoint_of_one_continues_in_the_other(first, second, tmp_path):
         np.testing.assert_allclose(resumed.values(name), whole.values(name)[2:], rtol=1e-5)
 
 
-@pytest.mark.parametrize("more", [[], ["--ckpt-format", "torch"]], ids=["torch_dist", "torch"])
-def test_a_distributed_optimizer_goes_on_from_its_checkpoint(more, tmp_path):
-    """With PyTorch's Adam too, whose checkpoints Megatron alone saves and cannot load."""
-    flags = [*TWO_LAYERS, *OURS, "--use-distributed-optimizer", *more]
+OPTIMIZERS = {
+    "torch_dist": ["--use-distributed-optimizer"],
+    "torch": ["--use-distributed-optimizer", "--ckpt-format", "torch"],
+    "SGD": ["--optimizer", "sgd", "--num-layers", 1],
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_goes_on_from_a_checkpoint_that_megatron_alone_cannot_load(
+    optimizer, tmp_path
+):
+    """The distributed one with PyTorch's Adam, and SGD with its momenta."""
+    flags = [*TWO_LAYERS, *OURS, *OPTIMIZERS[optimizer]]
     saved = ["--save", tmp_path / "saved", "--save-interval", 2]
     whole = train(tmp_path / "whole", *flags, *saved, ranks=2)
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")

@@ -1,0 +1,83 @@
+"""Flags that Megatron's parser takes, and that end it in a traceback later.
+
+As it builds the model, or at the first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core.tensor_parallel.random import HAVE_TE
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.settings import FIXED
+from megatron_paradyse.train.model_layers import ModelLayers, count_layers
+
+
+def check_megatrons_limits(args: argparse.Namespace) -> None:
+    if args.num_layers:
+        ModelLayers.of_arguments(args, count_layers(args))  # refuses lists of too few layers
+    _check_key_heads(args)
+    _check_length(args)
+    _check_experts(args)
+    _check_recomputation(args)
+    _check_optimizer(args)
+
+
+def _check_key_heads(args: argparse.Namespace) -> None:
+    groups, p = args.num_query_groups, args.tensor_model_parallel_size
+    if args.group_query_attention and groups and groups % p and p % groups:
+        fitting = max(q for q in range(1, p) if groups % q == 0)
+        raise UserError(
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {p}: Megatron shares "
+            "key heads over ranks only where one of these divides the other: use "
+            f"--tensor-model-parallel-size {fitting}"
+        )
+
+
+def _check_length(args: argparse.Namespace) -> None:
+    """Of Megatron's own data, which are not padded to the ranks as documents are."""
+    s, p = args.seq_length, args.tensor_model_parallel_size
+    if args.paradyse_settings.sequences == FIXED and s and s % p:
+        raise UserError(
+            f"--seq-length {s} with --paradyse-sequences fixed is no multiple of "
+            f"--tensor-model-parallel-size {p}, whose ranks share a sequence evenly: give "
+            f"--seq-length {s - s % p or p}, or train on documents"
+        )
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    """Of biases, which no shared expert has, nor one of Megatron's own that calls its MLP."""
+    if not args.num_experts or not args.add_bias_linear:
+        return
+    given = f"--num-experts {args.num_experts} with biases"
+    if args.moe_shared_expert_intermediate_size:
+        raise UserError(f"{given}, which shared experts have not: add --disable-bias-linear")
+    if args.transformer_impl == "local":
+        raise UserError(
+            f"{given}, which Megatron's --transformer-impl local cannot add: add "
+            "--disable-bias-linear"
+        )
+    fused = args.bias_gelu_fusion and not args.use_te_activation_func
+    if fused and not (args.swiglu or args.quick_geglu):
+        raise UserError(
+            f"{given}: Megatron cannot fuse them with the GELU of experts: add "
+            "--no-bias-gelu-fusion or --disable-bias-linear"
+        )
+
+
+def _check_recomputation(args: argparse.Namespace) -> None:
+    selective = args.recompute_granularity == "selective"
+    if selective and "layernorm" in (args.recompute_modules or ()) and not HAVE_TE:
+        raise UserError(
+            "--recompute-modules layernorm, which Megatron 0.19 runs with TransformerEngine alone: "
+            "install it, or leave layernorm out"
+        )
+
+
+def _check_optimizer(args: argparse.Namespace) -> None:
+    if args.use_distributed_optimizer and args.optimizer == "sgd":
+        raise UserError(
+            "--use-distributed-optimizer with --optimizer sgd, whose states Megatron cannot share "
+            "out: drop one of them"
+        )
