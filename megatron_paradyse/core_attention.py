@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.rms_norm import RmsNorm
 from megatron_paradyse.shapes import attention_shape
+from megatron_paradyse.strategies import recomputes
 from megatron_paradyse.strategies.blocks import whole
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
@@ -91,6 +92,8 @@ class CoreAttention(MegatronModule):
             dropout_seed=seed,
         )
         query, key, value = (to_positions(x, microbatch) for x in (query, key, value))
+        if self._keeps(planned) and _is_view_of_more(value) and not _is_view_of_more(query):
+            value = value.clone()  # else what was queries and keys before RoPE stays until backward
         task = AttentionTask(
             attention_shape(self, training=self.training),
             microbatch,
@@ -106,9 +109,19 @@ class CoreAttention(MegatronModule):
         )
         return to_rows(out, microbatch).flatten(2)
 
+    def _keeps(self, planned) -> bool:
+        """Whether there is time between this forward and its backward."""
+        if not torch.is_grad_enabled():
+            return False
+        return planned is None or not recomputes(planned.plan[self.plan_number].attention)
+
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """As Megatron's own attention has it, with the learnable offsets of heads."""
         if self.config.softmax_type != "learnable":
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         as_megatron: Any = DotProductAttention.sharded_state_dict
         return as_megatron(self, prefix, sharded_offsets, metadata)
+
+
+def _is_view_of_more(x: Tensor) -> bool:
+    return x.untyped_storage().nbytes() > x.nbytes
