@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_paradyse.costs.description import Description
+from megatron_paradyse.costs.fitting import MIN_LENGTHS
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import BYTES_ONLY, Measurement, edges_of
 from megatron_paradyse.errors import UserError
@@ -83,10 +84,11 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
         late = options.budget_seconds and time.monotonic() - start > options.budget_seconds
         return bool(options.budget_seconds and agreement.first(bool(late)))
 
+    fewest = _fewest(todo) if options.quick else 0
     total = sum(point.weight for point in todo)
     done = 0.0
     for number, point in enumerate(todo, 1):
-        if is_late():
+        if number > fewest and is_late():
             report({"text": f"budget of {options.budget_seconds:g} s spent; run again to go on"})
             break
         measurement, resumed = walk.measure(point)
@@ -149,6 +151,15 @@ class Walk:
     def _save(self) -> None:
         if _is_first():
             self._journal.save()
+
+
+def _fewest(todo: Sequence[Point | RowPoint]) -> int:
+    """How many of the points, which come by length, can be fitted to."""
+    single = [point for point in todo if isinstance(point, Point)]
+    lengths = sorted({point.seq_length for point in single if point.is_timed})
+    last = lengths[:MIN_LENGTHS][-1]
+    smallest = single[0].batch_size  # first come all lengths of that
+    return sum(point.batch_size == smallest and point.seq_length <= last for point in single)
 
 
 def _is_first() -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.offloaded import host_link, offloaded
 from megatron_paradyse.costs.recomputed import recomputed_layer
 from megatron_paradyse.costs.table import BYTE_QUANTITIES, BYTES_ONLY, Measurement
@@ -216,3 +217,13 @@ def test_a_training_that_overlaps_its_reductions_is_profiled_like_another(tmp_pa
             alike = (profiled[1]["megatron_ts", operation, s], found["megatron_ts", operation, s])
             for name in BYTE_QUANTITIES:
                 assert getattr(alike[0], name) == getattr(alike[1], name)
+
+
+def test_a_quick_profile_goes_on_until_it_can_be_fitted(tmp_path):
+    output = tmp_path / "costs.json"
+    more = {"lengths": (64, 96, 128, 160), "strategies": ("ulysses_z",), "budget_seconds": 1e-3}
+    found, events, _ = run_profile(output, quick=True, packed=True, **more)
+    assert {s for _, _, s in found} == {64, 96, 128}
+    assert "budget of 0.001 s spent; run again to go on" in [event.get("text") for event in events]
+    assert fit_table(read_cost_file(output).table).strategies("attention") == ("ulysses_z",)
+    assert len(run_profile(output, **more)[0]) == len(found)  # a whole one stops at once
