@@ -54,7 +54,9 @@ class Packed:
     causal: whether these have one triangle of scores; sizes: of the layer, for any s. windows: the
     keys that a query sees, of each kind of attention that has a window; in_tiles: whether the tiled
     kernel hides the others; drops: whether it runs anyway, for attention dropout.
-    wide_bytes_per_second: what a rank receives of other groups' ranks; infinite where not known.
+    joined: whether one call of the kernel takes documents that lie side by side; walked: whether
+    the walks of strategies/walks/ know the layer. wide_bytes_per_second: what a rank receives of
+    other groups' ranks; infinite where not known.
     """
 
     causal: bool
@@ -63,6 +65,8 @@ class Packed:
     windows: Mapping[str, int] = field(default_factory=dict)
     in_tiles: bool = False
     drops: bool = False
+    joined: bool = False
+    walked: bool = True
     wide_bytes_per_second: float = math.inf
 
     @property

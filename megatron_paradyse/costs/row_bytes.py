@@ -18,11 +18,14 @@ from megatron_paradyse.costs.packed import LOCAL, WHOLE_COLUMNS, Packed
 from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.strategies import base_name, recomputes
-from megatron_paradyse.strategies.accounting import SPLIT_HEADS
+from megatron_paradyse.strategies.accounting import SPLIT_HEADS, attention_bytes
 from megatron_paradyse.strategies.sizes import LayerSizes
 
 WIDEST = 8  # of a dtype that is none of these
 INDEX_BYTES = 2 * 8  # per token: where its row is, and which it is
+MEGATRON = "megatron_ts"  # whose modules are Megatron's, of which no walk knows every buffer
+OF_NORM = 2  # activations
+TRUSTED = 0.02  # of what is measured of one document, by which a walk of it may be off
 TILE = 64  # queries at a time, in strategies/tiled_kernel.py
 FORWARD_TILES, BACKWARD_TILES = 3, 5  # of scores and what is made of them, that it holds at once
 FLASH_HEAD_DIMS = range(8, 257, 8)  # for which flash kernels, which know windows, take half types
@@ -43,6 +46,7 @@ def layer_sizes(d: Description) -> LayerSizes:
         element_bytes=ELEMENT_BYTES.get(d.dtype, WIDEST),
         causal=d.attention_mask == CAUSAL,
         gate=d.output_gate,
+        rope_channels=d.rotated_channels,
         narrow_values=d.latents is not None and d.latents["v_head_dim"] < m.head_dim,
     )
 
@@ -52,7 +56,80 @@ def packed_of(d: Description) -> Packed:
     sizes = layer_sizes(d)
     flash = d.hardware.kind == "cuda" and sizes.half_type and sizes.d in FLASH_HEAD_DIMS
     drops = bool(d.attention_dropout)
-    return Packed(sizes.causal, sizes, windows=d.windows, in_tiles=drops or not flash, drops=drops)
+    return Packed(
+        sizes.causal,
+        sizes,
+        windows=d.windows,
+        in_tiles=drops or not flash,
+        drops=drops,
+        joined=flash,
+        walked=d.latents is None and not drops,
+    )
+
+
+def walked_row_bytes(
+    strategy: str, like: str, one: OperationCosts, sizes: LayerSizes, load: Load
+) -> OperationCosts | None:
+    """The bytes on a row: those of one document of `like`, and what the walks differ by.
+
+    None where the walks do not tell: of Megatron's own modules, of rows whose buffers are not
+    known, of split heads over groups, and where one document was not measured as it is walked.
+    """
+    base = base_name(strategy)
+    if load.buffers is None or base == MEGATRON or (load.groups > 1 and base in SPLIT_HEADS):
+        return None
+    alone = replace(sizes, s=-(-load.seq_length // sizes.p) * sizes.p)
+    of_row = replace(
+        alone,
+        row=load.buffers,
+        keys_received=load.keys_received,
+        peers=load.peers,
+        in_order=load.in_order,
+    )
+    measured = _peaks(one.kept_bytes, one.forward_bytes, one.backward_bytes)
+    walked_one = _peaks(*attention_bytes(like, alone))
+    if any(found < (1 - TRUSTED) * told for found, told in zip(measured, walked_one, strict=True)):
+        return None
+    walked_row = _peaks(*attention_bytes(strategy, of_row))
+    kept, forward, backward = (
+        _of_row(*found, norm=OF_NORM * alone.x)
+        for found in zip(measured, walked_one, walked_row, strict=True)
+    )
+    return replace(
+        one, kept_bytes=kept, forward_bytes=forward - kept, backward_bytes=backward - kept
+    )
+
+
+def _peaks(kept: float, forward: float, backward: float) -> tuple[float, float, float]:
+    """Kept bytes, and with them the peaks of forward and backward."""
+    return kept, kept + forward, kept + backward
+
+
+def _of_row(measured: float, walked_one: float, walked_row: float, *, norm: float) -> float:
+    """What was measured of one document, and what the walks of a row and of it differ by.
+
+    Beside what walks know are the layer's norm and what kernels hold. What is more than the norm
+    may be another peak, which does not get lower with theirs.
+    """
+    more = walked_row - walked_one
+    another = measured - walked_one > TRUSTED * walked_one + norm
+    return measured + (max(more, 0) if another else more)
+
+
+def joined(strategy: str, load: Load) -> Load:
+    """Of a kernel that takes documents that lie side by side at once: all of a rank, at most."""
+    row = load.buffers
+    if row is None or base_name(strategy) in WHOLE_COLUMNS:
+        return load
+    rows = -(-load.seq_length // load.p)
+    largest = replace(
+        row,
+        longest=load.seq_length if row.longest else 0,
+        piece=rows,
+        piece_beside=rows if row.piece_beside else 0,
+        held=rows,
+    )
+    return replace(load, buffers=largest)
 
 
 def with_row_bytes(
@@ -98,15 +175,15 @@ def extra_bytes(
     kept, forward, backward = 0, 0, 0
     if base in SPLIT_HEADS or base == LOCAL:
         heads = z.q + z.kv_sent
-        if load.documents > 1:
-            backward = z.wide(heads)
+        forward, backward = _of_documents(z, heads, load)
         if load.groups > 1:  # keys that are used, that come and that are sent; gradients likewise
             chunks = min(load.groups, 3)
-            forward = heads + z.wide(z.q) + chunks * z.kv_sent
+            forward += heads + z.wide(z.q) + chunks * z.kv_sent
             backward += z.q + chunks * (z.kv_sent + z.wide(z.kv_sent))
         if not load.in_order and base != LOCAL:
-            own = base == "megatron_ts"  # which has its heads' gates and outputs in order too
-            copied = z.narrow_values or z.gate  # what proj keeps
+            own = base == MEGATRON  # which has its heads' gates and outputs in order too
+            gated_by_megatron = z.gate and load.groups == 1  # as its rows lie, and keeps them
+            copied = z.narrow_values or (z.gate and not gated_by_megatron)  # what proj keeps
             kept = INDEX_BYTES * z.s + (z.q if own and not copied else 0)
             forward = max(forward, heads + (z.gates if own else 0))
     else:
@@ -132,6 +209,19 @@ def extra_bytes(
     if not recomputes(strategy):
         return kept, forward, backward
     return 0, kept + forward, kept + max(forward, backward)
+
+
+def _of_documents(z: LayerSizes, heads: int, load: Load) -> tuple[int, int]:
+    """Forward and backward, of a rank that has all tokens of its heads: room for all documents.
+
+    Beside it are the results of the one that is computed, and gradients as they are returned.
+    """
+    block = load.buffers.longest if load.buffers else z.s
+    if load.documents == 1 and block in (0, z.s):
+        return 0, 0
+    narrowed = heads if z.half_type else 0
+    of_block = (heads + z.lse) * block // z.s
+    return (z.q + z.lse) * block // z.s, z.wide(heads) - heads + max(of_block, narrowed)
 
 
 def _more(load: Load, of_one: Load, most: int) -> int:

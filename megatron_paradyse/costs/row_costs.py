@@ -16,7 +16,7 @@ from megatron_paradyse.costs.packed import (
     share_of_scores,
     work_of,
 )
-from megatron_paradyse.costs.row_bytes import with_row_bytes
+from megatron_paradyse.costs.row_bytes import joined, walked_row_bytes, with_row_bytes
 from megatron_paradyse.costs.row_law import NOTHING, RowLaw
 from megatron_paradyse.costs.table import ATTENTION, MODEL, TIME_QUANTITIES, OperationCosts
 from megatron_paradyse.errors import UserError
@@ -175,19 +175,24 @@ class RowCosts:
         one = replace(terms.one, forward_seconds=forward, backward_seconds=backward)
         packed = self._model.packed
         assert packed is not None
+        windowed, tiled_window = operation in packed.windows, packed.tiled_window(operation)
+        load = joined(strategy, self._load) if packed.joined else self._load
+        if packed.walked and not windowed and tiled_window is None:
+            found = walked_row_bytes(strategy, terms.like, one, packed.sizes, load)
+            if found is not None:
+                return found
         known = self._model.strategies(operation)
         suffix = strategy.removeprefix(base_name(strategy))
         names = [name + suffix for name in AS_LOCAL if name + suffix in known]
         least = self._model.operation(names[0], operation, s) if names else None
-        windowed = operation in packed.windows
         return with_row_bytes(
             strategy,
             one,
             packed.sizes,
-            self._load.seen(windowed),
+            load.seen(windowed),
             packed.load_of_one(s, self._load.p).seen(windowed),
             least=least,
-            tiled_window=packed.tiled_window(operation),
+            tiled_window=tiled_window,
         )
 
 

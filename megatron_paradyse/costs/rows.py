@@ -26,14 +26,19 @@ from megatron_paradyse.costs.table import (
 )
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
+from megatron_paradyse.strategies.sizes import RowSizes
 from megatron_paradyse.units import MAX_SEQ_LENGTH
 
 KEYS = ("strategy", "load", "status")
 WITHIN = "within"  # a window, where a model has one: those of a load that are fewer then
 WITHIN_KEYS = ("scores", "fullest_scores", "keys_received", "peers")
+BUFFERS = "buffers"  # of a load; files of earlier versions do not tell them
+BUFFER_KEYS = tuple(field.name for field in dataclasses.fields(RowSizes))
 OF_WIDE = ("groups", "group_keys")  # none is measured
 LOAD_KEYS = tuple(
-    field.name for field in dataclasses.fields(Load) if field.name not in (WITHIN, *OF_WIDE)
+    field.name
+    for field in dataclasses.fields(Load)
+    if field.name not in (WITHIN, BUFFERS, *OF_WIDE)
 )
 
 
@@ -84,6 +89,8 @@ class RowMeasurement:
 def row_values(m: RowMeasurement) -> dict[str, Any]:
     """As values for JSON."""
     load = {name: getattr(m.load, name) for name in LOAD_KEYS}
+    if m.load.buffers is not None:
+        load[BUFFERS] = dataclasses.asdict(m.load.buffers)
     if m.load.within is not None:
         load[WITHIN] = {name: getattr(m.load.within, name) for name in WITHIN_KEYS}
     values: dict[str, Any] = {"strategy": m.strategy, "load": load, "status": m.status}
@@ -109,8 +116,9 @@ def _read_load(value: Any, where: str, d: Description) -> Load:
             f"{where} lacks {WITHIN!r}, what the attention window leaves of a row, as in files of "
             "earlier versions: profile --packed again, into a new file"
         )
-    values = dict(check_keys(value, where, LOAD_KEYS + ((WITHIN,) if d.windows else ())))
-    within = values.pop(WITHIN, None)
+    keys = LOAD_KEYS + ((WITHIN,) if d.windows else ())
+    values = dict(check_keys(value, where, keys, optional=(BUFFERS,)))
+    within, buffers = values.pop(WITHIN, None), values.pop(BUFFERS, None)
     s = check_integer(values["seq_length"], f"{where}.seq_length", low=1, high=MAX_SEQ_LENGTH)
     check_integer(values["p"], f"{where}.p", low=1, high=s)
     pairs, tokens = ("scores", "fullest_scores"), ("documents", "fullest_documents")
@@ -124,10 +132,19 @@ def _read_load(value: Any, where: str, d: Description) -> Load:
         raise ContentError(f"{where}.in_order must be true or false")
     if values["p"] != d.p:
         raise ContentError(f"{where}.p must be that of the description, {d.p}, got {values['p']}")
+    if buffers is not None:
+        values[BUFFERS] = _read_buffers(buffers, f"{where}.{BUFFERS}", s)
     load = Load(**values)
     if not d.windows:
         return load
     return dataclasses.replace(load, within=_read_within(within, f"{where}.{WITHIN}", load))
+
+
+def _read_buffers(value: Any, where: str, seq_length: int) -> RowSizes:
+    values = check_keys(value, where, BUFFER_KEYS)
+    for name in BUFFER_KEYS:
+        check_integer(values[name], f"{where}.{name}", low=0, high=2 * seq_length)
+    return RowSizes(**values)
 
 
 def _read_within(value: Any, where: str, load: Load) -> Load:

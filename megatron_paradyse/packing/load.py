@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.packing.work import scores_up_to
-from megatron_paradyse.strategies.sizes import is_narrow
+from megatron_paradyse.strategies.sizes import RowSizes, is_narrow
 
 STEPS_PER_DOUBLING = 16
 
@@ -28,6 +28,7 @@ class Load:
     whether the rows of the ranks, one rank after the other, are in the order of positions. peers:
     the ranks with which the one that has the most of them shares documents. groups: Row.groups;
     group_keys: of a wide row, tokens whose keys and values come to the group with the most of them.
+    buffers: what bytes follow from besides; None: not known, as in files of earlier versions.
     within: of a model with a sliding window, the same for layers that have it: the scores and keys
     that it leaves, and as peers the ranks that keys come from or go to. None of other models.
     """
@@ -43,6 +44,7 @@ class Load:
     in_order: bool = True
     groups: int = 1
     group_keys: int = 0
+    buffers: RowSizes | None = None
     within: Load | None = None
 
     @property
@@ -61,18 +63,42 @@ class Load:
 def load_of(row: Row, *, causal: bool, window: int | None = None) -> Load:
     """packing/work.py says the same rank by rank. window: keys that a causal query sees."""
     load = _load_of(row, causal, row.seq_length)
-    return load if window is None else replace(load, within=_load_of(row, True, window))
+    if window is None:
+        return load
+    within = replace(_load_of(row, True, window), buffers=load.buffers)
+    return replace(load, within=within)
 
 
 def _load_of(row: Row, causal: bool, window: int) -> Load:
     """One walk over documents and ranges. window: s where there is none."""
-    scores, missing, documents = [0] * row.p, [0] * row.p, [0] * row.p
+    scores, missing, documents, sent = ([0] * row.p for _ in range(4))
     sharing: dict[int, set[int]] = {}  # by rank, itself among them
+    rows = row.seq_length // row.p
+    piece, piece_beside, most_held = 0, 0, 0
     for length, pieces in _documents(row):
-        held: dict[int, int] = {}  # by rank: up to where
-        for rank, start, stop in pieces:
+        if len(pieces) == 1:  # whole on a rank
+            rank = pieces[0][0]
             if not causal:
-                scores[rank] += (stop - start) * length
+                scores[rank] += length * length
+            elif length <= window:
+                scores[rank] += length * (length + 1) // 2
+            else:
+                scores[rank] += scores_up_to(length, window)
+            documents[rank] += 1
+            if length > piece:
+                piece = length
+            if length > most_held:
+                most_held = length
+            if piece_beside < length < rows:
+                piece_beside = length
+            continue
+        held: dict[int, int] = {}  # by rank: up to where
+        tokens: dict[int, int] = {}
+        before_rank, in_piece = -1, 0
+        for rank, start, stop in pieces:
+            size = stop - start
+            if not causal:
+                scores[rank] += size * length
             elif stop <= window:
                 scores[rank] += (stop * (stop + 1) - start * (start + 1)) // 2
             else:
@@ -80,15 +106,27 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             before = start - held.get(rank, 0)
             missing[rank] += before if before < window else window - 1
             held[rank] = stop
+            tokens[rank] = tokens.get(rank, 0) + size
+            in_piece = in_piece + size if rank == before_rank else size
+            before_rank = rank
+            if in_piece > piece:
+                piece = in_piece
+            if piece_beside < in_piece < rows:
+                piece_beside = in_piece
         for rank, stop in held.items():
             missing[rank] += 0 if causal else length - stop
             documents[rank] += 1
+        most_held = max(most_held, *tokens.values())
         if len(held) > 1:
+            for rank, count in _needed(pieces, tokens, causal):
+                sent[rank] += count
             for group in (held,) if length <= window else _exchanging(pieces, window):
                 for rank in group:
                     sharing.setdefault(rank, set()).update(group)
     starts = [start for shard in row.shards for start, _ in shard]
     size = row.group_size
+    keys_sent, peers = max(sent), max(map(len, sharing.values()), default=1) - 1
+    longest = max(row.lengths)
     return Load(
         seq_length=row.group_length,
         p=size,
@@ -97,11 +135,35 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
         keys_received=max(missing),
         documents=len(row.lengths),
         fullest_documents=max(documents),
-        peers=max(map(len, sharing.values()), default=1) - 1,
+        peers=peers,
         in_order=starts == sorted(starts),
         groups=row.groups,
         group_keys=_load_of(row.by_groups, causal, window).keys_received if row.groups > 1 else 0,
+        buffers=RowSizes(
+            longest=longest if longest < row.seq_length else 0,
+            piece=piece,
+            piece_beside=piece_beside,
+            held=most_held,
+            keys_sent=keys_sent,
+            keys_at_once=max(
+                min(come, min(peers, 2) * keys_sent) + go
+                for come, go in zip(missing, sent, strict=True)
+            ),
+            fewest_keys=min(missing),
+        ),
     )
+
+
+def _needed(pieces: Pieces, tokens: dict[int, int], causal: bool) -> Iterator[tuple[int, int]]:
+    """Ranks and their tokens that queries of other ranks see: all but the last rank's last."""
+    last, _, _ = pieces[-1]
+    hidden = 0
+    for rank, start, stop in reversed(pieces):
+        if rank != last or not causal:
+            break
+        hidden += stop - start
+    for rank, count in tokens.items():
+        yield rank, count - hidden if rank == last else count
 
 
 def _documents(row: Row) -> Iterator[tuple[int, Pieces]]:
@@ -183,8 +245,38 @@ def _rounded_up(load: Load, one: Load) -> Load:
         group_keys=_step_up(load.group_keys, one.seq_length),
         documents=_step_up(load.documents, 1),
         fullest_documents=_step_up(load.fullest_documents, 1),
+        buffers=_buffers_up(load.buffers, one) if load.buffers else None,
         within=_rounded_up(load.within, one.within) if load.within and one.within else None,
     )
+
+
+def _buffers_up(buffers: RowSizes, one: Load) -> RowSizes:
+    """No less of anything, but of what the rank with the fewest keys gets no more."""
+    s, rows = one.seq_length, one.seq_length // one.p
+    return RowSizes(
+        longest=min(_step_up(buffers.longest, s), s),
+        piece=min(_step_up(buffers.piece, rows), rows),
+        piece_beside=min(_step_up(buffers.piece_beside, rows), rows),
+        held=min(_step_up(buffers.held, rows), rows),
+        keys_sent=min(_step_up(buffers.keys_sent, rows), rows),
+        keys_at_once=_step_up(buffers.keys_at_once, rows),
+        fewest_keys=_step_down(buffers.fewest_keys, rows),
+    )
+
+
+def fullest_buffers(seq_length: int, p: int, keys_received: int) -> RowSizes:
+    """Of any row of that many tokens whose ranks get so many keys."""
+    rows = -(-seq_length // p)
+    sent = rows if keys_received else 0
+    at_once = min(keys_received, 2 * rows) + sent
+    return RowSizes(seq_length, rows, rows, rows, sent, at_once)
+
+
+def _step_down(value: int, unit: int) -> int:
+    if value <= 0 or unit <= 0:
+        return 0
+    step = math.floor(STEPS_PER_DOUBLING * math.log2(value / unit) + 1e-9)
+    return min(value, round(unit * 2 ** (step / STEPS_PER_DOUBLING)))
 
 
 def _step_up(value: int, unit: int) -> int:

@@ -17,7 +17,7 @@ from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.row_costs import RowTerms, like, row_terms
 from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.packing.load import Load, unpacked
+from megatron_paradyse.packing.load import Load, fullest_buffers, unpacked
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.policies import CostPolicy
@@ -192,17 +192,19 @@ def _holding(one: Load, share: float, crosses: bool, groups: int) -> Load:
     one: of a document of s tokens on one group; of several groups it is one of so many times s.
     """
     ranks = one.p * groups
+    keys_received = one.seq_length * groups - one.seq_length // one.p if crosses else 0
     load = replace(
         one,
         scores=math.ceil(one.scores * groups * share),
         fullest_scores=math.ceil(one.fullest_scores * groups * share),
-        keys_received=one.seq_length * groups - one.seq_length // one.p if crosses else 0,
+        keys_received=keys_received,
         documents=math.ceil(1 / share) + 1,
         fullest_documents=math.ceil(1 / share / ranks),
         peers=ranks - 1 if crosses else 0,
         in_order=False,
         groups=groups,
         group_keys=one.seq_length * (groups - 1),
+        buffers=fullest_buffers(one.seq_length, one.p, keys_received),
         within=None,
     )
     if one.within is None:

@@ -25,6 +25,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.plan import Plan, parse_runs
 from megatron_paradyse.planner.from_costs import Stage
+from megatron_paradyse.strategies.sizes import RowSizes
 from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 
 MOST_PLAN_CHARACTERS = 16_384
@@ -172,7 +173,7 @@ def _read_microbatch(values: dict[str, Any]) -> Microbatch:
 
 
 def _read_load(value: Any, where: str = "load") -> Load:
-    fields = dict(check_fields(Load, value, where))
+    fields = dict(check_fields(Load, value, where, optional=("buffers",)))
     highest = {"seq_length": MAX_SEQ_LENGTH, "p": MOST_RANKS, "groups": MOST_RANKS}
     for name in ("documents", *highest):
         high = highest.get(name, MAX_INTEGER)
@@ -181,6 +182,8 @@ def _read_load(value: Any, where: str = "load") -> Load:
         raise ContentError(f"{where}.within must be null")
     if fields["within"] is not None:
         fields["within"] = _read_load(fields["within"], "load.within")
+    if fields.get("buffers") is not None:
+        fields["buffers"] = RowSizes(**check_fields(RowSizes, fields["buffers"], "load.buffers"))
     return Load(**fields)
 
 

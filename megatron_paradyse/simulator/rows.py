@@ -42,7 +42,8 @@ def simulated_rows(
         found = []
         for rank in ranks_of_row(point.row, shape):
             with attention_as_rank(model, rank):
-                operation = operations.get(ATTENTION, point.strategy, point.row)
+                with device:  # which must know the angles of a row that all layers share
+                    operation = operations.get(ATTENTION, point.strategy, point.row)
                 found.append(simulated_costs(operation, device))
         most = {name: max(getattr(costs, name) for costs in found) for name in QUANTITIES}
         yield RowMeasurement(point.strategy, point.load, OK, **most)

@@ -8,12 +8,14 @@ derives the closed forms. Buffers inside kernels are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import astuple, replace
+from functools import lru_cache
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import RECOMPUTE, offloads, parse_strategy_name
 from megatron_paradyse.strategies.sizes import Costs, LayerSizes, Ledger, of_tile
-from megatron_paradyse.strategies.walks import TILED_ZERO_MLP, WALKS
+from megatron_paradyse.strategies.walks import ROW_WALKS, TILED_ZERO_MLP, WALKS, Walk
 from megatron_paradyse.strategies.walks.aligned import aligned_rows
 from megatron_paradyse.strategies.walks.rings import second_half, swaps
 
@@ -58,18 +60,72 @@ def _costs_of_rank(strategy: str, operation: str, sizes: LayerSizes, rank: int) 
     if operation == "mlp" and sizes.is_tiled and base != "metp":
         again = _tile_by_tile(base, sizes) if base == "megatron_ts" else _zero_in_tiles(sizes)
     else:
-        alone = Ledger(rank, keeping=False)
-        walk.forward(alone, sizes)
         if walk.second_backward is not None:
             backward = Ledger(rank)
             walk.second_backward(backward, sizes)
             costs = replace(costs, backward_bytes=backward.peak)
         second = _second_run(base, operation, sizes, costs)
-        again = _recomputed(costs, second, sizes, made_anew=forward.kept, forward_bytes=alone.peak)
+        again = _recomputed(
+            costs, second, sizes, made_anew=forward.kept, forward_bytes=forward.peak_alone
+        )
     if not offloads(strategy):
         return again
     # The input comes back in the backward; the forward's caller holds it while that runs.
     return replace(again, kept_bytes=0, backward_bytes=again.backward_bytes + sizes.x)
+
+
+Bytes = tuple[int, int, int]  # kept, and the peaks of forward and backward above it
+
+
+def attention_bytes(strategy: str, z: LayerSizes) -> Bytes:
+    """As Costs has them, but of +offload.
+
+    Of a microbatch with shards, whose z has a row; or of one document.
+    """
+    base, recompute = parse_strategy_name(strategy)
+    return _attention_bytes(base, z)[recompute]
+
+
+@lru_cache(maxsize=4096)  # a plan of a row asks for it and for one document, whose is there mostly
+def _attention_bytes(base: str, z: LayerSizes) -> tuple[Bytes, Bytes]:
+    """Without and with +recompute."""
+    walk = ROW_WALKS[base]
+    found = [_bytes_of_rank(walk, base, z, rank) for rank in _ranks_that_differ(base, z)]
+    if z.row is not None and base == "colossal_z":  # what is kept differs, and peaks do not
+        found.append(_bytes_of_rank(walk, base, replace(z, keys_received=z.row.fewest_keys), 0))
+    plain, again = zip(*found, strict=True)
+    return _most(plain), _most(again)
+
+
+def _most(found: Iterable[Bytes]) -> Bytes:
+    kept, forward, backward = map(max, zip(*found, strict=True))
+    return kept, forward, backward
+
+
+def _ranks_that_differ(base: str, z: LayerSizes) -> Iterable[int]:
+    """Those among which are the ranks that hold most: in a ring the first and the middle one."""
+    if base == "metp" and z.g % z.p:
+        if z.row is None:
+            return range(z.p)
+        rows = aligned_rows(z.n, z.g, z.d, z.p, z.gate)  # of ranks with the same, the first
+        return sorted({of_rank: rank for rank, of_rank in reversed([*enumerate(rows)])}.values())
+    if z.row is not None or (base, "attention") not in RANKS_DIFFER:
+        return (0,)
+    return range(z.p) if z.p % 2 else (0, z.p // 2)
+
+
+def _bytes_of_rank(walk: Walk, base: str, z: LayerSizes, rank: int) -> tuple[Bytes, Bytes]:
+    forward, backward = Ledger(rank), Ledger(rank)
+    walk.forward(forward, z)
+    walk.backward(backward, z)
+    keeps_swapped = (base, "attention") in RANKS_DIFFER and swaps(rank, z)
+    kept = forward.kept + (0 if keeps_swapped else z.x)
+    plain = kept, forward.peak - forward.kept, backward.peak
+    if walk.second_backward is not None and z.is_tiled:
+        backward = Ledger(rank)
+        walk.second_backward(backward, z)
+    again = forward.kept + max(forward.peak - forward.kept, backward.peak)
+    return plain, (z.x, forward.peak_alone, again)
 
 
 def _recomputed(

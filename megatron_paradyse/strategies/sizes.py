@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf, isinf, lcm
 
 # Rows of a rank in a tile of what goes in tiles of a long sequence: matrix products of so many take
@@ -41,9 +42,33 @@ def qkv_rows(n: int, num_kv_heads: int, d: int, *, gate: bool) -> int:
     return ((2 * n if gate else n) + 2 * num_kv_heads) * d
 
 
+@dataclass(frozen=True, slots=True)
+class RowSizes:
+    """Tokens that buffers of attention on packed rows hold: the most of any rank or document.
+
+    longest: of a document, 0 where one is all that there is, without padding. piece: of a document,
+    in one piece on a rank; piece_beside: in one that does not fill its rank; held: on a rank, in
+    all its pieces. keys_sent: of a rank, those whose keys others need. keys_at_once: of keys that
+    are used, that come and that are sent, while an exchange takes one step after the other.
+    fewest_keys: that come to the rank with the fewest.
+    """
+
+    longest: int = 0
+    piece: int = 0
+    piece_beside: int = 0
+    held: int = 0
+    keys_sent: int = 0
+    keys_at_once: int = 0
+    fewest_keys: int = 0
+
+
 @dataclass(frozen=True)
 class LayerSizes:
-    """One layer and one microbatch; letters as in contract.py."""
+    """One layer and one microbatch; letters as in contract.py.
+
+    row: of packed documents, with the keys that come to a rank, the ranks that it shares documents
+    with, and whether the rows of ranks are in the order of positions; None: a sequence is one.
+    """
 
     s: int
     b: int
@@ -61,65 +86,69 @@ class LayerSizes:
     offset: bool = False  # of the softmax: a logit of each head, as parameters
     gate: bool = False  # of the output, made by linear_qkv
     narrow_values: bool = False  # of latents: proj has a copy of the output, without its padding
+    row: RowSizes | None = None
+    keys_received: int = 0
+    peers: int = 0
+    in_order: bool = True
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """Positions that a rank holds: s/p."""
         return self.s // self.p
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of activations that a rank holds: s/p b."""
         return self.positions * self.b
 
-    @property
+    @cached_property
     def wide_bytes(self) -> int:
         """Bytes of an element where the code accumulates: float32, float64 for float64."""
         return max(4, self.element_bytes)
 
-    @property
+    @cached_property
     def half_type(self) -> bool:
         """Whether sums accumulate in a wider dtype than the elements'."""
         return self.wide_bytes > self.element_bytes
 
-    @property
+    @cached_property
     def x(self) -> int:
         """Bytes of one activation [s/p, b, h]."""
         return self.rows * self.h * self.element_bytes
 
-    @property
+    @cached_property
     def q(self) -> int:
         return self.rows * self.n * self.d * self.element_bytes
 
-    @property
+    @cached_property
     def kv(self) -> int:
         return 2 * self.rows * self.g * self.d * self.element_bytes
 
-    @property
+    @cached_property
     def kv_heads_sent(self) -> int:
         """Key/value heads when every rank has whole ones for its n/p query heads."""
         return lcm(self.g, self.p)
 
-    @property
+    @cached_property
     def kv_sent(self) -> int:
         """kv with so many heads."""
         return self.kv // self.g * self.kv_heads_sent
 
-    @property
+    @cached_property
     def qkv(self) -> int:
         return self.q + self.kv
 
-    @property
+    @cached_property
     def gates(self) -> int:
         """Bytes of the output's gate: of q, or 0."""
         return self.q if self.gate else 0
 
-    @property
+    @cached_property
     def mixed(self) -> int:
         """Bytes of what linear_qkv makes."""
         return self.qkv + self.gates
 
-    @property
+    @cached_property
     def lse(self) -> int:
         return self.rows * self.n * self.wide_bytes
 
@@ -127,31 +156,31 @@ class LayerSizes:
         """Rows of linear_qkv's weight, with so many key/value heads."""
         return qkv_rows(self.n, num_kv_heads, self.d, gate=self.gate)
 
-    @property
+    @cached_property
     def qkv_weight(self) -> int:
         return self.qkv_rows(self.g) * self.h * self.element_bytes
 
-    @property
+    @cached_property
     def proj_weight(self) -> int:
         return self.n * self.d * self.h * self.element_bytes
 
-    @property
+    @cached_property
     def fc1_rows(self) -> int:
         return 2 * self.f if self.gated else self.f
 
-    @property
+    @cached_property
     def fc1_weight(self) -> int:
         return self.fc1_rows * self.h * self.element_bytes
 
-    @property
+    @cached_property
     def fc1_bias(self) -> int:
         return self.fc1_rows * self.element_bytes if self.bias else 0
 
-    @property
+    @cached_property
     def fc2_weight(self) -> int:
         return self.f * self.h * self.element_bytes
 
-    @property
+    @cached_property
     def is_tiled(self) -> bool:
         """Whether a rank has more rows than a tile."""
         return is_long(self.positions, self.b)
@@ -185,13 +214,12 @@ class Costs:
 class Ledger:
     """Bytes alive on a rank by name, and their peak.
 
-    keeping: whether there will be a backward, for which keep() keeps; else it drops.
+    peak_alone: that of a run without a backward, for which keep() keeps nothing.
     """
 
-    def __init__(self, rank: int = 0, *, keeping: bool = True) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        self.live = self.peak = self.kept = 0
-        self._keeping = keeping
+        self.live = self.peak = self.peak_alone = self.kept = 0
         self._held: dict[str, int] = {}
 
     def hold(self, **sizes: int) -> None:
@@ -199,7 +227,7 @@ class Ledger:
             assert name not in self._held, name
             self._held[name] = size
             self.live += size
-            self.peak = max(self.peak, self.live)
+        self.touch(0)  # at the end: none of them is let go between
 
     def drop(self, *names: str) -> None:
         for name in names:
@@ -208,10 +236,7 @@ class Ledger:
     def keep(self, *names: str) -> None:
         """Let go of what the backward needs."""
         for name in names:
-            if self._keeping:
-                self.kept += self._held.pop(name)
-            else:
-                self.drop(name)
+            self.kept += self._held.pop(name)
 
     def release(self, size: int) -> None:
         """Free bytes that the forward kept."""
@@ -219,4 +244,8 @@ class Ledger:
 
     def touch(self, size: int) -> None:
         """Hold for a moment."""
-        self.peak = max(self.peak, self.live + size)
+        top = self.live + size
+        if top > self.peak:
+            self.peak = top
+        if top - self.kept > self.peak_alone:
+            self.peak_alone = top - self.kept

@@ -192,12 +192,20 @@ def values_of(tmp_path, window):
     return path, json.loads(path.read_text())
 
 
-def test_without_a_window_a_row_has_no_other_keys_than_before(tmp_path):
+def test_without_a_window_a_row_tells_only_its_buffers_besides(tmp_path):
     _, values = values_of(tmp_path, None)
     assert list(values["rows"][0]["load"]) == [
         *("seq_length", "p", "scores", "fullest_scores", "keys_received", "documents"),
-        *("fullest_documents", "peers", "in_order"),
+        *("fullest_documents", "peers", "in_order", "buffers"),
     ]
+
+
+def test_rows_of_earlier_files_are_read_without_buffers(tmp_path):
+    path, values = values_of(tmp_path, None)
+    for row in values["rows"]:
+        del row["load"]["buffers"]
+    path.write_text(json.dumps(values))
+    assert {m.load.buffers for m in read_cost_file(path).table.rows} == {None}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +226,8 @@ def test_without_a_window_a_row_has_no_other_keys_than_before(tmp_path):
         ),
         (512, lambda load: load.update(within=None), r"load\.within must be an obj"),
         (None, lambda load: load.update(within={}), r"load has unknown 'within'"),
+        (None, lambda load: load["buffers"].pop("held"), r"load\.buffers lacks 'held'"),
+        (None, lambda load: load["buffers"].update(piece=-1), r"buffers\.piece must lie in"),
     ],
 )
 def test_what_is_wrong_with_a_window_in_rows_is_said_in_one_line(window, change, says, tmp_path):

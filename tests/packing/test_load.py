@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 import random
 
 import pytest
@@ -87,6 +89,36 @@ def test_within_a_window_a_load_is_what_blocks_and_routes_of_strategies_are(seed
     )
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_buffers_are_no_smaller_than_blocks_and_steps_of_strategies_are(p, causal):
+    rng = random.Random(p)
+    for _ in range(30):
+        row = random_row(rng, p)
+        buffers, microbatch = load_of(row, causal=causal).buffers, microbatch_of(row)
+        alone = row.lengths == (row.seq_length,)
+        assert buffers.longest == (0 if alone else max(row.lengths))
+        spans = tuple(contiguous_spans(microbatch, p, rank) for rank in range(p))
+        mask = (microbatch.documents, 1, causal, None)
+        needed = [len(keys_needed(row, rank, causal=causal)) for rank in range(p)]
+        assert buffers.fewest_keys == min(needed)
+        for rank, own in enumerate(spans):
+            for block in plan_blocks(own, own, *mask):
+                assert block.q_rows[1] - block.q_rows[0] <= buffers.held
+            tokens = [0] * len(row.lengths)
+            for number, start, stop in row.pieces[rank]:
+                tokens[number] += stop - start
+                assert stop - start <= buffers.piece
+            assert max(tokens) <= buffers.held
+            steps = [(0, 0)] + [
+                (step.num_received, sum(b - a for a, b in step.rows))
+                for step in _steps(spans, rank, p - 1, *mask)
+            ]
+            assert max(sent for _, sent in steps) <= buffers.keys_sent
+            for (used, _), (comes, sent) in itertools.pairwise(steps):
+                assert used + comes + sent <= buffers.keys_at_once
+
+
 @given(s=st.integers(1, 300), p=st.sampled_from([1, 2, 3, 4, 8]), window=st.integers(1, 400))
 @settings(max_examples=100, deadline=None)
 def test_one_document_within_a_window_is_computed_and_goes_where_rings_say(s, p, window):
@@ -114,8 +146,9 @@ def test_a_row_of_one_document_is_that_document_alone_however_it_lies(window):
     load = load_of(row, causal=True, window=window)
     one = load_of_one(512, 4, causal=True, window=window)
     assert load.within.keys_received != one.within.keys_received
+    differs = {"in_order": False, "buffers": load.buffers}  # how the row lies
     assert unpacked(load, window) == dataclasses.replace(
-        one, in_order=False, within=dataclasses.replace(one.within, in_order=False)
+        one, **differs, within=dataclasses.replace(one.within, **differs)
     )
     without = load_of(row, causal=True)
     assert unpacked(without, None) == without
@@ -124,8 +157,9 @@ def test_a_row_of_one_document_is_that_document_alone_however_it_lies(window):
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_document_spread_evenly_is_the_single_document(causal):
     for p in (1, 2, 4, 8):
-        assert load_of(zigzag((48 * p,), p), causal=causal) == dataclasses.replace(
-            load_of_one(48 * p, p, causal=causal), in_order=p == 1
+        load = load_of(zigzag((48 * p,), p), causal=causal)
+        assert load == dataclasses.replace(
+            load_of_one(48 * p, p, causal=causal), in_order=p == 1, buffers=load.buffers
         )
 
 
@@ -141,8 +175,11 @@ def test_rounding_makes_nothing_less_and_leaves_one_document_alone(window):
         load = load_of(random_row(rng, 4, longest=200), causal=True, window=window)
         rounded = rounded_up(load, alignment=64, causal=True, window=window)
         for exact, up in ((load, rounded), (load.within, rounded.within))[: 2 if window else 1]:
-            for field in dataclasses.fields(load)[:-1]:
+            for field in dataclasses.fields(load)[:-2]:
                 assert getattr(up, field.name) >= getattr(exact, field.name)
+            *of_exact, fewest = dataclasses.astuple(exact.buffers)
+            *of_up, fewest_up = dataclasses.astuple(up.buffers)
+            assert fewest_up <= fewest and all(map(operator.ge, of_up, of_exact))
             if load.seq_length % 64 == 0:
                 assert up.scores <= 1.05 * exact.scores + 1
             assert up.crosses == exact.crosses

@@ -209,6 +209,7 @@ NUMBERS = st.integers(0, 1 << 62)
 LOADS = st.fixed_dictionaries(
     {name: NUMBERS for name in PRICED["load"]}
     | {"seq_length": st.integers(1, 1 << 30), "in_order": st.booleans(), "within": st.none()}
+    | {"buffers": st.none()}
     | dict.fromkeys(("p", "groups"), st.integers(1, 1 << 14))
     | {"documents": st.integers(1, 1 << 62)}
 )

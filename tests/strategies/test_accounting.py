@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy
 from megatron_paradyse.strategies import sizes as sizes_module
-from megatron_paradyse.strategies.accounting import operation_costs
+from megatron_paradyse.strategies.accounting import attention_bytes, operation_costs
 from megatron_paradyse.strategies.contract import Wide
 from megatron_paradyse.strategies.memory import Measured, measure
 from megatron_paradyse.strategies.sizes import LayerSizes
@@ -226,6 +226,19 @@ def test_offload_keeps_nothing_and_brings_the_input_back(strategy, operation):
     assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
     again = operation_costs(f"{strategy}+recompute", operation, _sizes(case))
     assert costs.backward_bytes == again.backward_bytes + again.kept_bytes
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("strategy", [name for name, half in WALKS if half == "attention"])
+def test_bytes_of_attention_are_those_of_the_ranks_that_hold_most(strategy, p):
+    for name in (strategy, f"{strategy}+recompute"):
+        for case in itertools.islice(_cases(name, "attention", p), None, None, 3):
+            costs = operation_costs(name, "attention", _sizes(case))
+            assert attention_bytes(name, _sizes(case)) == (
+                costs.kept_bytes,
+                costs.forward_bytes,
+                costs.backward_bytes,
+            )
 
 
 def _attention_flops(q, k, num_products: int, causal: bool) -> int:

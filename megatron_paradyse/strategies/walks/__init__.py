@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
-from megatron_paradyse.strategies.walks import megatron_ts, metp, zero
+from megatron_paradyse.strategies.walks import colossal_z, megatron_ts, metp, zero
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,17 @@ WALKS: dict[tuple[str, str], Walk] = {
     ("ulysses_z", "mlp"): _ZERO_MLP,
     ("megatron_cz", "attention"): Walk(zero.megatron_cz_forward, zero.megatron_cz_backward),
     ("megatron_cz", "mlp"): _ZERO_MLP,
-    ("colossal_z", "attention"): Walk(zero.colossal_z_forward, zero.colossal_z_backward),
+    ("colossal_z", "attention"): Walk(colossal_z.forward, colossal_z.backward),
     ("colossal_z", "mlp"): _ZERO_MLP,
     ("metp", "attention"): Walk(
         metp.attention_forward, metp.attention_backward, metp.attention_second_backward
     ),
     ("metp", "mlp"): Walk(metp.mlp_forward, metp.mlp_backward),
+}
+
+# Of attention on packed rows, whose sizes tell of documents (LayerSizes.row).
+ROW_WALKS = {name: walk for (name, half), walk in WALKS.items() if half == "attention"} | {
+    "local_z": Walk(zero.local_z_forward, zero.local_z_backward)
 }
 
 # Of what recomputes in tiles; the others' tiles are MLPs of a shorter sequence each, but for METP's

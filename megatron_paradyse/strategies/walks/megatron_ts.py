@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.rows import index_bytes, whole_backward, whole_forward
 from megatron_paradyse.strategies.walks.steps import (
     activate,
     activation_gradient_bytes,
@@ -10,9 +11,8 @@ from megatron_paradyse.strategies.walks.steps import (
     fc2_input,
     gate_backward,
     hold_gated,
-    lse_copy,
     rope_bytes,
-    split_and_rotate,
+    rotate,
     split_backward,
 )
 
@@ -48,33 +48,43 @@ def _kv(z: LayerSizes) -> int:
 
 def attention_forward(m: Ledger, z: LayerSizes) -> None:
     gathered, mixed, kv = z.p * z.x, z.mixed, _kv(z)
-    m.hold(x=gathered, mixed=mixed)
+    m.hold(indices=index_bytes(z), x=gathered, mixed=mixed)  # indices: of all layers
     m.drop("x")
+    m.hold(unordered=0 if z.in_order else mixed)
     if z.g < z.p:
         m.hold(by_rank=z.p * mixed, all_heads=z.p * mixed)
         m.touch(z.q + kv + z.gates)
         m.drop("by_rank", "all_heads")
-    split_and_rotate(m, z, q=z.q, kv=kv, rows=z.s)
+    m.hold(q=z.q, kv=kv, gate=z.gates)
+    m.drop("mixed", "unordered")
+    rotate(m, z, q=z.q, kv=kv, rows=z.s)
     if z.rope_channels:
         m.keep("angles")
-    m.hold(out=z.q, lse=z.lse)
-    m.keep("q", "kv", "lse")
+    whole_forward(m, z)
+    m.keep("q", "kv", "lse", "indices")
     hold_gated(m, z, z.gates, positions=z.s)
-    if z.gate:
+    into_proj = "gated" if z.gate else "out"
+    if not z.in_order:
+        m.keep("out")
+        m.hold(in_rows=z.q)
+        m.drop("gated")
+        into_proj = "in_rows"
+    elif z.gate:
         m.keep("out")
     m.hold(partial=gathered, output=z.x)
-    m.keep("gate", "gated" if z.gate else "out")
+    m.keep("gate", into_proj)
 
 
 def attention_backward(m: Ledger, z: LayerSizes) -> None:
     gathered, mixed, kv = z.p * z.x, z.mixed, _kv(z)
     m.hold(grad=gathered, grad_proj=z.proj_weight // z.p, grad_out=z.q)
     m.drop("grad")
-    m.release(z.gates)
+    m.release(z.gates if z.in_order else z.q)
+    m.touch(0 if z.in_order else z.q)
     gate_backward(m, z, z.gates, positions=z.s)
     m.release(z.gates)
-    m.hold(lse=lse_copy(z), grad_qkv=z.q + kv)
-    m.drop("lse", "grad_out")
+    whole_backward(m, z, kv=kv)
+    m.drop("grad_out")
     m.release(2 * z.q + kv + z.lse)
     if z.g < z.p:
         m.release(rope_bytes(z, z.s))
@@ -90,6 +100,7 @@ def attention_backward(m: Ledger, z: LayerSizes) -> None:
     else:
         split_backward(m, z, q=z.q, kv=kv)
         m.release(rope_bytes(z, z.s))
+    m.touch(0 if z.in_order else mixed)
     m.hold(x=gathered, partial=gathered)
     m.hold(grad_x=z.x, grad_weight=z.qkv_weight // z.p)
     if z.bias:

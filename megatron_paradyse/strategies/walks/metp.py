@@ -75,8 +75,9 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
     if swaps(m.rank, z):
         m.hold(swapped=z.x)
         m.touch(block + second_half(z, z.x))
-    m.hold(total=z.wide(z.x))
-    for owner in range(z.p):
+    first = _first_owner(z)
+    m.hold(total=z.wide(z.x), of_earlier=first * (q + lse))
+    for owner in range(first, z.p):
         m.hold(blocks=min(2, z.p - owner) * block, mixed=q + kv + gates)
         split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m.rank, z))
         if z.rope_channels:
@@ -96,7 +97,7 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
     if swaps(m.rank, z):
         m.touch(z.x + second_half(z, z.x))
         m.keep("swapped")
-    m.keep(*(f"of_{owner}" for owner in range(z.p)))
+    m.keep("of_earlier", *(f"of_{owner}" for owner in range(first, z.p)))
 
 
 def attention_backward(m: Ledger, z: LayerSizes) -> None:
@@ -116,7 +117,7 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         m.hold(grad=z.x)
         m.touch(block + second_half(z, z.x))
     m.hold(grad_x=z.wide(z.x))
-    for owner in range(z.p):
+    for owner in range(_first_owner(z), z.p):
         m.hold(blocks=min(2, z.p - owner) * block)
         summed = min(1, owner) + (m.rank <= owner - 2)  # those on their way, and the own gradients
         m.hold(summed=summed * z.wide(block))
@@ -158,6 +159,11 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         m.hold(swapped=z.x)
     if z.half_type:
         m.hold(narrow_gradient=_shard(z))
+
+
+def _first_owner(z: LayerSizes) -> int:
+    """From whose turn on a walk goes: before that no more is held than then."""
+    return max(z.p - 2, 0)
 
 
 def _shard(z: LayerSizes) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.rows import routed_backward, routed_forward
 
 
 class _Step(NamedTuple):
@@ -23,8 +24,8 @@ class _Step(NamedTuple):
 
 
 def swaps(rank: int, z: LayerSizes) -> bool:
-    """Whether the rank swaps half of its chunk: not the middle one of an odd number."""
-    return z.causal and 2 * rank + 1 != z.p
+    """Whether the rank swaps half of its chunk: not of rows; not the middle one of odd p."""
+    return z.row is None and z.causal and 2 * rank + 1 != z.p
 
 
 def second_half(z: LayerSizes, num_bytes: int) -> int:
@@ -37,6 +38,9 @@ def ring_forward(m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int) -> None
 
     Beside the rank's own chunk there are the one in use and the next.
     """
+    if z.row is not None:
+        routed_forward(m, z, z.row, q=q, kv=kv, lse=lse)
+        return
     m.hold(wide_out=z.wide(q), lse=lse)
     for step in set(_steps(m, z)):
         block, block_lse = (_of_positions(z, whole, step.queries) for whole in (q, lse))
@@ -57,6 +61,9 @@ def ring_backward(
     Gradients of a chunk, in the accumulation dtype: computed, arriving, and being sent. heads: of
     the forward's queries, of which this takes one of so many parts.
     """
+    if z.row is not None:
+        routed_backward(m, z, z.row, q=q, kv=kv, lse=lse)
+        return
     wide_kv = z.wide(kv)
 
     def touch_block(queries: int, keys: int) -> None:

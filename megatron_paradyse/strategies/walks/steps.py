@@ -26,9 +26,15 @@ def split_and_rotate(
     m.hold(q=q, kv=kv, gate=q if z.gate else 0)
     if not mixed_stays:
         m.drop("mixed")
+    rotate(m, z, q=q, kv=kv, rows=rows, balanced=balanced)
+
+
+def rotate(m: Ledger, z: LayerSizes, *, q: int, kv: int, rows: int, balanced: bool = False) -> None:
+    """If heads are rotated: holds "angles"."""
     if z.rope_channels:
+        in_spans = balanced or (z.row is not None and rows == z.positions)
         m.hold(
-            angles=rope_bytes(z, rows), float32_angles=4 * z.rope_channels * rows if balanced else 0
+            angles=rope_bytes(z, rows), float32_angles=4 * z.rope_channels * rows if in_spans else 0
         )
         # Beside the result: a product, its other factor and that factor's product.
         m.hold(rotated_q=q)

@@ -11,15 +11,20 @@ from megatron_paradyse.strategies.walks.rings import (
     second_half,
     swaps,
 )
+from megatron_paradyse.strategies.walks.rows import (
+    index_bytes,
+    local_backward,
+    local_forward,
+    whole_backward,
+    whole_forward,
+)
 from megatron_paradyse.strategies.walks.steps import (
-    INDEX_BYTES,
     activate,
     activation_gradient_bytes,
     fc1_output,
     fc2_input,
     gate_backward,
     hold_gated,
-    lse_copy,
     product_piece,
     rope_bytes,
     split_and_rotate,
@@ -141,7 +146,7 @@ def _linear_backward_end(m: Ledger, z: LayerSizes, weight: int, *, name: str) ->
     m.drop("reduced", "grad_bias", "reduced_bias")
 
 
-def _qkv_forward(m: Ledger, z: LayerSizes, *, balanced: bool = False) -> None:
+def qkv_forward(m: Ledger, z: LayerSizes, *, balanced: bool = False) -> None:
     """And the gathering of proj: holds q, kv, gate, shard and proj."""
     m.hold(weight=z.qkv_weight, mixed=z.mixed)
     if z.bias:
@@ -153,7 +158,7 @@ def _qkv_forward(m: Ledger, z: LayerSizes, *, balanced: bool = False) -> None:
     m.hold(shard=z.proj_weight // z.p, proj=z.proj_weight)
 
 
-def _qkv_backward(m: Ledger, z: LayerSizes, *, k_is_view: bool = False) -> None:
+def qkv_backward(m: Ledger, z: LayerSizes, *, k_is_view: bool = False) -> None:
     """From the gradients of q, k and v to those of x and the weight; they are all that is held."""
     split_backward(m, z, q=z.q, kv=z.kv, k_is_view=k_is_view)
     m.release(rope_bytes(z, z.positions))
@@ -164,19 +169,19 @@ def _qkv_backward(m: Ledger, z: LayerSizes, *, k_is_view: bool = False) -> None:
     _linear_backward_end(m, z, z.qkv_weight, name="qkv")
 
 
-def _proj_forward(m: Ledger, z: LayerSizes) -> None:
+def proj_forward(m: Ledger, z: LayerSizes) -> None:
     """And the gate: holds "gated", and the output."""
     hold_gated(m, z, z.gates, positions=z.positions)
     m.drop("shard")
     m.hold(output=z.x)
 
 
-def _proj_backward(m: Ledger, z: LayerSizes) -> None:
+def proj_backward(m: Ledger, z: LayerSizes) -> None:
     _linear_backward(m, z, z.proj_weight, name="proj", grad_input=z.q, transposed=True)
     _linear_backward_end(m, z, z.proj_weight, name="proj")
 
 
-def _gate_backward(m: Ledger, z: LayerSizes) -> None:
+def gate_of_input_backward(m: Ledger, z: LayerSizes) -> None:
     """Holds "grad_gate"; "grad_input_proj" becomes the gradient of the attention's output."""
     m.release(z.gates)
     gate_backward(m, z, z.gates, positions=z.positions)
@@ -185,34 +190,42 @@ def _gate_backward(m: Ledger, z: LayerSizes) -> None:
 
 def ulysses_z_forward(m: Ledger, z: LayerSizes) -> None:
     packed, repeats = z.q + z.kv_sent, z.kv_sent > z.kv
-    _qkv_forward(m, z)
+    m.hold(indices=index_bytes(z))  # of all layers
+    qkv_forward(m, z)
     if repeats:
         m.hold(repeated=z.kv_sent)
     m.hold(packed=packed)
     m.drop("q", "kv", *(["repeated"] if repeats else []))
     m.hold(received=packed)
     m.drop("packed")
-    m.hold(out=z.q, lse=z.lse)
-    m.keep("received", "lse")
-    m.hold(out_by_sequence=z.q)
+    if not z.in_order:
+        m.hold(ordered=packed)
+        m.drop("received")
+    m.keep("indices")
+    whole_forward(m, z)
+    m.keep("received" if z.in_order else "ordered", "lse")
+    m.hold(in_rows=0 if z.in_order else z.q, out_by_sequence=z.q)
+    m.drop("in_rows")
     m.keep("out")
     m.hold(flat=0 if z.gate else z.q)
-    _proj_forward(m, z)
+    proj_forward(m, z)
     m.keep("out_by_sequence" if z.gate else "flat", "gate", "gated")
 
 
 def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
     packed = z.q + z.kv_sent
-    _proj_backward(m, z)
-    _gate_backward(m, z)
+    proj_backward(m, z)
+    gate_of_input_backward(m, z)
     m.release(z.q)
     m.hold(by_rank=0 if z.gate else z.q, grad_out=z.q)  # of a gate it lies by rank
     m.drop("by_rank", "grad_input_proj")
-    m.hold(lse=lse_copy(z), grads=packed)
-    m.drop("lse", "grad_out")
+    m.touch(0 if z.in_order else z.q)
+    whole_backward(m, z, kv=z.kv_sent)
+    m.drop("grad_out")
     m.release(packed + z.q + z.lse)
     m.hold(grad_packed=packed)
-    m.drop("grads")
+    m.drop("grad_qkv")
+    m.touch(0 if z.in_order else packed)
     m.hold(grad_qkv=packed)
     m.drop("grad_packed")
     if z.kv_sent > z.kv:
@@ -220,19 +233,40 @@ def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
         m.drop("grad_qkv")
         m.hold(grad_qkv=z.qkv)
         m.drop("summed")
-    _qkv_backward(m, z, k_is_view=z.n == z.g == z.p)
+    qkv_backward(m, z, k_is_view=z.n == z.g == z.p)
+
+
+def local_z_forward(m: Ledger, z: LayerSizes) -> None:
+    """Of rows only."""
+    assert z.row is not None
+    qkv_forward(m, z)
+    local_forward(m, z, q=z.q, lse=z.lse, block=z.row.piece_beside, rows=z.rows)
+    m.keep("q", "kv", "lse")
+    proj_forward(m, z)
+    m.keep("out", "gate", "gated")
+
+
+def local_z_backward(m: Ledger, z: LayerSizes) -> None:
+    assert z.row is not None
+    proj_backward(m, z)
+    gate_of_input_backward(m, z)
+    block, copy = z.row.piece_beside, z.lse if z.n > 1 else 0
+    local_backward(m, z, q=z.q, kv=z.kv, lse=z.lse, lse_copy=copy, block=block, rows=z.rows)
+    m.drop("grad_input_proj")
+    m.release(z.q + z.kv + z.q + z.lse)
+    qkv_backward(m, z)
 
 
 def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
     if swaps(m.rank, z):
         m.hold(swapped=z.x)
         m.touch(second_half(z, z.x))
-    _qkv_forward(m, z, balanced=swaps(m.rank, z))
+    qkv_forward(m, z, balanced=swaps(m.rank, z))
     m.hold(packed=z.kv)
     m.drop("kv")
     ring_forward(m, z, q=z.q, kv=z.kv, lse=z.lse)
     m.keep("lse")
-    _proj_forward(m, z)
+    proj_forward(m, z)
     m.drop("proj")
     if swaps(m.rank, z):
         m.touch(z.x + second_half(z, z.x))
@@ -244,81 +278,11 @@ def megatron_cz_backward(m: Ledger, z: LayerSizes) -> None:
     if swaps(m.rank, z):
         m.hold(grad=z.x)
         m.touch(second_half(z, z.x))
-    _proj_backward(m, z)
+    proj_backward(m, z)
     if swaps(m.rank, z):
         m.drop("grad")
-    _gate_backward(m, z)
+    gate_of_input_backward(m, z)
     ring_backward(m, z, q=z.q, kv=z.kv, lse=z.lse, heads=z.n)
     m.drop("grad_input_proj")
     m.release(z.q + z.kv + z.q + z.lse)
-    _qkv_backward(m, z, k_is_view=True)
-
-
-def colossal_z_forward(m: Ledger, z: LayerSizes) -> None:
-    scores = z.rows * z.n * z.s * z.element_bytes
-    chunk, one = scores // z.p, z.kv // 2  # one: k, or v
-    moves_q, moves_kv = _moves_heads(z)
-    _qkv_forward(m, z)
-    m.hold(q_by_head=z.q if moves_q else 0, kv_by_head=z.kv if moves_kv else 0)
-    m.hold(scores=z.wide(scores), chunks=one)
-    m.touch(z.wide(chunk) + (_diagonal_mask(z) if z.causal else 0))
-    m.hold(chunk_in_use=one if z.p > 2 else 0, product=chunk)
-    m.touch(z.wide(chunk) * (2 if z.half_type else 1))
-    m.drop("product", "chunks", "chunk_in_use")
-    if z.half_type:
-        m.touch(scores)
-    m.drop("scores")
-    m.hold(probs=scores, chunks=min(z.p - 1, 2) * one, wide_out=z.wide(z.q))
-    m.touch(z.q)
-    m.drop("chunks")
-    if (z.half_type or moves_q) and not _stays_heads_first(z):
-        m.hold(out=z.q)
-        m.drop("wide_out")
-    else:
-        m.drop("wide_out")
-        m.hold(out=z.q)
-    m.keep("q_by_head" if moves_q else "q", "kv_by_head" if moves_kv else "kv", "probs")
-    m.drop("q" if moves_q else "q_by_head", "kv" if moves_kv else "kv_by_head")
-    _proj_forward(m, z)
-    m.keep("out", "gate", "gated")
-
-
-def _moves_heads(z: LayerSizes) -> tuple[bool, bool]:
-    """Whether q, and k and v, are copied as heads come first: not of one head of one sequence."""
-    return z.b * z.n > 1, z.b * z.g > 1
-
-
-def _stays_heads_first(z: LayerSizes) -> bool:
-    """Whether nothing copies the output for the heads to come last: a gate takes it as it is."""
-    return z.gate and not z.half_type
-
-
-def _diagonal_mask(z: LayerSizes) -> int:
-    """Of the own chunk: positions of queries and keys, their distances, and what is hidden."""
-    return INDEX_BYTES * (z.positions**2 + 2 * z.positions) + z.positions**2
-
-
-def colossal_z_backward(m: Ledger, z: LayerSizes) -> None:
-    scores = z.rows * z.n * z.s * z.element_bytes
-    chunk, one = scores // z.p, z.kv // 2
-    chunks, wide_chunk = min(z.p - 2, 2) * one, z.wide(chunk)
-    narrow_chunk = chunk if z.half_type else 0
-    narrow_one = one if z.half_type else 0
-    _proj_backward(m, z)
-    _gate_backward(m, z)
-    m.release(z.q)
-    moves = _moves_heads(z)[0] and not _stays_heads_first(z)
-    m.hold(heads_first=z.q if moves else 0, grad_scores=z.wide(scores), chunks=chunks)
-    m.hold(coming=z.wide(one), sent=z.wide(one))
-    m.touch(chunk + (wide_chunk if z.half_type else 0))
-    m.touch(wide_chunk + z.wide(one) + narrow_one)
-    m.drop("sent")
-    m.hold(grad_q=z.wide(z.q), row_sums=z.lse)
-    m.touch(narrow_chunk + z.q)
-    m.hold(coming_k=z.wide(one), sent_k=z.wide(one))
-    m.touch(narrow_chunk + max(z.q, z.wide(one) + narrow_one))
-    m.drop("heads_first", "grad_scores", "chunks", "coming", "coming_k", "sent_k")
-    m.drop("grad_q", "row_sums", "grad_input_proj")
-    m.release(z.qkv + scores)
-    m.hold(grad_qkv=z.qkv)
-    _qkv_backward(m, z)
+    qkv_backward(m, z, k_is_view=True)

@@ -1,0 +1,148 @@
+"""ColossalZ's attention, whose ranks hold whole rows of scores: strategies/colossal_z.py."""
+
+from __future__ import annotations
+
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, RowSizes
+from megatron_paradyse.strategies.walks.rows import keys_coming, of_tokens
+from megatron_paradyse.strategies.walks.steps import INDEX_BYTES
+from megatron_paradyse.strategies.walks.zero import (
+    gate_of_input_backward,
+    proj_backward,
+    proj_forward,
+    qkv_backward,
+    qkv_forward,
+)
+
+
+def forward(m: Ledger, z: LayerSizes) -> None:
+    scores = _columns(z) * z.rows * z.n * z.element_bytes
+    one = z.kv // 2  # k, or v
+    moves_q, moves_kv = _moves_heads(z)
+    qkv_forward(m, z)
+    m.hold(q_by_head=z.q if moves_q else 0, kv_by_head=z.kv if moves_kv else 0)
+    m.hold(scores=z.wide(scores))
+    if z.row is None:
+        _scores_of_chunks(m, z, one)
+        chunks = min(z.p - 1, 2) * one
+    else:
+        _scores_of_blocks(m, z, z.row)
+        chunks = one * z.row.keys_at_once // z.rows
+    if z.half_type:
+        m.touch(scores)
+    m.drop("scores")
+    m.hold(probs=scores, chunks=chunks, wide_out=z.wide(z.q))
+    m.touch(z.q)
+    m.drop("chunks")
+    if (z.half_type or moves_q) and not _stays_heads_first(z):
+        m.hold(out=z.q)
+        m.drop("wide_out")
+    else:
+        m.drop("wide_out")
+        m.hold(out=z.q)
+    m.keep("q_by_head" if moves_q else "q", "kv_by_head" if moves_kv else "kv", "probs")
+    m.drop("q" if moves_q else "q_by_head", "kv" if moves_kv else "kv_by_head")
+    proj_forward(m, z)
+    m.keep("out", "gate", "gated")
+
+
+def _columns(z: LayerSizes) -> int:
+    """Of score rows: the keys that the rank has, its own and those that come."""
+    return z.s if z.row is None else z.positions + z.keys_received
+
+
+def _scores_of_chunks(m: Ledger, z: LayerSizes, one: int) -> None:
+    chunk = z.rows * z.n * z.positions * z.element_bytes
+    m.hold(chunks=one)
+    m.touch(z.wide(chunk) + (_diagonal_mask(z.positions) if z.causal else 0))
+    m.hold(chunk_in_use=one if z.p > 2 else 0)
+    m.touch(_product(z, chunk))
+    m.drop("chunks", "chunk_in_use")
+
+
+def _scores_of_blocks(m: Ledger, z: LayerSizes, row: RowSizes) -> None:
+    """Queries of a part of the rows are copied where several heads share a key's."""
+    own, coming = (z.n * row.piece * rows * z.element_bytes for rows in (row.piece, row.held))
+    shares = z.n > z.g
+    m.hold(chunks=z.kv // 2 * row.keys_at_once // z.rows)
+    m.touch(z.wide(own) + (_diagonal_mask(row.piece) if z.causal else 0))
+    m.touch(_product(z, coming) + (z.q * row.held // z.rows if shares else 0))
+    m.drop("chunks")
+
+
+def _product(z: LayerSizes, scores: int) -> int:
+    """As it is made, and in the accumulation dtype before and after it is scaled."""
+    return scores + z.wide(scores) * (2 if z.half_type else 1)
+
+
+def _moves_heads(z: LayerSizes) -> tuple[bool, bool]:
+    """Whether q, and k and v, are copied as heads come first: not of one head of one sequence."""
+    return z.b * z.n > 1, z.b * z.g > 1
+
+
+def _stays_heads_first(z: LayerSizes) -> bool:
+    """Whether nothing copies the output for the heads to come last: a gate takes it as it is."""
+    return z.gate and not z.half_type
+
+
+def _diagonal_mask(positions: int) -> int:
+    """Positions of queries and keys, their distances, and what is hidden."""
+    return INDEX_BYTES * (positions**2 + 2 * positions) + positions**2
+
+
+def backward(m: Ledger, z: LayerSizes) -> None:
+    scores = _columns(z) * z.rows * z.n * z.element_bytes
+    if z.row is not None:
+        _rows_backward(m, z, z.row, scores)
+        return
+    chunk, one = scores // z.p, z.kv // 2
+    chunks, wide_chunk = min(z.p - 2, 2) * one, z.wide(chunk)
+    narrow_chunk = chunk if z.half_type else 0
+    narrow_one = one if z.half_type else 0
+    proj_backward(m, z)
+    gate_of_input_backward(m, z)
+    m.release(z.q)
+    moves = _moves_heads(z)[0] and not _stays_heads_first(z)
+    m.hold(heads_first=z.q if moves else 0, grad_scores=z.wide(scores), chunks=chunks)
+    m.hold(coming=z.wide(one), sent=z.wide(one))
+    m.touch(chunk + (wide_chunk if z.half_type else 0))
+    m.touch(wide_chunk + z.wide(one) + narrow_one)
+    m.drop("sent")
+    m.hold(grad_q=z.wide(z.q), row_sums=z.lse)
+    m.touch(narrow_chunk + z.q)
+    m.hold(coming_k=z.wide(one), sent_k=z.wide(one))
+    m.touch(narrow_chunk + max(z.q, z.wide(one) + narrow_one))
+    m.drop("heads_first", "grad_scores", "chunks", "coming", "coming_k", "sent_k")
+    m.drop("grad_q", "row_sums", "grad_input_proj")
+    m.release(z.qkv + scores)
+    m.hold(grad_qkv=z.qkv)
+    qkv_backward(m, z)
+
+
+def _rows_backward(m: Ledger, z: LayerSizes, row: RowSizes, scores: int) -> None:
+    """backward of packed rows."""
+    one, narrow = z.kv // 2, 1 if z.half_type else 0
+    of_key = z.rows * z.n * z.element_bytes
+    chunk, coming = (of_key * tokens for tokens in (z.positions, keys_coming(z, row)))
+    keys, at_once = (of_tokens(z, one, t) for t in (keys_coming(z, row), row.keys_at_once))
+    used, hops = (keys, keys) if z.peers < 2 else (at_once, at_once)
+    proj_backward(m, z)
+    gate_of_input_backward(m, z)
+    m.release(z.q)
+    moves = _moves_heads(z)[0] and not _stays_heads_first(z)
+    m.hold(heads_first=z.q if moves else 0, grad_scores=z.wide(scores), chunks=at_once)
+    m.touch(chunk + narrow * z.wide(chunk))
+    m.hold(own_v=z.wide(one))
+    m.touch(z.wide(chunk) + narrow * one)
+    m.drop("chunks")
+    m.touch(used + coming + narrow * z.wide(coming) + z.wide(hops))
+    m.touch(used + z.wide(coming) + narrow * keys + z.wide(hops))
+    m.hold(hops=z.wide(at_once), grad_q=z.wide(z.q), row_sums=z.lse, own_k=z.wide(one))
+    m.touch(at_once + narrow * chunk + max(z.q - z.wide(one), narrow * one))
+    m.touch(used + narrow * coming + z.wide(hops) + max(z.q - z.wide(keys), narrow * keys))
+    m.touch(z.wide(at_once) + narrow * z.q)
+    m.drop("heads_first", "grad_scores", "hops")
+    m.touch(narrow * z.qkv)
+    m.drop("grad_q", "row_sums", "own_k", "own_v", "grad_input_proj")
+    m.release(z.qkv + scores)
+    m.hold(grad_qkv=z.qkv)
+    qkv_backward(m, z)

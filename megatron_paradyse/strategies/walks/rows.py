@@ -1,0 +1,102 @@
+"""Attention on packed rows between its projections: local_attention.py, routes.py, order.py.
+
+Every document is a block of its own, whose results go into room for all queries: of the elements'
+dtype where no two blocks have the same queries, else of the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, RowSizes
+from megatron_paradyse.strategies.walks.steps import INDEX_BYTES, lse_copy
+
+
+def local_forward(m: Ledger, z: LayerSizes, *, q: int, lse: int, block: int, rows: int) -> None:
+    """Holds "out" and "lse". block: tokens of the largest block, of so many; 0: it is alone."""
+    m.hold(out=q, lse=lse)
+    m.touch((q + lse) * block // rows)
+
+
+def local_backward(
+    m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int, lse_copy: int, block: int, rows: int
+) -> None:
+    """Holds the gradients of q and kv, "grad_qkv"."""
+    if not block:
+        m.touch(lse_copy + q + kv)
+        m.hold(grad_qkv=q + kv)
+        return
+    m.hold(wide_grads=z.wide(q + kv))
+    m.touch((q + kv + lse) * block // rows)
+    m.touch(q + kv if z.half_type else 0)
+    m.drop("wide_grads")
+    m.hold(grad_qkv=q + kv)
+
+
+def routed_forward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
+    """Over a chunk that is there: holds "out" and "lse"."""
+    if not z.keys_received:
+        local_forward(m, z, q=q, lse=lse, block=row.piece_beside, rows=z.rows)
+        return
+    block, block_lse = (of_tokens(z, whole, row.held) for whole in (q, lse))
+    m.hold(wide_out=z.wide(q), lse=lse, chunks=of_tokens(z, kv, row.keys_at_once))
+    m.touch(block + 2 * block_lse + max(block_lse, z.wide(block) if z.half_type else 0))
+    m.touch(q if z.half_type else 0)  # room that was narrow
+    m.drop("chunks")
+    m.touch(q if z.half_type else 0)
+    m.drop("wide_out")
+    m.hold(out=q)
+
+
+def routed_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
+    """Holds the gradients of q and kv, "grad_qkv"."""
+    m.hold(grad_q=z.wide(q), grad_kv=z.wide(kv))
+    m.touch(of_tokens(z, q + kv + lse, row.piece))
+    if z.keys_received:
+        _steps_backward(m, z, row, q=q, kv=kv, lse=lse)
+    m.touch(q + kv if z.half_type else 0)
+    m.drop("grad_q", "grad_kv")
+    m.hold(grad_qkv=q + kv)
+
+
+def _steps_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
+    """Gradients of chunks: computed, being sent, and coming, in the accumulation dtype."""
+    more_queries = of_tokens(z, q, row.held) + of_tokens(z, kv, row.piece)
+    more_keys = of_tokens(z, q, row.piece) + of_tokens(z, kv, row.held)
+    block = max(more_queries, more_keys) + of_tokens(z, lse, row.held)
+    at_once, coming = (of_tokens(z, kv, keys) for keys in (row.keys_at_once, keys_coming(z, row)))
+    m.hold(chunks=at_once)
+    m.touch(of_tokens(z, q + kv + lse, row.piece))
+    if z.peers < 2:  # one step: nothing comes or is sent while it is taken
+        m.drop("chunks")
+        m.hold(chunks=coming)
+        m.touch(max(z.wide(coming) + block, z.wide(at_once)))
+    else:
+        m.touch(z.wide(at_once) + block)
+    m.drop("chunks")
+    m.touch(z.wide(at_once) + (q if z.half_type else 0))
+
+
+def keys_coming(z: LayerSizes, row: RowSizes) -> int:
+    """Tokens whose keys one step of the exchange brings."""
+    return min(z.keys_received, row.keys_sent)
+
+
+def of_tokens(z: LayerSizes, num_bytes: int, tokens: int) -> int:
+    """Of the bytes of a rank's rows, those of so many tokens."""
+    return num_bytes * tokens // z.rows
+
+
+def whole_forward(m: Ledger, z: LayerSizes) -> None:
+    """Of a rank's heads, all tokens: holds "out" and "lse"."""
+    local_forward(m, z, q=z.q, lse=z.lse, block=z.row.longest if z.row else 0, rows=z.s)
+
+
+def whole_backward(m: Ledger, z: LayerSizes, *, kv: int) -> None:
+    """Holds "grad_qkv"."""
+    block = z.row.longest if z.row else 0
+    copy = lse_copy(z)
+    local_backward(m, z, q=z.q, kv=kv, lse=z.lse, lse_copy=copy, block=block, rows=z.s)
+
+
+def index_bytes(z: LayerSizes) -> int:
+    """Of each of all tokens: where its row is, and which it is."""
+    return 0 if z.in_order else 2 * INDEX_BYTES * z.s
