@@ -91,9 +91,11 @@ def walked_row_bytes(
     if any(found < (1 - TRUSTED) * told for found, told in zip(measured, walked_one, strict=True)):
         return None
     walked_row = _peaks(*attention_bytes(strategy, of_row))
-    kept, forward, backward = (
-        _of_row(*found, norm=OF_NORM * alone.x)
-        for found in zip(measured, walked_one, walked_row, strict=True)
+    kept = measured[0] + walked_row[0] - walked_one[0]
+    norm = OF_NORM * alone.x
+    forward, backward = (
+        max(kept, _peak_of_row(measured[i], walked_one[i], walked_row[i], norm=norm))
+        for i in (1, 2)
     )
     return replace(
         one, kept_bytes=kept, forward_bytes=forward - kept, backward_bytes=backward - kept
@@ -105,7 +107,7 @@ def _peaks(kept: float, forward: float, backward: float) -> tuple[float, float, 
     return kept, kept + forward, kept + backward
 
 
-def _of_row(measured: float, walked_one: float, walked_row: float, *, norm: float) -> float:
+def _peak_of_row(measured: float, walked_one: float, walked_row: float, *, norm: float) -> float:
     """What was measured of one document, and what the walks of a row and of it differ by.
 
     Beside what walks know are the layer's norm and what kernels hold. What is more than the norm

@@ -39,7 +39,7 @@ from megatron_paradyse.strategies import (
     takes_wide,
     tiled_kernel,
 )
-from megatron_paradyse.strategies.accounting import operation_costs
+from megatron_paradyse.strategies.accounting import attention_bytes, operation_costs
 from megatron_paradyse.strategies.contract import Wide
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.synthetic import DESCRIPTION
@@ -247,6 +247,33 @@ def test_peaks_of_rows_are_near_what_ranks_hold(strategy):
         excess.append(found / peak - 1)
     assert min(excess) >= -TOLERANCE, excess
     assert statistics.median(excess) <= 0.08 and max(excess) <= 0.25, excess
+
+
+@pytest.mark.parametrize("share", [0.0, 0.03, 1.0])
+@pytest.mark.parametrize("strategy", WALKED)
+def test_what_is_kept_beyond_a_walk_stays_and_no_bytes_are_negative(strategy, share):
+    """By norms of queries and keys, say: a share of the walk's, beside the norm of the layer."""
+    p = 4
+    sizes = model_of(p, "causal", "activations").packed.sizes
+    z = dataclasses.replace(sizes, s=S)
+    like = strategy.replace("local_z", "megatron_cz")
+    kept, *peaks = attention_bytes(like, z)
+    more = int(share * kept) + 2 * z.x
+    for row in rows(p).values():
+        if not takes(strategy, microbatch_of(row), p):
+            continue
+        without, beyond = (
+            row_bytes.walked_row_bytes(
+                strategy,
+                like,
+                OperationCosts(1.0, 1.0, found, *peaks),
+                sizes,
+                load_of(row, causal=True),
+            )
+            for found in (kept, kept + more)
+        )
+        assert beyond.kept_bytes == without.kept_bytes + more
+        assert min(getattr(beyond, name) for name in BYTES) >= 0
 
 
 @pytest.mark.parametrize("strategy", ["megatron_ts", "ulysses_z"])
