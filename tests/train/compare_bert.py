@@ -26,6 +26,7 @@ def main() -> None:
     from megatron_paradyse.bert import BertModelBuilder
     from megatron_paradyse.hook import attach_hooks
     from megatron_paradyse.model_edges import attach_edges
+    from megatron_paradyse.train.batch import device_of_rank
     from megatron_paradyse.train.model_kind import model_config
 
     args = parse_and_validate_args()
@@ -33,8 +34,10 @@ def main() -> None:
     config = model_config(args)
     config.finalize()
     model = BertModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    device = device_of_rank()
+    model.to(device)
     for parameter in model.parameters():  # no bias or norm may be where it changes nothing
-        parameter.data += 0.02 * torch.randn(parameter.shape, generator=_generator(1))
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=_generator(1)).to(device)
         torch.distributed.broadcast(parameter.data, 0) if not _is_shard(parameter) else None
     policy = ChosenPolicy()
     attach_hooks([model], policy_of=lambda _: policy)
@@ -47,6 +50,9 @@ def main() -> None:
     valid = torch.arange(s) < lengths[:, None]
     mask = valid & (torch.rand(2, s, generator=_generator(4)) < PREDICTED)
     positions = torch.arange(s).expand(2, -1)
+    tokens, labels, lengths, valid, mask, positions = (
+        x.to(device) for x in (tokens, labels, lengths, valid, mask, positions)
+    )
 
     def run(module, *inputs):
         module.zero_grad()
@@ -83,17 +89,17 @@ def main() -> None:
         policy.choose(plans)
         compare(name, model, run(model, tokens, positions, valid, labels, mask.float()))
     if torch.distributed.get_world_size() == 1:
-        stock = _stock(config)
+        stock = _stock(config, device)
         stock.load_state_dict(model.state_dict(), strict=True)
         losses = run(stock, tokens, valid, None, labels)
         compare("stock Megatron", stock, losses)
 
 
-def _stock(config):
+def _stock(config, device):
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
-    return BertModel(
+    model = BertModel(
         config=config.transformer,
         num_tokentypes=0,
         transformer_layer_spec=bert_layer_local_spec,
@@ -102,6 +108,7 @@ def _stock(config):
         share_embeddings_and_output_weights=True,
         add_binary_head=False,
     )
+    return model.to(device)
 
 
 def _generator(seed: int) -> torch.Generator:

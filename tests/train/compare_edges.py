@@ -102,8 +102,8 @@ def _batches(args) -> list[dict[str, torch.Tensor]]:
 
 def _logits(model, batch) -> torch.Tensor:
     """Without labels, as inference and scoring call the model."""
-    tokens = batch["tokens"][:, :-1].contiguous()
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    tokens = batch["tokens"][:, :-1].to(next(model.parameters()).device).contiguous()
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     with torch.no_grad():
         return model(tokens, positions, None)
 

@@ -31,10 +31,11 @@ def read(prefix: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def main() -> None:
     result, prefix = sys.argv.pop(1), sys.argv.pop(1)
-    args, _, weights = model_of_flags()
+    args, model, weights = model_of_flags()
+    device = next(model.parameters()).device
     shape = {"num_layers": args.num_layers, "num_heads": args.num_attention_heads}
-    total, count, unlearnt = torch.zeros((), dtype=torch.float64), 0, []
-    for tokens, learnt in read(prefix):
+    total, count, unlearnt = torch.zeros((), dtype=torch.float64, device=device), 0, []
+    for tokens, learnt in ((x.to(device), y.to(device)) for x, y in read(prefix)):
         (losses,) = plain_losses(weights, tokens[None, :-1], tokens[None, 1:], **shape)
         total = total + losses[0][learnt[1:].bool()].sum()
         count += int(learnt[1:].sum())

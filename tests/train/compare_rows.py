@@ -55,7 +55,7 @@ class Case:
         return [i for shard in self.row.shards for start, stop in shard for i in range(start, stop)]
 
 
-def cases(p: int) -> dict[str, Case]:
+def cases(p: int, device: torch.device) -> dict[str, Case]:
     lengths = (9, 1, 8, 2)
     rows = {
         "mid-shard": contiguous(lengths, p, alignment=24),
@@ -63,11 +63,11 @@ def cases(p: int) -> dict[str, Case]:
         "spread": SPREAD[p],
     }
     made = {name: Case(RowParams(row=row), row) for name, row in rows.items()}
-    cumulative = torch.tensor([0, 9, 10, 18, 24], dtype=torch.int32)
+    cumulative = torch.tensor([0, 9, 10, 18, 24], dtype=torch.int32, device=device)
     packed = {"qkv_format": "thd", "max_seqlen_q": 9, "max_seqlen_kv": 9}
     packed |= {"cu_seqlens_q": cumulative, "cu_seqlens_kv": cumulative}
     made["sft"] = Case(PackedSeqParams(**packed), contiguous((9, 1, 8, 6), p))
-    padded = torch.tensor([0, 10, 12, 20, 32], dtype=torch.int32)
+    padded = torch.tensor([0, 10, 12, 20, 32], dtype=torch.int32, device=device)
     packed |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
     pieces = [(0, 9), (24, 25), (9, 10), (25, 26), (10, 18), (18, 24), (26, 32)]
     made["sft padded"] = Case(PackedSeqParams(**packed), _cut((9, 1, 8, 6), pieces, p))
@@ -103,6 +103,8 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
 
+    from megatron_paradyse.train.batch import device_of_rank
+
     args = parse_and_validate_args()
     training.initialize_megatron()
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -112,7 +114,7 @@ def main() -> None:
         if spec is not None:
             config.transformer_layer_spec = spec
         config.finalize()
-        return GPTModelBuilder(config).build_model(groups)
+        return GPTModelBuilder(config).build_model(groups).to(device_of_rank())
 
     stock, model = build(default_layer_spec), build()
     for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
@@ -121,8 +123,9 @@ def main() -> None:
     attach_hooks([model], policy_of=lambda _: policy)
     attach_edges([model], head_tile=args.paradyse_settings.head_tile, positions_restart=True)
     text = torch.randint(args.vocab_size, (64,), generator=torch.Generator().manual_seed(1))
+    text = text.to(device_of_rank())
     num_layers = count_layers(args)
-    for name, case in cases(p).items():
+    for name, case in cases(p, text.device).items():
         expected = _results(stock, _losses_one_by_one(stock, case, text, p), groups.tp)
         for label, plan in plans(case, p, num_layers).items():
             policy.choose([plan])
@@ -136,13 +139,13 @@ def main() -> None:
 
 def _losses_of_row(model, case: Case, text: Tensor) -> Iterator[Tensor]:
     """Of every document's tokens, in the order of positions."""
-    rows, num_tokens = torch.tensor(case.rows), case.row.num_tokens
-    places = torch.tensor(case.row.places(by_rows=True))
+    rows, num_tokens = torch.tensor(case.rows, device=text.device), case.row.num_tokens
+    places = torch.tensor(case.row.places(by_rows=True), device=text.device)
     losses = model(
         text[rows][None], places[None], None, labels=text[rows + 1][None],
         loss_mask=(rows < num_tokens).float()[None], packed_seq_params=case.params,
     )  # fmt: skip
-    MTPLossAutoScaler.set_loss_scale(torch.ones(()))
+    MTPLossAutoScaler.set_loss_scale(torch.ones((), device=text.device))
     yield losses[0][rows.argsort()][:num_tokens]
 
 
@@ -154,14 +157,14 @@ def _losses_one_by_one(model, case: Case, text: Tensor, p: int) -> Iterator[Tens
     of_row = row.num_tokens / (row.num_tokens - len(row.lengths))
     for start, stop in row.documents:
         end = start - (start - stop) // p * p  # padded, as sequence parallelism wants it
-        positions = torch.arange(end - start)[None]
+        positions = torch.arange(end - start, device=text.device)[None]
         losses = model(
             text[None, start:end], positions, None, labels=text[None, start + 1 : end + 1],
             loss_mask=(positions < stop - start).float(),
         )  # fmt: skip
         alone = (stop - start) / max(stop - start - 1, 1)
         scale = 1.0 if isinstance(case.params, RowParams) else of_row / alone
-        MTPLossAutoScaler.set_loss_scale(torch.tensor(scale))
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(scale, device=text.device))
         yield losses[0, : stop - start]
 
 
@@ -171,7 +174,7 @@ def _results(model, losses: Iterable[Tensor], group) -> dict[str, Tensor]:
     done: list[Tensor] = []
     for part in losses:
         first = sum(map(len, done))
-        weights = 0.5 + torch.arange(first, first + len(part)) / 24
+        weights = 0.5 + torch.arange(first, first + len(part), device=part.device) / 24
         (part * weights).sum().backward()
         done.append(part.detach())
     results = {"losses": torch.cat(done)}

@@ -21,11 +21,14 @@ def model_of_flags():
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.models.gpt import GPTModelBuilder
 
+    from megatron_paradyse.train.batch import device_of_rank
+
     args = parse_and_validate_args()
     training.initialize_megatron()
     config = gpt_config_from_args(args)
     config.finalize()
     model = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    model.to(device_of_rank())
     weights = {
         name: value.detach().double().requires_grad_() for name, value in model.named_parameters()
     }
@@ -38,11 +41,12 @@ def main() -> None:
 
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(args.vocab_size, (2, args.seq_length + 1), generator=generator)
+    text = text.to(next(model.parameters()).device)
     tokens, labels = text[:, :-1], text[:, 1:]
-    positions = torch.arange(args.seq_length).expand(2, -1)
+    positions = torch.arange(args.seq_length, device=text.device).expand(2, -1)
     losses = model(tokens, positions, None, labels=labels)
     losses.mean().backward()
-    logged = MTPLossLoggingHelper.tracker.get("loss_values", torch.empty(0))
+    logged = MTPLossLoggingHelper.tracker.get("loss_values", torch.empty(0, device=text.device))
 
     num_predictions = args.mtp_num_layers or 0
     plain, *predicted = plain_losses(

@@ -18,7 +18,7 @@ def plain_losses(
     positions = weights.get("embedding.position_embeddings.weight")
     if positions is not None:
         x = x + positions[: tokens.shape[1]]
-    visible = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+    visible = torch.ones(2 * tokens.shape[1:], dtype=torch.bool, device=tokens.device).tril()
     for layer in range(num_layers):
         x = _layer(x, _below(weights, f"decoder.layers.{layer}."), num_heads, visible)
     x = _norm(x, weights, "decoder.final_layernorm")
@@ -43,7 +43,7 @@ def plain_masked_losses(weights, tokens, labels, lengths, *, num_layers, num_hea
     embedding = weights["embedding.word_embeddings.weight"]
     positions = weights["embedding.position_embeddings.weight"]
     x = embedding[tokens] + positions[: tokens.shape[1]]
-    visible = (torch.arange(tokens.shape[1]) < lengths[:, None])[:, None, None, :]
+    visible = (torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None])[:, None, None, :]
     for layer in range(num_layers):
         x = _layer(x, _below(weights, f"encoder.layers.{layer}."), num_heads, visible)
     x = _norm(x, weights, "encoder.final_layernorm")
