@@ -13,11 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_paradyse.doctor.tool import output_of
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.whole_file import write_whole
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "megatron-core", "numpy", "xgboost", "flash-attn", "transformer-engine")
 
 
 def options(description: str) -> argparse.ArgumentParser:
@@ -69,10 +71,24 @@ def hardware_tag() -> str:
 def versions() -> dict[str, str]:
     """Of what is installed: a machine may lack what a benchmark does not use."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "megatron-core", "numpy", "xgboost"):
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return found
+    return found | _gpu_versions()
+
+
+def _gpu_versions() -> dict[str, str]:
+    """What else decides how fast a GPU is, as far as it is known; {} without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    found = {"cuda": torch.version.cuda}
+    with contextlib.suppress(AttributeError, RuntimeError):  # a PyTorch without NCCL
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    found["driver"] = output_of("nvidia-smi", *query).partition("\n")[0]
+    return {name: text for name, text in found.items() if text}
 
 
 def spawn(module: str, arguments: list[str], *, ranks: int, timeout_seconds: float) -> None:

@@ -10,6 +10,7 @@ import select
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from benchmarks import common
@@ -143,6 +144,26 @@ def test_an_installation_without_benchmarks_says_where_they_are(checkout):
     assert result.exit_code == 1 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
     assert "clone it, and run pip install -e ." in result.stderr
+
+
+def test_results_from_a_gpu_name_its_driver_and_libraries(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 580.95.05\necho 580.95.05\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    own = {"cuda", "nccl", "driver"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not own & common.versions().keys()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    found = common.versions()
+    assert {name: found[name] for name in own} == {
+        "cuda": "13.0",
+        "nccl": "2.28.9",
+        "driver": "580.95.05",
+    }
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert "driver" not in common.versions()
 
 
 def test_make_bench_is_this_command():
