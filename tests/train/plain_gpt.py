@@ -43,7 +43,8 @@ def plain_masked_losses(weights, tokens, labels, lengths, *, num_layers, num_hea
     embedding = weights["embedding.word_embeddings.weight"]
     positions = weights["embedding.position_embeddings.weight"]
     x = embedding[tokens] + positions[: tokens.shape[1]]
-    visible = (torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None])[:, None, None, :]
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    visible = (columns < lengths[:, None])[:, None, None, :]
     for layer in range(num_layers):
         x = _layer(x, _below(weights, f"encoder.layers.{layer}."), num_heads, visible)
     x = _norm(x, weights, "encoder.final_layernorm")

@@ -44,6 +44,7 @@ def test_a_rank_chooses_its_device_before_it_asks_cuda_for_anything(tmp_path, mo
     monkeypatch.setenv("MEGATRON_PARADYSE_CACHE", str(tmp_path))
     for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):  # as torchrun does
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     command = [sys.executable, "-c", TRAINING, "fixed:megatron_ts", "optimal"]
     code, stdout, stderr = run_bounded(command, timeout_seconds=120)
     assert code == 0, stderr[-3000:]
