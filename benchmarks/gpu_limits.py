@@ -57,7 +57,7 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     models = arguments.models.split(",")[: 1 if arguments.quick else None]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(arguments.folder or temporary)
+        folder = Path(arguments.folder or temporary).resolve()  # commands run in the checkout
         folder.mkdir(parents=True, exist_ok=True)
         found = {name: _model(folder, name, gpu, arguments) for name in models}
     memory = arguments.memory or (MEMORY if gpu else TOY_MEMORY)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dynamic_workload, hybrid_cp, packed_workload
+from benchmarks import dynamic_workload, gpu_limits, hybrid_cp, packed_workload
 from reproduction import costs, peer
 from tests.train.synthetic_costs import write_costs
 
@@ -73,3 +73,21 @@ def test_a_quick_workload_is_of_a_small_model_on_two_ranks(benchmark, monkeypatc
     assert spawned[0][1] == 2
     configuration = json.loads(capsys.readouterr().out.splitlines()[-1])["configuration"]
     assert configuration["ranks"] == 2 and configuration["--num-layers"] == 2
+
+
+def test_limits_keep_their_trials_in_a_folder_of_where_they_were_started(monkeypatch, tmp_path):
+    """Its commands run in the checkout."""
+    started: list[list[str]] = []
+
+    def run(command, *, cwd, **how):
+        assert cwd == gpu_limits.ROOT
+        started.append(command)
+        raise FirstSimulationError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["gpu_limits.py", "--quick", "--folder", "limits"])
+    with pytest.raises(FirstSimulationError):
+        gpu_limits.main()
+    (command,) = started
+    assert command[command.index("-o") + 1] == str(tmp_path / "limits/gpt-raw.json")
