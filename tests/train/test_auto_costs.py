@@ -223,6 +223,7 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
     args.data_path = [str(tmp_path / "corpus")]
     args = validated(args)
     keys = set()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for cores in (8, 16):
         monkeypatch.setattr(cost_cache.os, "cpu_count", lambda cores=cores: cores)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
