@@ -24,9 +24,18 @@ from megatron_paradyse.strategies.dropout import keep_mask
 
 
 def reference_attention(
-    x: Tensor, weights: AttentionWeights, shape: AttentionShape, microbatch: Microbatch
+    x: Tensor,
+    weights: AttentionWeights,
+    shape: AttentionShape,
+    microbatch: Microbatch,
+    *,
+    from_output: bool = False,
 ) -> Tensor:
-    """[s, b, h] -> [s, b, h], before the output bias."""
+    """[s, b, h] -> [s, b, h], before the output bias.
+
+    from_output: gradients of scores in a half type as of kernels that keep no probabilities, with
+    rowsum(grad_out out) of the output as it is rounded.
+    """
     s, b, _ = x.shape
     n, g, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
     qkv = x @ weights.qkv.t()
@@ -41,8 +50,10 @@ def reference_attention(
         q, k = (_rotate(t, microbatch.rope, shape) for t in (q, k))
     k, v = (t.repeat_interleave(n // g, dim=2) for t in (k, v))
     scores = torch.einsum("qbnd,kbnd->bnqk", q, k)
-    probs = _probabilities(scores, weights.softmax_offset, shape, microbatch)
+    probs, lse = _probabilities(scores, weights.softmax_offset, shape, microbatch)
     out = torch.einsum("bnqk,kbnd->qbnd", probs.to(v.dtype), v)
+    if from_output:
+        out = _with_rounded_row_sums(out, probs, lse, v)
     if shape.output_gate:
         gate = qkv[:, :, :, n // g : -2].reshape(s, b, n, d)
         wide = gate if gate.dtype == torch.float64 else gate.float()
@@ -85,8 +96,11 @@ def visible_pairs(shape: AttentionShape, microbatch: Microbatch, device=None) ->
 
 def _probabilities(
     scores: Tensor, offset: Tensor | None, shape: AttentionShape, microbatch: Microbatch
-) -> Tensor:
-    """Softmax over the visible keys, after dropout; 0 where a query sees none. [b, n, s, s]"""
+) -> tuple[Tensor, Tensor]:
+    """Softmax over the visible keys, after dropout; 0 where a query sees none. [b, n, s, s]
+
+    And the log-sum-exp [b, n, s].
+    """
     if scores.dtype != torch.float64:
         scores = scores.float()
     visible = visible_pairs(shape, microbatch, scores.device)[:, None]
@@ -108,7 +122,19 @@ def _probabilities(
             dropout=shape.dropout,
         )
         probs = probs * keep / (1.0 - shape.dropout)
-    return probs
+    return probs, scores.logsumexp(-1)
+
+
+def _with_rounded_row_sums(out: Tensor, probs: Tensor, lse: Tensor, v: Tensor) -> Tensor:
+    """out itself, whose gradient of scores is P (grad_out v - rowsum(grad_out out)).
+
+    Autograd has the row sum of what out was before its rounding. The gradient of lse is P: by its
+    way comes the difference.
+    """
+    with torch.no_grad():
+        rounding = out - torch.einsum("bnqk,kbnd->qbnd", probs, v.to(probs.dtype))
+    nothing = (lse - lse.detach()).permute(2, 0, 1)[..., None]
+    return (out.to(rounding.dtype) - rounding * nothing).to(out.dtype)
 
 
 def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: AttentionShape):

@@ -49,7 +49,13 @@ def run_and_differentiate(function, x: Tensor, weights, grad: Tensor):
     return output.detach(), x.grad, {name: getattr(weights, name).grad for name in names}
 
 
-def run_reference(case: AttentionCase | MlpCase, dtype: torch.dtype, device: str = "cpu"):
+def run_reference(
+    case: AttentionCase | MlpCase,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    from_output: bool = False,
+):
     """The single-process layer in `dtype`: output, input gradient, weights of gradients."""
     x, grad, weights = inputs_of(case)
     x, grad = x.to(device), grad.to(device)
@@ -57,7 +63,8 @@ def run_reference(case: AttentionCase | MlpCase, dtype: torch.dtype, device: str
     def function(x, weights):
         if isinstance(case, MlpCase):
             return reference_mlp(x, weights, case.shape)
-        return reference_attention(x, weights, case.shape, microbatch_of(case, device))
+        microbatch = microbatch_of(case, device)
+        return reference_attention(x, weights, case.shape, microbatch, from_output=from_output)
 
     weights = map_tensors(weights, lambda t: t.to(device, dtype))
     output, grad_x, grads = run_and_differentiate(function, x.to(dtype), weights, grad.to(dtype))
@@ -162,9 +169,11 @@ def run_case(
     } | {name: deviation(grads[name], getattr(truth, name)) for name in grads}
 
 
-def errors_of_one_process(case, device: str = "cpu") -> dict[str, float]:
+def errors_of_one_process(
+    case, device: str = "cpu", *, from_output: bool = False
+) -> dict[str, float]:
     """Errors by norm of the single-process layer in the case's dtype against float64."""
-    output, grad_x, grads = run_reference(case, case.dtype, device)
+    output, grad_x, grads = run_reference(case, case.dtype, device, from_output=from_output)
     true_output, true_grad_x, true_grads = run_reference(case, torch.float64)
     pairs = {"output": (output, true_output), "x": (grad_x, true_grad_x)} | {
         name: (getattr(grads, name), truth)

@@ -43,6 +43,8 @@ if not torch.cuda.is_available():
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
+# Of the norms of heads: the rounded outputs of a few rows, which see few keys, decide over theirs.
+TIMES = dict.fromkeys(("q_norm", "q_norm_bias", "k_norm", "k_norm_bias"), 3)
 
 
 def gpu_cases() -> dict[str, AttentionCase | MlpCase]:
@@ -93,14 +95,18 @@ def _results(p: int):
 
 
 def check(case: AttentionCase | MlpCase, errors, device: str) -> None:
-    """float32 by a tolerance; a half type by twice what one process errs in it, by norm."""
+    """float32 by a tolerance; a half type by TIMES what one process errs in it, by norm.
+
+    In that process too gradients follow from the rounded output, as kernels have it.
+    """
     if case.dtype == torch.float32:
         large = isinstance(case, AttentionCase) and case.query_scale > 1.0
         tolerance = LARGE_SCORE_TOLERANCE if large else FLOAT32_TOLERANCE
         limits = dict.fromkeys(errors, tolerance)
         found = {tensor: part.relative for tensor, part in errors.items()}
     else:
-        limits = {t: 2 * error for t, error in errors_of_one_process(case, device).items()}
+        own = errors_of_one_process(case, device, from_output=True)
+        limits = {tensor: TIMES.get(tensor, 2) * error for tensor, error in own.items()}
         found = {tensor: part.by_norm for tensor, part in errors.items()}
     worse = {t: (found[t], limits[t]) for t in errors if not found[t] <= limits[t]}
     assert not worse, worse

@@ -18,6 +18,7 @@ from megatron_paradyse.parameters import normalised
 from megatron_paradyse.strategies import strategy_names
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.strategies.heads import head_norm
+from megatron_paradyse.strategies.reference import _with_rounded_row_sums
 from tests.strategies.cases import AttentionCase
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import rank_layer, run_and_differentiate, run_reference
@@ -54,6 +55,21 @@ def test_dropout_scales_by_what_it_should(strategy):
     """1 / (1 - 0.1) in bfloat16 is 1.6e-3 too small."""
     (slopes,) = _slopes_of_all()[strategy]
     assert all(abs(slope) < MOST for slope in slopes.values()), slopes
+
+
+def test_the_reference_can_take_row_sums_from_its_rounded_output():
+    """As kernels do: the errors that they are told against on a GPU."""
+    random = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 2, 5, 7, generator=random).requires_grad_()
+    v, grad = (torch.randn(s, 1, 2, 3, generator=random).bfloat16() for s in (7, 5))
+    probs, lse = scores.softmax(-1), scores.logsumexp(-1)
+    out = torch.einsum("bnqk,kbnd->qbnd", probs, v.float()).bfloat16()
+    same = _with_rounded_row_sums(out, probs, lse, v)
+    assert torch.equal(same, out)
+    same.backward(grad)
+    row_sums = (grad.float() * out.float()).sum(-1).permute(1, 2, 0)[..., None]
+    grad_probs = torch.einsum("qbnd,kbnd->bnqk", grad.float(), v.float())
+    torch.testing.assert_close(scores.grad, probs.detach() * (grad_probs - row_sums).detach())
 
 
 def _positions(group, num_documents: int) -> tuple[float, float]:
