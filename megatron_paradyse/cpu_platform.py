@@ -126,6 +126,7 @@ def _patch_torch() -> None:
         name="CPU", major=0, minor=0, total_memory=0, multi_processor_count=os.cpu_count()
     )
     replacements: dict[str, Any] = {
+        "is_available": lambda: False,  # may ask device_count: PYTORCH_NVML_BASED_CUDA_CHECK
         "device_count": lambda: 1,
         "set_device": nothing,
         "current_device": lambda: cpu,
