@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.rms_norm import RmsNorm
 from megatron_paradyse.shapes import attention_shape
-from megatron_paradyse.strategies import recomputes
 from megatron_paradyse.strategies.blocks import whole
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
@@ -92,7 +91,7 @@ class CoreAttention(MegatronModule):
             dropout_seed=seed,
         )
         query, key, value = (to_positions(x, microbatch) for x in (query, key, value))
-        if self._keeps(planned) and _is_view_of_more(value) and not _is_view_of_more(query):
+        if value.requires_grad and _is_view_of_more(value) and not _is_view_of_more(query):
             value = value.clone()  # else what was queries and keys before RoPE stays until backward
         task = AttentionTask(
             attention_shape(self, training=self.training),
@@ -108,12 +107,6 @@ class CoreAttention(MegatronModule):
             offset=in_float(self.softmax_offset),
         )
         return to_rows(out, microbatch).flatten(2)
-
-    def _keeps(self, planned) -> bool:
-        """Whether there is time between this forward and its backward."""
-        if not torch.is_grad_enabled():
-            return False
-        return planned is None or not recomputes(planned.plan[self.plan_number].attention)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """As Megatron's own attention has it, with the learnable offsets of heads."""
