@@ -1,12 +1,13 @@
 """Memory of attention on a packed row: never less than it takes, kept bytes exactly.
 
-What is kept is that of one document, but for ColossalZ's score rows, which have a column for each
-key that comes, and for what MegatronTS keeps of rows that are not in the order of positions.
-Workspace is that of one document and what the walks of strategies/walks/ do not hold, because they
-walk documents=None: copies that bring rows into order, gradients of several documents summed in
-the accumulation dtype, keys that are sent while others come, and more of these than come to one
-document within a narrow window; and where a window or dropout takes the tiled kernel, its tiles of
-documents that are longer than the halves of chunks in a ring.
+Peaks are those of one document, as measured, and what the walks of strategies/walks/ hold more or
+less of the row than of it. Where they do not tell, workspace is that of one document and upper
+bounds of what rows may need besides: copies that bring them into order, gradients of several
+documents summed in the accumulation dtype, keys that are sent while others come, and more of these
+than come to one document within a narrow window; and where a window or dropout takes the tiled
+kernel, its tiles of documents that are longer than the halves of chunks in a ring. What is kept is
+then that of one document, but for ColossalZ's score rows, which have a column for each key that comes, and for what
+MegatronTS keeps of rows that are not in the order of positions.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from megatron_paradyse.packing.load import Load
 from megatron_paradyse.strategies import base_name, recomputes
 from megatron_paradyse.strategies.accounting import SPLIT_HEADS, attention_bytes
 from megatron_paradyse.strategies.sizes import LayerSizes
+from megatron_paradyse.strategies.walks.rows import index_bytes
 
 WIDEST = 8  # of a dtype that is none of these
-INDEX_BYTES = 2 * 8  # per token: where its row is, and which it is
 MEGATRON = "megatron_ts"  # whose modules are Megatron's, of which no walk knows every buffer
 OF_NORM = 2  # activations
 TRUSTED = 0.02  # of what is measured of one document, by which a walk of it may be off
@@ -78,7 +79,7 @@ def walked_row_bytes(
     base = base_name(strategy)
     if load.buffers is None or base == MEGATRON or (load.groups > 1 and base in SPLIT_HEADS):
         return None
-    alone = replace(sizes, s=-(-load.seq_length // sizes.p) * sizes.p)
+    alone = _of_length(sizes, load)
     of_row = replace(
         alone,
         row=load.buffers,
@@ -100,6 +101,11 @@ def walked_row_bytes(
     return replace(
         one, kept_bytes=kept, forward_bytes=forward - kept, backward_bytes=backward - kept
     )
+
+
+def _of_length(sizes: LayerSizes, load: Load) -> LayerSizes:
+    """Of one document of the row's tokens, which p ranks share evenly."""
+    return replace(sizes, s=-(-load.seq_length // sizes.p) * sizes.p)
 
 
 def _peaks(kept: float, forward: float, backward: float) -> tuple[float, float, float]:
@@ -173,7 +179,7 @@ def extra_bytes(
 ) -> tuple[int, int, int]:
     """What a row keeps, and its forward and backward hold above that, beyond one document."""
     base = base_name(strategy)
-    z = replace(sizes, s=-(-load.seq_length // sizes.p) * sizes.p)
+    z = replace(_of_length(sizes, load), in_order=load.in_order)
     kept, forward, backward = 0, 0, 0
     if base in SPLIT_HEADS or base == LOCAL:
         heads = z.q + z.kv_sent
@@ -186,7 +192,7 @@ def extra_bytes(
             own = base == MEGATRON  # which has its heads' gates and outputs in order too
             gated_by_megatron = z.gate and load.groups == 1  # as its rows lie, and keeps them
             copied = z.narrow_values or (z.gate and not gated_by_megatron)  # what proj keeps
-            kept = INDEX_BYTES * z.s + (z.q if own and not copied else 0)
+            kept = index_bytes(z) + (z.q if own and not copied else 0)
             forward = max(forward, heads + (z.gates if own else 0))
     else:
         most = max(z.s - z.s // z.p, 1)

@@ -78,12 +78,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
     for length, pieces in _documents(row):
         if len(pieces) == 1:  # whole on a rank
             rank = pieces[0][0]
-            if not causal:
-                scores[rank] += length * length
-            elif length <= window:
-                scores[rank] += length * (length + 1) // 2
-            else:
-                scores[rank] += scores_up_to(length, window)
+            scores[rank] += _scores(0, length, length, causal, window)
             documents[rank] += 1
             if length > piece:
                 piece = length
@@ -97,12 +92,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
         before_rank, in_piece = -1, 0
         for rank, start, stop in pieces:
             size = stop - start
-            if not causal:
-                scores[rank] += size * length
-            elif stop <= window:
-                scores[rank] += (stop * (stop + 1) - start * (start + 1)) // 2
-            else:
-                scores[rank] += scores_up_to(stop, window) - scores_up_to(start, window)
+            scores[rank] += _scores(start, stop, length, causal, window)
             before = start - held.get(rank, 0)
             missing[rank] += before if before < window else window - 1
             held[rank] = stop
@@ -152,6 +142,15 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             fewest_keys=min(missing),
         ),
     )
+
+
+def _scores(start: int, stop: int, length: int, causal: bool, window: int) -> int:
+    """Of the queries of a range of a document."""
+    if not causal:
+        return (stop - start) * length
+    if stop <= window:
+        return (stop * (stop + 1) - start * (start + 1)) // 2
+    return scores_up_to(stop, window) - scores_up_to(start, window)
 
 
 def _needed(pieces: Pieces, tokens: dict[int, int], causal: bool) -> Iterator[tuple[int, int]]:

@@ -45,13 +45,12 @@ def _costs_of_rank(strategy: str, operation: str, sizes: LayerSizes, rank: int) 
     walk.backward(backward, sizes)
     forward_flops, backward_flops = _flops(base, operation, sizes)
     forward_sent, backward_sent = _sent_bytes(base, operation, sizes, rank)
-    keeps_swapped = (base, operation) in RANKS_DIFFER and swaps(rank, sizes)
     costs = Costs(
         forward_flops=forward_flops,
         backward_flops=backward_flops,
         forward_sent_bytes=forward_sent,
         backward_sent_bytes=backward_sent,
-        kept_bytes=forward.kept + (0 if keeps_swapped else sizes.x),  # instead of x
+        kept_bytes=_kept(forward, base, operation, sizes),
         forward_bytes=forward.peak - forward.kept,
         backward_bytes=backward.peak,
     )
@@ -107,8 +106,8 @@ def _ranks_that_differ(base: str, z: LayerSizes) -> Iterable[int]:
     if base == "metp" and z.g % z.p:
         if z.row is None:
             return range(z.p)
-        rows = aligned_rows(z.n, z.g, z.d, z.p, z.gate)  # of ranks with the same, the first
-        return sorted({of_rank: rank for rank, of_rank in reversed([*enumerate(rows)])}.values())
+        rows = aligned_rows(z.n, z.g, z.d, z.p, z.gate)
+        return [rank for rank, mine in enumerate(rows) if mine not in rows[:rank]]
     if z.row is not None or (base, "attention") not in RANKS_DIFFER:
         return (0,)
     return range(z.p) if z.p % 2 else (0, z.p // 2)
@@ -118,14 +117,18 @@ def _bytes_of_rank(walk: Walk, base: str, z: LayerSizes, rank: int) -> tuple[Byt
     forward, backward = Ledger(rank), Ledger(rank)
     walk.forward(forward, z)
     walk.backward(backward, z)
-    keeps_swapped = (base, "attention") in RANKS_DIFFER and swaps(rank, z)
-    kept = forward.kept + (0 if keeps_swapped else z.x)
-    plain = kept, forward.peak - forward.kept, backward.peak
+    plain = _kept(forward, base, "attention", z), forward.peak - forward.kept, backward.peak
     if walk.second_backward is not None and z.is_tiled:
         backward = Ledger(rank)
         walk.second_backward(backward, z)
     again = forward.kept + max(forward.peak - forward.kept, backward.peak)
     return plain, (z.x, forward.peak_alone, again)
+
+
+def _kept(forward: Ledger, base: str, operation: str, z: LayerSizes) -> int:
+    """What the forward keeps, and its input, unless a swapped one is kept instead."""
+    keeps_swapped = (base, operation) in RANKS_DIFFER and swaps(forward.rank, z)
+    return forward.kept + (0 if keeps_swapped else z.x)
 
 
 def _recomputed(
