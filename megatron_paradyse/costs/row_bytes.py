@@ -6,8 +6,8 @@ bounds of what rows may need besides: copies that bring them into order, gradien
 documents summed in the accumulation dtype, keys that are sent while others come, and more of these
 than come to one document within a narrow window; and where a window or dropout takes the tiled
 kernel, its tiles of documents that are longer than the halves of chunks in a ring. What is kept is
-then that of one document, but for ColossalZ's score rows, which have a column for each key that comes, and for what
-MegatronTS keeps of rows that are not in the order of positions.
+then that of one document, but for ColossalZ's score rows, which have a column for each key that
+comes, and for what MegatronTS keeps of rows that are not in the order of positions.
 """
 
 from __future__ import annotations
