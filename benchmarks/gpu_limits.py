@@ -108,13 +108,10 @@ def _compared(values: dict) -> dict:
 
 def _run(arguments: list[str]) -> str:
     run = subprocess.run(
-        [*COMMAND, *arguments],
-        check=True,
-        timeout=7200,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
+        [*COMMAND, *arguments], timeout=7200, cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
+    if run.returncode:  # it has said why
+        raise SystemExit(f"error: `{arguments[0]}` ended with {run.returncode}")
     return run.stdout
 
 
