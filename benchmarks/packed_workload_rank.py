@@ -150,12 +150,13 @@ class Workload:
         return spent
 
     def _share(self, lengths: list[int], packing):
+        from megatron_paradyse.data.loader import BatchSizes
         from megatron_paradyse.data.packed import PackedShares
 
         shares = PackedShares(
             Documents(lengths, self._vocab_size),
             lambda _: packing,
-            global_batch_size=len(lengths),
+            sizes=BatchSizes.constant(len(lengths)),
             replica=0,
             alignment=self.grid.alignment,
         )

@@ -6,6 +6,7 @@ them; the first rank of each tensor-parallel group reads them and broadcasts (tr
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Iterator
@@ -68,16 +69,44 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class BatchSizes:
+    """Samples of a global batch, by the stream position at which it starts.
+
+    steps: (position, size) from position 0 on, positions ascending: a batch has the size of the
+    last step that is not beyond its start, as in Megatron's --step-batch-size-schedule.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def constant(cls, size: int) -> BatchSizes:
+        return cls(((0, size),))
+
+    def at(self, first: int) -> int:
+        return self.steps[bisect.bisect_right(self.steps, first, key=lambda step: step[0]) - 1][1]
+
+    def starts(self, consumed: int, stop: int | None = None) -> Iterator[int]:
+        """Of global batches, the first at consumed; without end if stop is None."""
+        while stop is None or consumed < stop:
+            yield consumed
+            consumed += self.at(consumed)
+
+    def count(self, consumed: int, first: int) -> int:
+        """Global batches from the one that starts at consumed to before the one at first."""
+        batches = 0
+        for (_, size), (end, _) in itertools.pairwise((*self.steps, (first, 0))):
+            if consumed < min(end, first):
+                of_size = -(-(min(end, first) - consumed) // size)
+                batches, consumed = batches + of_size, consumed + of_size * size
+        return batches
+
+
+@dataclass(frozen=True)
 class Balance:
     """Deals each global batch so that the replicas' predicted times are even (data/balance.py)."""
 
-    global_batch_size: int
+    sizes: BatchSizes
     seconds: Seconds
-
-
-def starts(consumed: int, step: int, stop: int | None) -> Iterator[int]:
-    """consumed, consumed + step, ...; without end if stop is None."""
-    return itertools.count(consumed, step) if stop is None else iter(range(consumed, stop, step))
 
 
 def own_generator(stop: int | None) -> torch.Generator | None:
@@ -101,15 +130,16 @@ class _PositionSampler(torch.utils.data.Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._balance is not None:
-            for first in starts(self._consumed, self._balance.global_batch_size, self._stop):
+            for first in self._balance.sizes.starts(self._consumed, self._stop):
                 yield from self._dealt(first, self._balance)
             return
-        for first in starts(self._consumed, self._sharding.round_size, self._stop):
+        rounds = BatchSizes.constant(self._sharding.round_size)
+        for first in rounds.starts(self._consumed, self._stop):
             yield list(self._sharding.positions(first))
 
     def _dealt(self, first: int, balance: Balance) -> Iterator[list[int]]:
         """This replica's microbatches of the global batch that starts at a position."""
-        lengths = [self._stream.length(first + i) for i in range(balance.global_batch_size)]
+        lengths = [self._stream.length(first + i) for i in range(balance.sizes.at(first))]
         dealt = deal(
             lengths,
             micro_batch_size=self._sharding.micro_batch_size,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_paradyse.data.loader import Samples, own_generator, starts
+from megatron_paradyse.data.loader import BatchSizes, Samples, own_generator
 from megatron_paradyse.data.targets import NO_LABEL, ids_of
 from megatron_paradyse.packing.pack import Packing
 from megatron_paradyse.packing.row import Row
@@ -63,7 +63,7 @@ class PackedShares(torch.utils.data.Dataset):
         stream: Samples,
         pack: Packer,
         *,
-        global_batch_size: int,
+        sizes: BatchSizes,
         replica: int,
         alignment: int,
         reads_tokens: bool = True,
@@ -71,11 +71,11 @@ class PackedShares(torch.utils.data.Dataset):
     ):
         """alignment: of a document alone. reads_tokens: whether shares hold any."""
         self._stream, self._pack, self._objective = stream, pack, objective
-        self._size, self._replica = global_batch_size, replica
+        self._sizes, self._replica = sizes, replica
         self._alignment, self._reads_tokens = alignment, reads_tokens
 
     def __getitem__(self, first: int) -> Share:
-        lengths = [self._stream.length(first + i) for i in range(self._size)]
+        lengths = [self._stream.length(first + i) for i in range(self._sizes.at(first))]
         microbatches, parts = [], []
         for made in self._pack(lengths).replicas[self._replica]:
             of_row = tuple(lengths[number] for number in made.documents)
@@ -116,11 +116,11 @@ def positions_held(row: Row) -> np.ndarray:
 
 
 class _GlobalBatches(torch.utils.data.Sampler):
-    def __init__(self, consumed: int, size: int, stop: int | None):
-        self._consumed, self._size, self._stop = consumed, size, stop
+    def __init__(self, consumed: int, sizes: BatchSizes, stop: int | None):
+        self._consumed, self._sizes, self._stop = consumed, sizes, stop
 
     def __iter__(self) -> Iterator[int]:
-        return starts(self._consumed, self._size, self._stop)
+        return self._sizes.starts(self._consumed, self._stop)
 
 
 def packed_shares(
@@ -128,7 +128,7 @@ def packed_shares(
     *,
     consumed: int = 0,
     stop: int | None = None,
-    global_batch_size: int,
+    sizes: BatchSizes,
     num_workers: int,
 ) -> torch.utils.data.DataLoader:
     """The shares of stream positions from consumed to stop, None: without end.
@@ -137,7 +137,7 @@ def packed_shares(
     """
     return torch.utils.data.DataLoader(
         shares,
-        sampler=_GlobalBatches(consumed, global_batch_size, stop),
+        sampler=_GlobalBatches(consumed, sizes, stop),
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=1 if num_workers else None,

@@ -1,4 +1,4 @@
-"""Which sizes of global batches can run: Megatron itself finds out as each is reached."""
+"""The sizes of global batches, and which can run: Megatron finds out as each is reached."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from megatron.core.num_microbatches_calculator import (
     StepBatchsizeNumMicroBatchesCalculator as Schedule,
 )
 
+from megatron_paradyse.data.loader import BatchSizes
 from megatron_paradyse.errors import UserError
 
 SCHEDULE = "--step-batch-size-schedule"
+
+
+def batch_sizes(args: argparse.Namespace) -> BatchSizes:
+    """Of the training, as Megatron counts the samples of each iteration."""
+    if args.step_batch_size_schedule is not None:
+        steps = Schedule._parse_schedule(args.step_batch_size_schedule, args.seq_length)
+        return BatchSizes(tuple(steps))
+    at_once = args.micro_batch_size * args.data_parallel_size
+    return BatchSizes.constant(args.global_batch_size // at_once * at_once)
 
 
 def check_schedule_of_sizes(args: argparse.Namespace) -> None:

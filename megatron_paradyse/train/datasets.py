@@ -21,7 +21,7 @@ from megatron_paradyse.costs.description import common_window
 from megatron_paradyse.data.balance import Seconds
 from megatron_paradyse.data.choices import BUCKETED
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream
-from megatron_paradyse.data.loader import Balance, Samples, Sharding, microbatches
+from megatron_paradyse.data.loader import Balance, BatchSizes, Samples, Sharding, microbatches
 from megatron_paradyse.data.order import make_order
 from megatron_paradyse.data.packed import Objective, PackedShares, next_tokens, packed_shares
 from megatron_paradyse.data.whole_set import OneEpoch, WholeSet
@@ -31,6 +31,7 @@ from megatron_paradyse.packing.placement import alignment
 from megatron_paradyse.packing.wide import pack_wide
 from megatron_paradyse.settings import PACKED
 from megatron_paradyse.train.batch import masking_of
+from megatron_paradyse.train.batch_sizes import batch_sizes
 from megatron_paradyse.train.masking import Masking, mask_document
 from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.train.model_layers import ModelLayers, count_layers
@@ -211,7 +212,7 @@ def _unpacked(
         stop=stop,
         alignment=alignment(args.tensor_model_parallel_size),
         num_workers=args.num_workers,
-        balance=Balance(args.global_batch_size, seconds) if seconds and is_train else None,
+        balance=Balance(batch_sizes(args), seconds) if seconds and is_train else None,
     )
 
 
@@ -226,7 +227,8 @@ def _packed(
     vp_stage: int | None,
 ) -> DataLoader:
     """Shares of global batches; every pipeline stage makes the same of them."""
-    size = args.global_batch_size if split == "train" else args.eval_global_batch_size
+    is_train = split == "train"
+    sizes = batch_sizes(args) if is_train else BatchSizes.constant(args.eval_global_batch_size)
     stages = args.pipeline_model_parallel_size
     interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
     grid = Grid(
@@ -248,29 +250,28 @@ def _packed(
             grid=grid,
             costs=costs or flops_costs(grid),
         ),
-        global_batch_size=size,
+        sizes=sizes,
         replica=mpu.get_data_parallel_rank(),
         alignment=grid.alignment,
         reads_tokens=is_first_or_last_pipeline_stage(vp_stage),
-        objective=_objective(args, split, consumed, size),
+        objective=_objective(args, split, consumed, sizes),
     )
     return packed_shares(
         shares,
         consumed=consumed,
         stop=stop,
-        global_batch_size=size,
+        sizes=sizes,
         num_workers=args.num_workers,
     )
 
 
-def _objective(args, split: str, consumed: int, size: int) -> Objective:
-    """size: of a global batch."""
+def _objective(args, split: str, consumed: int, sizes: BatchSizes) -> Objective:
     if args.paradyse_model == GPT:
         return next_tokens
     if split != "train":
         return functools.partial(_masked, masking=masking_of(None))
     return functools.partial(
-        _masked, masking=masking_of(args.iteration), consumed=consumed, size=size
+        _masked, masking=masking_of(args.iteration), consumed=consumed, sizes=sizes
     )
 
 
@@ -280,14 +281,14 @@ def _masked(
     *,
     masking: Masking,
     consumed: int = 0,
-    size: int | None = None,
+    sizes: BatchSizes | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of a BERT's document, less its last token, which ends it. Alike at every first without size.
+    """Of a BERT's document, less its last token, which ends it. Alike at every first without sizes.
 
-    consumed: the position at which the masking's iteration begins, each of which goes size on.
+    consumed: the position at which the masking's iteration begins.
     """
-    if size is not None:
-        iteration = masking.iteration + (first - consumed) // size
+    if sizes is not None:
+        iteration = masking.iteration + sizes.count(consumed, first)
         masking = dataclasses.replace(masking, iteration=iteration)
     return mask_document(sample[:-1], masking)
 

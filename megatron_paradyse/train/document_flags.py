@@ -46,12 +46,6 @@ def prepare_documents(args: argparse.Namespace) -> None:
     if args.seq_length < 1:
         raise UserError(f"--seq-length {args.seq_length}: give the longest sequence to train on")
     args.calculate_per_token_loss = True  # documents of all lengths weigh by their tokens
-    for name in ("step_batch_size_schedule", "decrease_batch_size_if_needed"):
-        if args.paradyse_settings.balance and getattr(args, name):
-            raise UserError(
-                f"--paradyse-balance with --{name.replace('_', '-')}: global batches of one size "
-                "only: drop one"
-            )
     check_split(args.split)
     prefixes = data_prefixes(args)
     take_vocabulary(args, prefixes)

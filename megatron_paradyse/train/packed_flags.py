@@ -28,18 +28,14 @@ def check_packed(args: argparse.Namespace, *, only_megatron_ts: str | None) -> N
             f"--paradyse-sequences packed with --paradyse-policy {settings.policy}, which predicts "
             "no seconds: give --paradyse-pack-tokens, such as 64K"
         )
-    refused: dict[str, tuple[object, str]] = {
-        "micro_batch_size": (1, "a packed microbatch is one row"),
-        "eval_micro_batch_size": (1, "a packed microbatch is one row"),
-        "step_batch_size_schedule": (None, "global batches have one size"),
-        "decrease_batch_size_if_needed": (False, "global batches have one size"),
-    }
-    for name, (allowed, why) in refused.items():
-        value = getattr(args, name, None)
-        if value not in (allowed, None):
+    for name in ("micro_batch_size", "eval_micro_batch_size"):
+        value = getattr(args, name)
+        if value not in (1, None):
             flag = "--" + name.replace("_", "-")
-            remedy = f"give {flag} 1" if allowed == 1 else f"leave {flag} out"
-            raise UserError(f"{flag} {value} with --paradyse-sequences packed: {why}: {remedy}")
+            raise UserError(
+                f"{flag} {value} with --paradyse-sequences packed, whose microbatches are one row "
+                f"each: give {flag} 1"
+            )
     if only_megatron_ts is not None:
         raise UserError(
             f"{only_megatron_ts} with --paradyse-sequences packed, whose documents only this "

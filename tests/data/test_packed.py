@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
+from megatron_paradyse.data.loader import BatchSizes
 from megatron_paradyse.data.packed import (
     PackedShares,
     collate_row,
@@ -36,14 +37,12 @@ def shares(replica: int, *, consumed: int = 0, num_workers: int = 0):
     made = PackedShares(
         Stream(),
         functools.partial(pack, tokens=64, grid=GRID, costs=flops_costs(GRID)),
-        global_batch_size=GLOBAL_BATCH,
+        sizes=BatchSizes.constant(GLOBAL_BATCH),
         replica=replica,
         alignment=4,
     )
-    loader = packed_shares(
-        made, consumed=consumed, global_batch_size=GLOBAL_BATCH, num_workers=num_workers
-    )
-    return iter(loader)
+    sizes = BatchSizes.constant(GLOBAL_BATCH)
+    return iter(packed_shares(made, consumed=consumed, sizes=sizes, num_workers=num_workers))
 
 
 def test_a_row_is_laid_out_rank_after_rank_with_labels_inside_documents():

@@ -93,8 +93,8 @@ CASES = {
     ),
     "packed rows and a batch": (
         [*TP2, "--paradyse-sequences", "packed", "--paradyse-pack-tokens", "4K"],
-        "--micro-batch-size 2 with --paradyse-sequences packed: a packed microbatch is one row: "
-        "give --micro-batch-size 1",
+        "--micro-batch-size 2 with --paradyse-sequences packed, whose microbatches are one row "
+        "each: give --micro-batch-size 1",
     ),
     "vocabulary of other data": (
         [*TP2, "--vocab-size", 10, "--make-vocab-size-divisible-by", 1],

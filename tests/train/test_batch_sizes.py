@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import re
 
+import numpy as np
 import pytest
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.train import plugin
-from tests.train.harness import attempt
+from tests.train.harness import attempt, train, write_documents
 
 SCHEDULE = "--step-batch-size-schedule"
 
@@ -50,6 +53,37 @@ def test_a_schedule_that_cannot_be_followed_is_one_line(given, why):
         check_schedule_of_sizes(run_of(step_batch_size_schedule=given))
     check_schedule_of_sizes(run_of(step_batch_size_schedule="0:4 256:4, 1B:0.032K"))
     check_schedule_of_sizes(run_of())
+
+
+@pytest.mark.parametrize("begun", [0, 1, 3, 9])
+@pytest.mark.parametrize("given", ["0:4", "0:2 192:4 640:6", "0:6 64:8 704:10 768:12"])
+def test_batches_start_where_megatron_counts_them(given, begun):
+    """From the first, or from where a run stopped after so many; sizes also change within one."""
+    from megatron.core.num_microbatches_calculator import (
+        StepBatchsizeNumMicroBatchesCalculator as Calculator,
+    )
+
+    from megatron_paradyse.train.batch_sizes import batch_sizes
+
+    calculator = Calculator(2, 1, False, 1, given, 64)
+    expected, sizes, consumed = [], [], 0
+    for _ in range(12):
+        calculator.update(consumed, consistency_check=True)
+        expected.append(consumed)
+        sizes.append(2 * calculator.get())
+        consumed += sizes[-1]
+    made = batch_sizes(run_of(step_batch_size_schedule=given))
+    assert [*itertools.islice(made.starts(expected[begun]), 12 - begun)] == expected[begun:]
+    assert [*made.starts(expected[begun], expected[-1])] == expected[begun:-1]
+    assert [made.at(first) for first in expected] == sizes
+    assert [made.count(expected[begun], at) for at in expected[begun:]] == [*range(12 - begun)]
+
+
+def test_a_batch_that_is_made_smaller_is_a_multiple_of_what_replicas_take_at_once():
+    from megatron_paradyse.train.batch_sizes import batch_sizes
+
+    made = batch_sizes(run_of(global_batch_size=11, decrease_batch_size_if_needed=True))
+    assert [*made.starts(8, 24)] == [8, 16] and made.at(8) == 8
 
 
 INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
@@ -117,3 +151,42 @@ def test_training_does_not_begin_with_a_schedule_that_would_end_it(given, tmp_pa
     run = attempt(tmp_path, *flags, SCHEDULE, given, ranks=1)
     assert run.code == 2 and run.stderr.count("error") == 1 and "Traceback" not in run.stderr
     assert f"error: {SCHEDULE}: " in run.stderr and not run.records
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_documents(prefix, np.random.default_rng(7).integers(2, 60, size=120).tolist())
+    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3",
+            "--micro-batch-size", 1, "--seq-length", 64]  # fmt: skip
+
+
+PACKED_ROWS = ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", 64]
+MODELS = {"module": [], "bert": ["--paradyse-mask-token", 63]}
+
+
+@pytest.mark.parametrize("entry", MODELS)
+def test_packed_batches_grow_as_documents_one_by_one_do(entry, data, tmp_path):
+    """From a checkpoint of one rank, before the size grows."""
+    saved, more = tmp_path / "saved", [*data, *MODELS[entry], SCHEDULE, f"0:4 {12 * 64}:8"]
+    more += ["--train-samples", 36]
+    save = ["--save", saved, "--save-interval", 2]
+    alone = train(tmp_path / "alone", *more, *save, ranks=1, entry=(entry,))
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    grid = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--num-workers", 1]
+    packed = [*more, *PACKED_ROWS, *grid, "--load", saved]
+    run = train(tmp_path / "packed", *packed, ranks=4, entry=(entry,))
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(run.values(name), alone.values(name)[2:], rtol=1e-5)
+    counts = [int(count) for count in re.findall(r"consumed samples: +(\d+)", run.stdout)]
+    assert counts == [12, 20, 28, 36]
+
+
+def test_packed_batches_are_made_smaller_as_megatron_does(data, tmp_path):
+    """Of 9 documents on two replicas 8 are trained on, and the ninth is the next batch's first."""
+    data = [*data, "--lr-decay-style", "constant"]  # else it ends after 4 x 9 documents, or 4 x 8
+    eight = train(tmp_path / "eight", *data, "--global-batch-size", 8, ranks=1)
+    nine = ["--global-batch-size", 9, "--decrease-batch-size-if-needed", *PACKED_ROWS]
+    run = train(tmp_path / "nine", *data, *nine, "--eval-global-batch-size", 8, ranks=2)
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(run.values(name), eight.values(name), rtol=1e-5)

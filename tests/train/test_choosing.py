@@ -233,9 +233,15 @@ def test_evaluation_plans_forwards_alone(tmp_path, costs):
     assert "validation loss at iteration 4" in run.stdout
 
 
-def test_balanced_replicas_train_on_the_same_global_batches(data, costs, tmp_path):
+GROWING = ["--step-batch-size-schedule", f"0:4 {8 * 256}:12"]
+SIZES = {"one": ["--global-batch-size", 8], "growing": GROWING}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_balanced_replicas_train_on_the_same_global_batches(sizes, data, costs, tmp_path):
     """The same losses and gradients as undealt; and the replicas' predicted times come closer."""
-    flags = [*data, *TP2, *by_cost(costs), "--global-batch-size", 8]
+    at = data.index("--global-batch-size")
+    flags = [*data[:at], *data[at + 2 :], *TP2, *by_cost(costs), *SIZES[sizes]]
     spread, losses = {}, {}
     for name, more in {"plain": [], "balanced": ["--paradyse-balance"]}.items():
         trace = tmp_path / f"{name}.jsonl"

@@ -133,12 +133,6 @@ REFUSED = {
         *OPTIMAL, "--recompute-granularity", "full", "--recompute-method", "uniform",
         "--recompute-num-layers", 1,
     ],
-    "--paradyse-balance with --decrease-batch-size-if-needed": [
-        *OPTIMAL, "--paradyse-balance", "--decrease-batch-size-if-needed",
-    ],
-    "--paradyse-balance with --step-batch-size-schedule": [
-        *OPTIMAL, "--paradyse-balance", "--step-batch-size-schedule", "0:1 64:2",
-    ],
 }  # fmt: skip
 
 
