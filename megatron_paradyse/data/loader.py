@@ -82,6 +82,10 @@ class BatchSizes:
     def constant(cls, size: int) -> BatchSizes:
         return cls(((0, size),))
 
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, size in self.steps]
+
     def at(self, first: int) -> int:
         return self.steps[bisect.bisect_right(self.steps, first, key=lambda step: step[0]) - 1][1]
 

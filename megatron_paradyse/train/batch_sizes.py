@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from megatron.core.num_microbatches_calculator import (
     StepBatchsizeNumMicroBatchesCalculator as Schedule,
@@ -21,6 +22,11 @@ def batch_sizes(args: argparse.Namespace) -> BatchSizes:
         return BatchSizes(tuple(steps))
     at_once = args.micro_batch_size * args.data_parallel_size
     return BatchSizes.constant(args.global_batch_size // at_once * at_once)
+
+
+def group_size(args: argparse.Namespace) -> int:
+    """Samples of alike lengths in a row, of which every global batch takes whole groups."""
+    return math.gcd(*batch_sizes(args).sizes)
 
 
 def check_schedule_of_sizes(args: argparse.Namespace) -> None:
@@ -74,7 +80,7 @@ def _check(args: argparse.Namespace, flag: str, size: int, micro_batch_size: int
     """
     replicas, stages = args.data_parallel_size, args.pipeline_model_parallel_size
     at_once = micro_batch_size * replicas
-    if size % at_once and not args.decrease_batch_size_if_needed:
+    if size < at_once or (size % at_once and not args.decrease_batch_size_if_needed):
         raise UserError(
             f"{flag}: {size} samples do not divide into microbatches of {micro_batch_size} on each "
             f"of {replicas} replicas: give a multiple of {at_once}"

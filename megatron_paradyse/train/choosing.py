@@ -10,9 +10,6 @@ from pathlib import Path
 
 import torch
 from megatron.core import mpu
-from megatron.core.num_microbatches_calculator import (
-    StepBatchsizeNumMicroBatchesCalculator as Schedule,
-)
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import get_args, print_rank_0
 
@@ -34,6 +31,7 @@ from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.batch import device_of_rank
+from megatron_paradyse.train.batch_sizes import batch_sizes
 from megatron_paradyse.train.budget import budget_bytes, host_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
 from megatron_paradyse.train.model_layers import count_layers
@@ -264,10 +262,8 @@ def _num_in_flight(args) -> int:
 
 def _most_microbatches(args) -> int:
     """Of an iteration; of the largest where batch sizes grow."""
-    sizes = [args.global_batch_size]
-    if args.step_batch_size_schedule is not None:
-        sizes = [size for _, size in Schedule._parse_schedule(args.step_batch_size_schedule, None)]
-    return max(1, max(sizes) // (args.micro_batch_size * args.data_parallel_size))
+    at_once = args.micro_batch_size * args.data_parallel_size
+    return max(1, max(batch_sizes(args).sizes) // at_once)
 
 
 def _share_of_stage(model_chunks: list) -> float:

@@ -6,6 +6,7 @@ import argparse
 
 from megatron_paradyse.data.choices import BUCKETED
 from megatron_paradyse.settings import FIXED
+from megatron_paradyse.train.batch_sizes import group_size
 
 
 def samples_of(args: argparse.Namespace) -> str:
@@ -13,7 +14,7 @@ def samples_of(args: argparse.Namespace) -> str:
     settings = args.paradyse_settings
     if settings.sequences == FIXED:
         return _fixed(args.seq_length)
-    groups = f", in groups of {args.global_batch_size}," if settings.order == BUCKETED else ""
+    groups = f", in groups of {group_size(args)}," if settings.order == BUCKETED else ""
     return (
         f"{settings.order} documents{groups} of up to {args.seq_length} tokens "
         f"(longer ones: {settings.long_documents})"

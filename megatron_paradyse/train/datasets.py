@@ -31,7 +31,7 @@ from megatron_paradyse.packing.placement import alignment
 from megatron_paradyse.packing.wide import pack_wide
 from megatron_paradyse.settings import PACKED
 from megatron_paradyse.train.batch import masking_of
-from megatron_paradyse.train.batch_sizes import batch_sizes
+from megatron_paradyse.train.batch_sizes import batch_sizes, group_size
 from megatron_paradyse.train.masking import Masking, mask_document
 from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.train.model_layers import ModelLayers, count_layers
@@ -182,9 +182,9 @@ def _stream(args, split: str, source: Source, num_samples: int | None) -> Sample
     stream = SampleStream(
         datasets,
         weights=weights,
-        order=make_order(settings.order, seed=args.seed, group=args.global_batch_size),
+        order=make_order(settings.order, seed=args.seed, group=group_size(args)),
         num_samples=max(num_samples or 0, 1),
-        group=args.global_batch_size if grouped else 1,
+        group=group_size(args) if grouped else 1,
     )
     whole_groups = weights is not None and grouped and not args.step_batch_size_schedule
     _report(split, datasets, settings, whole_groups=whole_groups)

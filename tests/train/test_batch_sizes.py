@@ -95,6 +95,7 @@ PACKED_STAGES["paradyse_settings"] = Settings(sequences=PACKED)
     ("more", "said"),
     [
         ({"global_batch_size": 6}, "--global-batch-size: 6 .* multiple of 4$"),
+        ({"global_batch_size": 3, "decrease_batch_size_if_needed": True}, ": 3 .* multiple of 4$"),
         ({"eval_global_batch_size": 6}, "--eval-global-batch-size: 6 .* multiple of 4$"),
         ({**INTERLEAVED, "global_batch_size": 4}, "--global-batch-size: 4 .* multiple of 8$"),
         ({**INTERLEAVED, "global_batch_size": 12}, "--global-batch-size: 12 .* multiple of 8$"),

@@ -251,6 +251,8 @@ def of_documents(order, *, global_batch_size=2, mmap_bin_files=True):
         seed=1,
         global_batch_size=global_batch_size,
         step_batch_size_schedule=None,
+        micro_batch_size=1,
+        data_parallel_size=1,
         paradyse_settings=Settings(order=order),
     )
 

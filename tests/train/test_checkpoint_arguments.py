@@ -73,9 +73,12 @@ def test_bucketed_documents_of_other_batches_are_other_samples():
     """The order of an epoch is cut into groups of a global batch."""
     settings = Settings(order="bucketed")
     args = argparse.Namespace(paradyse_settings=settings, seq_length=64, global_batch_size=8)
+    args.step_batch_size_schedule, args.micro_batch_size, args.data_parallel_size = None, 1, 2
     before = counting.samples_of(args)
-    args.global_batch_size = 16
+    args.global_batch_size, args.decrease_batch_size_if_needed = 17, True  # 16 are trained on
     assert "in groups of 16" in counting.samples_of(args) != before
+    args.step_batch_size_schedule = "0:8 64000:12"
+    assert "in groups of 4" in counting.samples_of(args)
     args.paradyse_settings = Settings()
     assert counting.samples_of(args) == SHUFFLED
 

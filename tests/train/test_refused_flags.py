@@ -338,6 +338,7 @@ def test_microbatches_in_flight_are_those_of_the_largest_batch(schedule):
 
     args = argparse.Namespace(
         step_batch_size_schedule=schedule,
+        seq_length=64,
         global_batch_size=4 if schedule else 32,
         micro_batch_size=2,
         data_parallel_size=2,
