@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_paradyse.data.loader import Samples
 
-UNLEARNT = np.array([0, ~0])  # one input, of which nothing is to be predicted
+UNLEARNT = np.array([~0, ~0])  # one input, neither of which nor from which anything is predicted
 
 
 class OneEpoch:

@@ -61,8 +61,6 @@ def _prepare_validation(args: argparse.Namespace) -> None:
         raise UserError("--multiple-validation-sets needs --full-validation in Megatron: give both")
     if not args.full_validation:
         return
-    if args.paradyse_model == BERT:
-        raise UserError("--full-validation with a BERT: leave it out, and give --eval-iters")
     args.multiple_validation_sets = True
 
 

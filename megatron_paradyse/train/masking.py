@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_paradyse.data.targets import NO_LABEL
+from megatron_paradyse.data.targets import NO_LABEL, ids_of
 
 BECOME_MASK, BECOME_RANDOM = 0.8, 0.1
 
@@ -35,12 +35,16 @@ class Masking:
 
 
 def mask_document(tokens: np.ndarray, masking: Masking) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels of a document, int64 [s] each, NO_LABEL where nothing is predicted."""
-    inputs, labels = tokens.astype(np.int64), np.full(tokens.shape, NO_LABEL)
+    """Inputs and labels of a document, int64 [s] each, NO_LABEL where nothing is predicted.
+
+    Complements of tokens are not.
+    """
+    inputs, labels = ids_of(tokens).astype(np.int64), np.full(tokens.shape, NO_LABEL)
     seed = repr((masking.seed, masking.iteration)).encode() + inputs.tobytes()
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(seed).digest()[:8]))
-    number = max(1, round(masking.share * len(tokens)))
-    chosen = rng.choice(len(tokens), size=number, replace=False)
+    candidates = np.flatnonzero(tokens >= 0)
+    number = min(max(1, round(masking.share * len(tokens))), len(candidates))
+    chosen = candidates[rng.choice(len(candidates), size=number, replace=False)]
     labels[chosen] = tokens[chosen]
     fate = rng.random(number)
     inputs[chosen[fate < BECOME_MASK]] = masking.token

@@ -110,7 +110,31 @@ def test_what_cannot_be_evaluated_whole_is_refused(case, data, tmp_path):
     assert run.code == 2 and f"error: {said}" in run.stderr
 
 
-def test_a_bert_is_refused(data, tmp_path):
-    flags = ["--paradyse-mask-token", 1, *WHOLE]
-    run = attempt(tmp_path, *data, *flags, ranks=1, entry=("bert",))
-    assert run.code == 2 and "error: --full-validation with a BERT" in run.stderr
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """Its flags, and the loss of its 11 documents in one batch, whose masks are alike each time."""
+    folder = tmp_path_factory.mktemp("bert")
+    write_documents(folder / "train", [20] * 16)
+    write_documents(folder / "valid", SETS["long"])
+    flags = ["--train-data-path", folder / "train", "--valid-data-path", folder / "valid"]
+    flags += ["--test-data-path", folder / "valid", "--train-iters", 1, "--paradyse"]
+    flags += ["--paradyse-mask-token", 1, "--lr", 0, "--min-lr", 0, "--micro-batch-size", 1]
+    batch = ["--eval-iters", 1, "--eval-global-batch-size", 11, "--eval-interval", 1]
+    save = ["--save", folder / "saved", "--save-interval", 1]
+    run = train(folder, *flags, *batch, *save, ranks=1, entry=("bert",))
+    (expected,) = set(re.findall(r"validation loss at .*? lm loss value: (\S+)", run.stdout))
+    more = ["--load", folder / "saved", "--finetune", "--eval-global-batch-size", 4]
+    return [*flags, *more, *WHOLE], float(expected)
+
+
+@pytest.mark.parametrize(
+    "ranks, flags",
+    [(1, []), (4, [*TP2, *PACKED]), (4, [*TP2, "--pipeline-model-parallel-size", 2])],
+    ids=["one-rank", "packed-tp2-dp2", "tp2-pp2"],
+)
+def test_a_bert_predicts_the_masked_tokens_of_a_whole_set(ranks, flags, bert, tmp_path):
+    """Nothing of what fills its last batch."""
+    of_all, expected = bert
+    run = train(tmp_path, *of_all, *flags, ranks=ranks, entry=("bert",))
+    found = re.findall(r"validation-0 loss at .*? lm loss value: (\S+)", run.stdout)
+    assert found and [float(loss) for loss in found] == pytest.approx([expected] * len(found), 1e-5)
