@@ -20,7 +20,11 @@ from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.strategies import base_name, recomputes
 from megatron_paradyse.strategies.accounting import SPLIT_HEADS, attention_bytes
-from megatron_paradyse.strategies.sizes import LayerSizes
+from megatron_paradyse.strategies.sizes import (
+    DOCUMENT_ROWS,
+    LayerSizes,
+    accumulated_head_dim,
+)
 from megatron_paradyse.strategies.walks.rows import index_bytes
 
 WIDEST = 8  # of a dtype that is none of these
@@ -63,18 +67,26 @@ def packed_of(d: Description) -> Packed:
         windows=d.windows,
         in_tiles=drops or not flash,
         drops=drops,
-        joined=flash,
+        joined=flash and not drops,
         walked=d.latents is None and not drops,
     )
 
 
 def walked_row_bytes(
-    strategy: str, like: str, one: OperationCosts, sizes: LayerSizes, load: Load
+    strategy: str,
+    like: str,
+    one: OperationCosts,
+    sizes: LayerSizes,
+    load: Load,
+    *,
+    in_one_call: bool,
 ) -> OperationCosts | None:
     """The bytes on a row: those of one document of `like`, and what the walks differ by.
 
-    None where the walks do not tell: of Megatron's own modules, of rows whose buffers are not
-    known, of split heads over groups, and where one document was not measured as it is walked.
+    in_one_call: a flash kernel takes all documents that lie side by side; its backward holds more
+    then than that of one document, and is walked with it. None where the walks do not tell: of
+    Megatron's own modules, of rows whose buffers are not known, of split heads over groups, and
+    where one document was not measured as it is walked.
     """
     base = base_name(strategy)
     if load.buffers is None or base == MEGATRON or (load.groups > 1 and base in SPLIT_HEADS):
@@ -98,6 +110,10 @@ def walked_row_bytes(
         max(kept, _peak_of_row(measured[i], walked_one[i], walked_row[i], norm=norm))
         for i in (1, 2)
     )
+    if in_one_call and load.documents > 1:
+        of_kernel = replace(of_row, kernel_bytes=_kernel_bytes(base, alone, load))
+        _, _, with_kernel = attention_bytes(strategy, of_kernel)
+        backward = max(backward, kept + with_kernel)
     return replace(
         one, kept_bytes=kept, forward_bytes=forward - kept, backward_bytes=backward - kept
     )
@@ -122,6 +138,38 @@ def _peak_of_row(measured: float, walked_one: float, walked_row: float, *, norm:
     more = walked_row - walked_one
     another = measured - walked_one > TRUSTED * walked_one + norm
     return measured + (max(more, 0) if another else more)
+
+
+def _kernel_bytes(base: str, z: LayerSizes, load: Load) -> int:
+    """What the backward of a flash kernel holds, of all documents of a rank: see sizes.py.
+
+    With several query heads to a key's, each has gradients of keys and values of its own.
+    """
+    if base in WHOLE_COLUMNS:
+        return 0
+    divided = base in SPLIT_HEADS or base == "metp"
+    heads, key_heads = (z.n // z.p, z.kv_heads_sent // z.p) if divided else (z.n, z.g)
+    rows = z.s if base in SPLIT_HEADS else z.rows
+    expanded = 2 * rows * heads * z.d * z.element_bytes if key_heads < heads else 0
+    return _summed_bytes(z, heads, rows) + expanded + _bytes_of_documents(base, z, load)
+
+
+def _bytes_of_documents(base: str, z: LayerSizes, load: Load) -> int:
+    """Of that, what there is of each document besides its rows, in one call."""
+    if base in WHOLE_COLUMNS or load.documents == 1:
+        return 0
+    heads, pieces = z.n, load.buffers.pieces if load.buffers else 0
+    pieces = pieces or load.fullest_documents * (2 if load.crosses else 1)
+    if base in SPLIT_HEADS:
+        pieces = load.documents * (2 if load.groups > 1 else 1)
+    if base in SPLIT_HEADS or base == "metp":
+        heads = z.n // z.p
+    return _summed_bytes(z, heads, pieces * DOCUMENT_ROWS)
+
+
+def _summed_bytes(z: LayerSizes, heads: int, rows: int) -> int:
+    """The gradient of q, and of each row the sum of out times its gradient."""
+    return rows * heads * (accumulated_head_dim(z.d) + 1) * z.wide_bytes
 
 
 def joined(strategy: str, load: Load) -> Load:
@@ -149,11 +197,13 @@ def with_row_bytes(
     *,
     least: OperationCosts | None,
     tiled_window: float | None,
+    in_one_call: bool = False,
 ) -> OperationCosts:
     """The bytes on a row, from those of one document.
 
-    of_one: the load of that document. least: of a strategy that gathers the same weights and has no
-    score rows; None: not known. tiled_window: keys that a query sees, where the tiled kernel runs.
+    in_one_call: a flash kernel takes all documents that lie side by side. of_one: the load of that
+    document. least: of a strategy that gathers the same weights and has no score rows; None: not
+    known. tiled_window: keys that a query sees, where the tiled kernel runs.
     """
     kept, forward, backward = one.kept_bytes, one.forward_bytes, one.backward_bytes
     if base_name(strategy) in WHOLE_COLUMNS:
@@ -162,6 +212,8 @@ def with_row_bytes(
     more_kept, more_forward, more_backward = extra_bytes(
         strategy, sizes, load, of_one, tiled_window
     )
+    if in_one_call:
+        more_backward += _bytes_of_documents(base_name(strategy), sizes, load)
     return replace(
         one,
         kept_bytes=kept + more_kept,

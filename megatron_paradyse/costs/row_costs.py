@@ -178,7 +178,9 @@ class RowCosts:
         windowed, tiled_window = operation in packed.windows, packed.tiled_window(operation)
         load = joined(strategy, self._load) if packed.joined else self._load
         if packed.walked and not windowed and tiled_window is None:
-            found = walked_row_bytes(strategy, terms.like, one, packed.sizes, load)
+            found = walked_row_bytes(
+                strategy, terms.like, one, packed.sizes, load, in_one_call=packed.joined
+            )
             if found is not None:
                 return found
         known = self._model.strategies(operation)
@@ -193,6 +195,7 @@ class RowCosts:
             packed.load_of_one(s, self._load.p).seen(windowed),
             least=least,
             tiled_window=tiled_window,
+            in_one_call=packed.joined and not windowed,
         )
 
 

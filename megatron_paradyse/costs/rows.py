@@ -33,7 +33,8 @@ KEYS = ("strategy", "load", "status")
 WITHIN = "within"  # a window, where a model has one: those of a load that are fewer then
 WITHIN_KEYS = ("scores", "fullest_scores", "keys_received", "peers")
 BUFFERS = "buffers"  # of a load; files of earlier versions do not tell them
-BUFFER_KEYS = tuple(field.name for field in dataclasses.fields(RowSizes))
+PIECES = "pieces"  # of buffers, likewise
+BUFFER_KEYS = tuple(f.name for f in dataclasses.fields(RowSizes) if f.name != PIECES)
 OF_WIDE = ("groups", "group_keys")  # none is measured
 LOAD_KEYS = tuple(
     field.name
@@ -141,8 +142,8 @@ def _read_load(value: Any, where: str, d: Description) -> Load:
 
 
 def _read_buffers(value: Any, where: str, seq_length: int) -> RowSizes:
-    values = check_keys(value, where, BUFFER_KEYS)
-    for name in BUFFER_KEYS:
+    values = check_keys(value, where, BUFFER_KEYS, optional=(PIECES,))
+    for name in values:
         check_integer(values[name], f"{where}.{name}", low=0, high=2 * seq_length)
     return RowSizes(**values)
 

@@ -74,12 +74,13 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
     scores, missing, documents, sent = ([0] * row.p for _ in range(4))
     sharing: dict[int, set[int]] = {}  # by rank, itself among them
     rows = row.seq_length // row.p
-    piece, piece_beside, most_held = 0, 0, 0
+    piece, piece_beside, most_held, num_pieces = 0, 0, 0, [0] * row.p
     for length, pieces in _documents(row):
         if len(pieces) == 1:  # whole on a rank
             rank = pieces[0][0]
             scores[rank] += _scores(0, length, length, causal, window)
             documents[rank] += 1
+            num_pieces[rank] += 1
             if length > piece:
                 piece = length
             if length > most_held:
@@ -98,6 +99,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             held[rank] = stop
             tokens[rank] = tokens.get(rank, 0) + size
             in_piece = in_piece + size if rank == before_rank else size
+            num_pieces[rank] += 1
             before_rank = rank
             if in_piece > piece:
                 piece = in_piece
@@ -140,6 +142,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
                 for come, go in zip(missing, sent, strict=True)
             ),
             fewest_keys=min(missing),
+            pieces=max(num_pieces),
         ),
     )
 
@@ -260,6 +263,7 @@ def _buffers_up(buffers: RowSizes, one: Load) -> RowSizes:
         keys_sent=min(_step_up(buffers.keys_sent, rows), rows),
         keys_at_once=_step_up(buffers.keys_at_once, rows),
         fewest_keys=_step_down(buffers.fewest_keys, rows),
+        pieces=_step_up(buffers.pieces, 1),
     )
 
 

@@ -183,7 +183,8 @@ def _read_load(value: Any, where: str = "load") -> Load:
     if fields["within"] is not None:
         fields["within"] = _read_load(fields["within"], "load.within")
     if fields.get("buffers") is not None:
-        fields["buffers"] = RowSizes(**check_fields(RowSizes, fields["buffers"], "load.buffers"))
+        buffers = check_fields(RowSizes, fields["buffers"], "load.buffers", optional=("pieces",))
+        fields["buffers"] = RowSizes(**buffers)
     return Load(**fields)
 
 

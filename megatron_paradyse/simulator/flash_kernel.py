@@ -3,8 +3,9 @@
 Its backward allocates beside its results, as its version 2 does in its own package and in PyTorch:
 the gradient of q is summed in float32 with its rows rounded up to 128 and d to 32 (beyond 128: to
 64), each row has the sum of out times its gradient, and with grouped heads each head has gradients
-of k and v of its own. And it takes a sliding window, of which its tiles of 128 queries compute the
-scores that one of them sees.
+of k and v of its own. It takes a sliding window, of which its tiles of 128 queries compute the
+scores that one of them sees; and documents that lie side by side in one call, whose backward has
+128 rows more for each of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.strategies import local_attention
 from megatron_paradyse.strategies.blocks import num_visible
 from megatron_paradyse.strategies.kernels import CPU_FLASH, Kernel, runs_flash
+from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS, accumulated_head_dim
 from megatron_paradyse.strategies.small_calls import in_small_calls
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
 
@@ -37,23 +39,26 @@ Scores = Callable[[int], AbstractContextManager]
 def flash_kernel(scores: Scores = lambda count: contextlib.nullcontext()) -> Iterator[None]:
     """The attention kernel of half types is FlashAttention's."""
     choose = local_attention.choose_kernel
-    windowed = _windowed(scores)
+    flash, windowed = _of_documents(scores), _windowed(scores)
 
     def chosen(q: Tensor, *, window: bool = False, dropout: bool = False) -> Kernel:
         kernel = choose(q, window=window, dropout=dropout)
         if q.dtype not in HALF_TYPES or dropout or not runs_flash(LEAST, q.dtype, q.shape[-1]):
             return kernel
-        return windowed if window else _FLASH
+        return windowed if window else flash
 
     with opened([(local_attention, "choose_kernel", chosen)]):
         yield
 
 
-def workspace(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """q [b, n, sq, d], k [b, g, sk, d] -> what the backward holds until its end."""
+def workspace(q: Tensor, k: Tensor, documents: int = 0) -> tuple[Tensor, ...]:
+    """q [b, n, sq, d], k [b, g, sk, d] -> what the backward holds until its end.
+
+    documents: that lie side by side in q; 0: q is one block.
+    """
     b, n, rows, d = q.shape
-    rows += -rows % 128
-    wide = d + -d % (32 if d <= 128 else 64)
+    rows += documents * DOCUMENT_ROWS or -rows % TILE_ROWS
+    wide = accumulated_head_dim(d)
     held = [
         q.new_empty((b, rows, n, wide), dtype=torch.float32),
         q.new_empty((b, n, rows), dtype=torch.float32),
@@ -64,13 +69,33 @@ def workspace(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
 
 
 def _backward(grad_out, q, k, v, out, lse, rule):
-    held = workspace(q, k)
+    held = workspace(q, k, len(rule.parts))
     grads = CPU_FLASH.backward(grad_out, q, k, v, out, lse, rule)
     del held
     return grads
 
 
 _FLASH = replace(CPU_FLASH, name="FlashAttention, simulated", backward=in_small_calls(_backward))
+
+
+def _of_documents(scores: Scores) -> Kernel:
+    """_FLASH, which takes documents in one call too."""
+
+    def forward(q, k, v, rule):
+        with scores(_in_parts(rule)):
+            return CPU_FLASH.forward(q, k, v, replace(rule, causal=False))
+
+    def backward(grad_out, q, k, v, out, lse, rule):
+        with scores(_in_parts(rule)):
+            return _backward(grad_out, q, k, v, out, lse, replace(rule, causal=False))
+
+    documents = replace(_FLASH, forward=forward, backward=backward)
+    return replace(_FLASH, for_documents=documents)
+
+
+def _in_parts(rule: BlockRule) -> int:
+    """Scores; causal: of queries that are the keys' own rows."""
+    return sum(q * (q + 1) // 2 if rule.causal else q * k for q, k in rule.parts)
 
 
 def _windowed(scores: Scores) -> Kernel:

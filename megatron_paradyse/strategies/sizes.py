@@ -9,6 +9,14 @@ from math import inf, isinf, lcm
 # Rows of a rank in a tile of what goes in tiles of a long sequence: matrix products of so many take
 # far longer than their weights take to arrive.
 TILE_ROWS = 8192
+# FlashAttention's backward, in PyTorch and in its own package (version 2), sums the gradient of q
+# in float32: of documents in one call with so many rows more for each.
+DOCUMENT_ROWS = 128
+
+
+def accumulated_head_dim(d: int) -> int:
+    """Elements of a row of that sum, of one head."""
+    return d + -d % (32 if d <= 128 else 64)
 
 
 def positions_of_tile(batch_size: int) -> int:
@@ -50,7 +58,7 @@ class RowSizes:
     in one piece on a rank; piece_beside: in one that does not fill its rank; held: on a rank, in
     all its pieces. keys_sent: of a rank, those whose keys others need. keys_at_once: of keys that
     are used, that come and that are sent, while an exchange takes one step after the other.
-    fewest_keys: that come to the rank with the fewest.
+    fewest_keys: that come to the rank with the fewest. pieces: of documents, on a rank; 0: unknown.
     """
 
     longest: int = 0
@@ -60,6 +68,7 @@ class RowSizes:
     keys_sent: int = 0
     keys_at_once: int = 0
     fewest_keys: int = 0
+    pieces: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,8 @@ class LayerSizes:
     """One layer and one microbatch; letters as in contract.py.
 
     row: of packed documents, with the keys that come to a rank, the ranks that it shares documents
-    with, and whether the rows of ranks are in the order of positions; None: a sequence is one.
+    with, whether the rows of ranks are in the order of positions, and what the attention's kernel
+    holds in a backward beside its results; None: a sequence is one.
     """
 
     s: int
@@ -90,6 +100,7 @@ class LayerSizes:
     keys_received: int = 0
     peers: int = 0
     in_order: bool = True
+    kernel_bytes: int = 0
 
     @cached_property
     def positions(self) -> int:

@@ -203,6 +203,10 @@ def test_without_a_window_a_row_tells_only_its_buffers_besides(tmp_path):
 def test_rows_of_earlier_files_are_read_without_buffers(tmp_path):
     path, values = values_of(tmp_path, None)
     for row in values["rows"]:
+        del row["load"]["buffers"]["pieces"]
+    path.write_text(json.dumps(values))
+    assert {m.load.buffers.pieces for m in read_cost_file(path).table.rows} == {0}
+    for row in values["rows"]:
         del row["load"]["buffers"]
     path.write_text(json.dumps(values))
     assert {m.load.buffers for m in read_cost_file(path).table.rows} == {None}

@@ -10,6 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_paradyse.live_bytes import LiveBytes
+from megatron_paradyse.packing.row import contiguous
+from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.simulator.flash_kernel import flash_kernel, workspace
 from megatron_paradyse.simulator.hardware import find_device
 from megatron_paradyse.simulator.simulated_device import SimulatedDevice
@@ -31,6 +33,34 @@ def test_the_workspace_is_what_its_sources_allocate(g, expanded):
     assert sum(x.nbytes for x in workspace(q, k)) == ACCUMULATOR + DELTA + expanded
     wide = torch.empty(1, 1, 128, 136, dtype=torch.bfloat16)
     assert workspace(wide, wide)[0].shape == (1, 128, 1, 192)
+
+
+def test_of_documents_it_has_rows_more_for_each():
+    """As total rows and 128 for each of their number, in the sources; not rounded up."""
+    q, k = (torch.empty(1, heads, S, D, dtype=torch.bfloat16) for heads in (N, N))
+    assert sum(x.nbytes for x in workspace(q, k, 7)) == (S + 7 * 128) * N * (64 + 1) * 4
+
+
+@pytest.mark.parametrize("lengths", [(128, 100, 20), (250, 2, 2, 2)])
+def test_documents_side_by_side_are_one_call_that_computes_their_own_scores(lengths):
+    counted = []
+
+    @contextlib.contextmanager
+    def scores(count):
+        counted.append(count)
+        yield
+
+    shape = AttentionShape(N, 2, D, causal=True, softmax_scale=0.1)
+    microbatch = microbatch_of(contiguous(lengths, 1, alignment=256))
+    task = AttentionTask(shape, microbatch)
+    with FakeTensorMode(), flash_kernel(scores):
+        q, k = (
+            torch.empty(256, 1, heads, D, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (N, 2)
+        )
+        out = local_attention(q, k, k, spans=contiguous_spans(microbatch, 1, 0), task=task)
+        out.backward(torch.empty_like(out))
+    assert counted == 2 * [sum(n * (n + 1) // 2 for n in lengths)]
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,11 @@ def local_backward(
 ) -> None:
     """Holds the gradients of q and kv, "grad_qkv"."""
     if not block:
-        m.touch(lse_copy + q + kv)
+        m.touch(lse_copy + q + kv + z.kernel_bytes)
         m.hold(grad_qkv=q + kv)
         return
     m.hold(wide_grads=z.wide(q + kv))
-    m.touch((q + kv + lse) * block // rows)
+    m.touch((q + kv + lse) * block // rows + z.kernel_bytes)
     m.touch(q + kv if z.half_type else 0)
     m.drop("wide_grads")
     m.hold(grad_qkv=q + kv)
@@ -49,7 +49,7 @@ def routed_forward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, 
 def routed_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
     """Holds the gradients of q and kv, "grad_qkv"."""
     m.hold(grad_q=z.wide(q), grad_kv=z.wide(kv))
-    m.touch(of_tokens(z, q + kv + lse, row.piece))
+    m.touch(of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes)
     if z.keys_received:
         _steps_backward(m, z, row, q=q, kv=kv, lse=lse)
     m.touch(q + kv if z.half_type else 0)
@@ -61,10 +61,10 @@ def _steps_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int,
     """Gradients of chunks: computed, being sent, and coming, in the accumulation dtype."""
     more_queries = of_tokens(z, q, row.held) + of_tokens(z, kv, row.piece)
     more_keys = of_tokens(z, q, row.piece) + of_tokens(z, kv, row.held)
-    block = max(more_queries, more_keys) + of_tokens(z, lse, row.held)
+    block = max(more_queries, more_keys) + of_tokens(z, lse, row.held) + z.kernel_bytes
     at_once, coming = (of_tokens(z, kv, keys) for keys in (row.keys_at_once, keys_coming(z, row)))
     m.hold(chunks=at_once)
-    m.touch(of_tokens(z, q + kv + lse, row.piece))
+    m.touch(of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes)
     if z.peers < 2:  # one step: nothing comes or is sent while it is taken
         m.drop("chunks")
         m.hold(chunks=coming)

@@ -1,0 +1,34 @@
+"""Packed rows as a GPU runs them, simulated: documents side by side are one call of its kernel."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_paradyse.cli import cli
+from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.row_accuracy import DERIVED, measure_row_accuracy
+
+FLAGS = ["--num-layers", 2, "--hidden-size", 128, "--num-attention-heads", 8, "--swiglu",
+         "--group-query-attention", "--num-query-groups", 4, "--position-embedding-type", "rope",
+         "--disable-bias-linear", "--vocab-size", 512, "--attention-dropout", 0]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """Of rows of 2 to 32 documents, on 4 ranks."""
+    path = tmp_path_factory.mktemp("costs") / "raw.json"
+    options = ["--gpu", "h100-80g", "--ranks", 4, "--lengths", "1K,2K,4K", "--packed"]
+    argv = [str(text) for text in ("simulate", *options, "-o", path, *FLAGS)]
+    run = CliRunner().invoke(cli, argv)
+    assert run.exit_code == 0, run.output
+    return [one for one in measure_row_accuracy(read_cost_file(path).table) if one.form == DERIVED]
+
+
+def test_no_rank_holds_more_than_predicted(errors):
+    """Each document adds rows to what the kernel's backward sums in."""
+    assert max(error.documents for error in errors) == 32
+    strategies = {error.strategy for error in errors}
+    assert {"ulysses_z", "megatron_cz", "colossal_z", "metp", "local_z"} < strategies
+    for error in errors:
+        assert -0.002 < error.peak_bytes < 1, error  # of 256 tokens of a rank, most of all
