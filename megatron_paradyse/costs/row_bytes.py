@@ -20,11 +20,7 @@ from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.strategies import base_name, recomputes
 from megatron_paradyse.strategies.accounting import SPLIT_HEADS, attention_bytes
-from megatron_paradyse.strategies.sizes import (
-    DOCUMENT_ROWS,
-    LayerSizes,
-    accumulated_head_dim,
-)
+from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS, LayerSizes, accumulated_head_dim
 from megatron_paradyse.strategies.walks.rows import index_bytes
 
 WIDEST = 8  # of a dtype that is none of these
@@ -79,7 +75,7 @@ def walked_row_bytes(
     sizes: LayerSizes,
     load: Load,
     *,
-    in_one_call: bool,
+    in_one_call: bool = False,
 ) -> OperationCosts | None:
     """The bytes on a row: those of one document of `like`, and what the walks differ by.
 
@@ -147,8 +143,7 @@ def _kernel_bytes(base: str, z: LayerSizes, load: Load) -> int:
     """
     if base in WHOLE_COLUMNS:
         return 0
-    divided = base in SPLIT_HEADS or base == "metp"
-    heads, key_heads = (z.n // z.p, z.kv_heads_sent // z.p) if divided else (z.n, z.g)
+    heads, key_heads = _heads(base, z)
     rows = z.s if base in SPLIT_HEADS else z.rows
     expanded = 2 * rows * heads * z.d * z.element_bytes if key_heads < heads else 0
     return _summed_bytes(z, heads, rows) + expanded + _bytes_of_documents(base, z, load)
@@ -158,13 +153,21 @@ def _bytes_of_documents(base: str, z: LayerSizes, load: Load) -> int:
     """Of that, what there is of each document besides its rows, in one call."""
     if base in WHOLE_COLUMNS or load.documents == 1:
         return 0
-    heads, pieces = z.n, load.buffers.pieces if load.buffers else 0
-    pieces = pieces or load.fullest_documents * (2 if load.crosses else 1)
     if base in SPLIT_HEADS:
         pieces = load.documents * (2 if load.groups > 1 else 1)
-    if base in SPLIT_HEADS or base == "metp":
-        heads = z.n // z.p
+    elif load.buffers and load.buffers.pieces:
+        pieces = load.buffers.pieces
+    else:
+        pieces = load.fullest_documents * (2 if load.crosses else 1)
+    heads, _ = _heads(base, z)
     return _summed_bytes(z, heads, pieces * DOCUMENT_ROWS)
+
+
+def _heads(base: str, z: LayerSizes) -> tuple[int, int]:
+    """Of queries, and of keys, in one call."""
+    if base in SPLIT_HEADS or base == "metp":
+        return z.n // z.p, z.kv_heads_sent // z.p
+    return z.n, z.g
 
 
 def _summed_bytes(z: LayerSizes, heads: int, rows: int) -> int:
