@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from click.testing import CliRunner
+import sys
 
-from megatron_paradyse.cli import cli
+import pytest
+
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.row_accuracy import DERIVED, measure_row_accuracy
+from tests.train.harness import run_bounded
 
 FLAGS = ["--num-layers", 2, "--hidden-size", 128, "--num-attention-heads", 8, "--swiglu",
          "--group-query-attention", "--num-query-groups", 4, "--position-embedding-type", "rope",
@@ -19,9 +20,9 @@ def errors(tmp_path_factory):
     """Of rows of 2 to 32 documents, on 4 ranks."""
     path = tmp_path_factory.mktemp("costs") / "raw.json"
     options = ["--gpu", "h100-80g", "--ranks", 4, "--lengths", "1K,2K,4K", "--packed"]
-    argv = [str(text) for text in ("simulate", *options, "-o", path, *FLAGS)]
-    run = CliRunner().invoke(cli, argv)
-    assert run.exit_code == 0, run.output
+    command = [sys.executable, "-m", "megatron_paradyse", "simulate", *options, "-o", path, *FLAGS]
+    code, _, stderr = run_bounded([str(text) for text in command], timeout_seconds=240)
+    assert code == 0, stderr
     return [one for one in measure_row_accuracy(read_cost_file(path).table) if one.form == DERIVED]
 
 
