@@ -39,7 +39,8 @@ Scores = Callable[[int], AbstractContextManager]
 def flash_kernel(scores: Scores = lambda count: contextlib.nullcontext()) -> Iterator[None]:
     """The attention kernel of half types is FlashAttention's."""
     choose = local_attention.choose_kernel
-    flash, windowed = _of_documents(scores), _windowed(scores)
+    flash = replace(_FLASH, for_documents=_counted(_DOCUMENTS, scores, _in_documents))
+    windowed = replace(_counted(_FLASH, scores, _in_window), has_window=True)
 
     def chosen(q: Tensor, *, window: bool = False, dropout: bool = False) -> Kernel:
         kernel = choose(q, window=window, dropout=dropout)
@@ -78,39 +79,32 @@ def _backward(grad_out, q, k, v, out, lse, rule):
 _FLASH = replace(CPU_FLASH, name="FlashAttention, simulated", backward=in_small_calls(_backward))
 
 
-def _of_documents(scores: Scores) -> Kernel:
-    """_FLASH, which takes documents in one call too."""
+_DOCUMENTS = replace(_FLASH, backward=_backward)
+
+# of queries, keys and a rule: the scores that a call computes per head
+Count = Callable[[Tensor, Tensor, BlockRule], int]
+
+
+def _counted(kernel: Kernel, scores: Scores, count: Count) -> Kernel:
+    """The kernel, told how many scores it computes."""
 
     def forward(q, k, v, rule):
-        with scores(_in_parts(rule)):
-            return CPU_FLASH.forward(q, k, v, replace(rule, causal=False))
+        with scores(count(q, k, rule)):
+            return kernel.forward(q, k, v, rule)
 
     def backward(grad_out, q, k, v, out, lse, rule):
-        with scores(_in_parts(rule)):
-            return _backward(grad_out, q, k, v, out, lse, replace(rule, causal=False))
+        with scores(count(q, k, rule)):
+            return kernel.backward(grad_out, q, k, v, out, lse, rule)
 
-    documents = replace(_FLASH, forward=forward, backward=backward)
-    return replace(_FLASH, for_documents=documents)
+    return replace(kernel, forward=forward, backward=backward)
 
 
-def _in_parts(rule: BlockRule) -> int:
-    """Scores; causal: of queries that are the keys' own rows."""
+def _in_documents(_q: Tensor, _k: Tensor, rule: BlockRule) -> int:
+    """Causal: of queries that are the keys' own rows."""
     return sum(q * (q + 1) // 2 if rule.causal else q * k for q, k in rule.parts)
 
 
-def _windowed(scores: Scores) -> Kernel:
-    def forward(q, k, v, rule):
-        with scores(_computed(q, k, rule)):
-            return _FLASH.forward(q, k, v, rule)
-
-    def backward(grad_out, q, k, v, out, lse, rule):
-        with scores(_computed(q, k, rule)):
-            return _FLASH.backward(grad_out, q, k, v, out, lse, rule)
-
-    return replace(_FLASH, forward=forward, backward=backward, has_window=True)
-
-
-def _computed(q: Tensor, k: Tensor, rule: BlockRule) -> int:
+def _in_window(q: Tensor, k: Tensor, rule: BlockRule) -> int:
     assert rule.window is not None
     return num_visible(
         q.shape[2],

@@ -66,7 +66,7 @@ def check_sizes_ahead(args: argparse.Namespace) -> None:
     """
     if args.step_batch_size_schedule is None or args.skip_train:
         return
-    schedule = Schedule._parse_schedule(args.step_batch_size_schedule, args.seq_length)
+    schedule = batch_sizes(args).steps
     for i, (_, size) in enumerate(schedule):
         if i + 1 == len(schedule) or schedule[i + 1][0] > args.consumed_train_samples:
             _check(args, SCHEDULE, size, args.micro_batch_size)
