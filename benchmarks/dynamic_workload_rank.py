@@ -75,6 +75,7 @@ class Workload:
     def chooser(self, policy: str, **settings):
         """A policy as a training would make it, with the enforced budget."""
         from megatron.core.utils import unwrap_model
+        from megatron.training import get_args
 
         from megatron_paradyse.train.choosing import CostPolicies
 
@@ -87,7 +88,7 @@ class Workload:
             **settings,
         )
         chunks = [unwrap_model(chunk) for chunk in self._model.chunks]
-        return CostPolicies(chosen).policy_of(chunks[0].decoder, chunks)
+        return CostPolicies(chosen, get_args()).policy_of(chunks[0].decoder, chunks)
 
     def padded(self, length: int) -> int:
         from megatron_paradyse.profiler.operations import tensor_parallel_size

@@ -26,12 +26,15 @@ def main() -> None:
 
     from megatron_paradyse.hook import attach_hooks
     from megatron_paradyse.policy import make_policy
+    from megatron_paradyse.train.loop_counts import loop_counts
 
     args = parse_and_validate_args()
     training.initialize_megatron()
     ours = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     policy = make_policy(args.paradyse_settings)
-    ours.model.pre_wrap_hooks.append(functools.partial(attach_hooks, policy_of=lambda _: policy))
+    ours.model.pre_wrap_hooks.append(
+        functools.partial(attach_hooks, policy_of=lambda _: policy, counts=loop_counts)
+    )
     stock = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     stock.model.transformer_layer_spec = _stock_spec
     sides = {"ours": _setup(training, ours), "stock": _setup(training, stock)}

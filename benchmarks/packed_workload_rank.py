@@ -178,6 +178,8 @@ class Workload:
     # -- policies
 
     def _cost_policies(self):
+        from megatron.training import get_args
+
         from megatron_paradyse.train.choosing import CostPolicies
 
         chosen = Settings(
@@ -186,7 +188,7 @@ class Workload:
             accept_costs=True,
             correction=False,
         )
-        return CostPolicies(chosen)
+        return CostPolicies(chosen, get_args())
 
     def _optimal(self):
         return self._cost_policies().policy_of(self._chunks[0].decoder, self._chunks)

@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.parallel_state import get_data_parallel_rank, get_global_memory_buffer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.training import get_args
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.microbatch_params import PlannedMicrobatch, planned_microbatch, row_of
@@ -53,6 +51,18 @@ class Planned:
     policy: Policy | None = None
 
 
+class Counts(NamedTuple):
+    """Where training is: what makes a microbatch's random numbers its own, after a restart too.
+
+    iteration: from 0. num_microbatches: after how many the count begins again within an iteration;
+    None: only with another iteration.
+    """
+
+    seed: int
+    iteration: int
+    num_microbatches: int | None
+
+
 class Observer(Protocol):
     """Sees the microbatches of training at one transformer block."""
 
@@ -75,11 +85,13 @@ class MicrobatchHook:
         *,
         layers: list,
         predicts: bool,
+        counts: Callable[[], Counts],
         observer: Observer | None,
         verify: bool,
     ):
         """layers: of both, in the order in which they run; predicts: whether a second is there."""
         self._policy, self._observer, self._verify = policy, observer, verify
+        self._counts = counts
         self._outcome = getattr(policy, "outcome", None)  # of a policy that chooses by cost
         self._layer_numbers = tuple(layer.plan_number for layer in layers)
         self._shards = block.tp_group.size() if block.config.sequence_parallel else 1
@@ -162,16 +174,14 @@ class MicrobatchHook:
                 )
 
     def _next_seed(self, groups: int) -> int:
-        """A hash of the run's seed, the iteration, the microbatch and the replicas that have it.
-
-        Megatron may run an iteration again to validate it: the microbatches then count anew.
-        """
-        args = get_args()
-        iteration = getattr(args, "curr_iteration", 0) or 0
+        """A hash of the run's seed, the iteration, the microbatch and the replicas that have it."""
+        seed, iteration, num_microbatches = self._counts()
         if iteration != self._iteration:
             self._iteration, self._microbatch = iteration, -1
-        self._microbatch = (self._microbatch + 1) % get_num_microbatches()
-        counters = (args.seed, iteration, self._microbatch, get_data_parallel_rank() // groups)
+        self._microbatch += 1
+        if num_microbatches is not None:
+            self._microbatch %= num_microbatches
+        counters = (seed, iteration, self._microbatch, get_data_parallel_rank() // groups)
         return int.from_bytes(hashlib.sha256(repr(counters).encode()).digest()[:4])
 
 
@@ -225,10 +235,14 @@ def attach_hooks(
     model_chunks: list,
     *,
     policy_of: PolicyOf,
+    counts: Callable[[], Counts],
     observer: Observer | None = None,
     verify: bool = False,
 ) -> list:
-    """Register the hook on every transformer block of every model chunk; returns the chunks."""
+    """Register the hook on every transformer block of every model chunk; returns the chunks.
+
+    counts: asked before each microbatch.
+    """
     for chunk in model_chunks:
         for block in _of_kind(chunk, TransformerBlock):
             policy = policy_of(block)
@@ -244,7 +258,13 @@ def attach_hooks(
                 continue  # a pipeline stage of an embedding or a loss alone
             predicts = prediction is not None
             hook = MicrobatchHook(
-                block, policy, layers=layers, predicts=predicts, observer=observer, verify=verify
+                block,
+                policy,
+                layers=layers,
+                predicts=predicts,
+                counts=counts,
+                observer=observer,
+                verify=verify,
             )
             block.register_forward_pre_hook(hook, with_kwargs=True)
             if prediction is not None:

@@ -33,6 +33,7 @@ from megatron_paradyse.live_bytes import Meter
 from megatron_paradyse.model_edges import attach_edges
 from megatron_paradyse.plan import Plan, uniform_plan
 from megatron_paradyse.submodules import SwitchableMLP
+from megatron_paradyse.train.loop_counts import loop_counts
 from megatron_paradyse.train.model_kind import model_config
 from megatron_paradyse.train.model_layers import ModelLayers
 from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
@@ -115,7 +116,7 @@ def model_configuration(layers: ModelLayers) -> tuple[Any, GivenPolicy]:
     policy = GivenPolicy()
     container = pretrain_cfg_container_from_args(args, model_config(args))
     container.model.pre_wrap_hooks += [
-        functools.partial(attach_hooks, policy_of=lambda _: policy),
+        functools.partial(attach_hooks, policy_of=lambda _: policy, counts=loop_counts),
         functools.partial(attach_edges, head_tile=args.paradyse_settings.head_tile),
     ]
     return container, policy

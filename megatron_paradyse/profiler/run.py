@@ -58,7 +58,7 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     agreement = make_agreement(options.agree_seconds)
     output = Path(options.output)
     num_layers = count_layers(args)
-    journal = Journal(output, describe(num_layers))
+    journal = Journal(output, describe(args, num_layers))
     _check_same(output, agreement.everyone(len(journal)))
     torch.distributed.barrier()
     meter = make_meter()

@@ -216,7 +216,7 @@ def _description(options: Options, num_layers: int) -> Description:
     from megatron_paradyse.train.model_kind import MASKS
 
     device = options.device
-    model = model_shape(num_layers)
+    model = model_shape(get_args(), num_layers)
     return Description(
         model=model,
         p=options.p,
@@ -230,5 +230,5 @@ def _description(options: Options, num_layers: int) -> Description:
         versions=versions(),
         source="simulated",
         date=datetime.date.today().isoformat(),
-        **told_options(model),
+        **told_options(get_args(), model),
     )

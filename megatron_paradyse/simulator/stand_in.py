@@ -59,7 +59,7 @@ def stand_in_profile(
     p = options.network.p
     start_megatron(flags, p=p, rank=p - 1)
     num_layers = count_layers(get_args())
-    described = describe(num_layers)
+    described = describe(get_args(), num_layers)
     hardware = dataclasses.replace(described.hardware, num_devices=p)
     if hardware.kind == "cpu":  # describe() shares this machine's memory among the ranks
         hardware = dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes * p)

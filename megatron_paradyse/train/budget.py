@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ from megatron_paradyse.machine import free_bytes
 from megatron_paradyse.planner.from_file import RESERVE_SHARE
 from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train.memory_record import files_to_read, grid
+from megatron_paradyse.train.memory_record import grid
 from megatron_paradyse.units import bytes_text, parse_bytes
 
 HOST_SHARE = 0.8  # of free host memory: data, checkpoints and the system take the rest
 TAUGHT_MARGIN = 0.02  # what a plan that ran out of memory is believed to have lacked
 
 
-def budget_bytes(settings: Settings, *, trace: Path | None) -> int:
+def budget_bytes(settings: Settings, *, records: Sequence[Path] = ()) -> int:
     """The budget of this run, the least of any rank: replicas then deal and plan alike.
 
     A GPU without --paradyse-memory-budget: what is free before the model is built, less a
-    reserve. trace: this grid's; plans that ran out of memory in it, or beside the checkpoints,
-    lower the budget. All ranks must call it.
+    reserve. records: files of earlier starts (memory_record.files_to_read), whose plans that ran
+    out of memory lower the budget. All ranks must call it.
     """
     if settings.memory_budget is not None:
         budget = parse_bytes(settings.memory_budget)
@@ -35,7 +36,7 @@ def budget_bytes(settings: Settings, *, trace: Path | None) -> int:
         budget = free + torch.cuda.memory_reserved() - int(RESERVE_SHARE * total)
     else:
         budget = UNLIMITED
-    budget = min([budget, *_taught(trace)])
+    budget = min([budget, *_taught(records)])
     least = torch.tensor([budget], device=torch.cuda.current_device())
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     return int(least)
@@ -58,9 +59,9 @@ def host_bytes(settings: Settings) -> int | None:
     return None if int(least) == UNLIMITED else int(least)
 
 
-def _taught(trace: Path | None) -> list[int]:
+def _taught(records: Sequence[Path]) -> list[int]:
     """Budgets at which plans that ran out of memory in earlier runs would not have been chosen."""
-    found = {path: budgets for path in files_to_read(trace) if (budgets := _budgets_of(path))}
+    found = {path: budgets for path in records if (budgets := _budgets_of(path))}
     if not found:
         return []
     path = min(found, key=lambda path: min(found[path]))

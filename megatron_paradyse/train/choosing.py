@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from megatron.core import mpu
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.training import get_args, print_rank_0
+from megatron.training import print_rank_0
 
 from megatron_paradyse.costs.correction import corrected
 from megatron_paradyse.costs.description import check_compatible
@@ -34,6 +35,8 @@ from megatron_paradyse.train.batch import device_of_rank
 from megatron_paradyse.train.batch_sizes import batch_sizes
 from megatron_paradyse.train.budget import budget_bytes, host_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
+from megatron_paradyse.train.describe import describe
+from megatron_paradyse.train.memory_record import files_to_read
 from megatron_paradyse.train.model_layers import count_layers
 from megatron_paradyse.train.static_bytes import largest_by_stage
 from megatron_paradyse.units import bytes_text
@@ -45,14 +48,14 @@ class CostPolicies:
     def __init__(
         self,
         settings: Settings,
+        args: argparse.Namespace,
         *,
         trace: Path | None = None,
         wide_bytes_per_second: float = math.inf,
     ):
-        """Must be called once Megatron's process groups exist, by all ranks."""
-        from megatron_paradyse.train.describe import describe
-
+        """Must be called once Megatron's process groups exist, by all ranks. args: Megatron's."""
         self.settings = settings
+        self._args = args
         self.wide_bytes_per_second = wide_bytes_per_second
         self.costs = read_costs(settings)
         self.made: list[tuple[Stage, CostPolicy]] = []
@@ -61,20 +64,20 @@ class CostPolicies:
         self._layers: list[tuple[int, ...]] = []  # of each that is made
         self._stages: list[tuple[Stage, tuple[int, ...]]] = []  # of every rank's; none: not known
         self._prices: list[RowPrices] = []
-        self._num_layers = count_layers(get_args())
-        run = describe(self._num_layers)
+        self._num_layers = count_layers(args)
+        run = describe(args, self._num_layers)
         description = self.costs.file.table.description
         for warning in check_compatible(description, run, accept=settings.accept_costs):
             print_rank_0(f"> paradyse: {warning}")
         self._check_same_file()
-        self.budget_bytes = budget_bytes(settings, trace=trace)
+        self.budget_bytes = budget_bytes(settings, records=files_to_read(args, trace))
         self._of_file = FilePolicies(
             settings,
             self.costs,
             self.budget_bytes,
             num_layers=self._num_layers,
-            megatron_mlp=bool(get_args().num_experts),
-            experts_shared=get_args().expert_model_parallel_size > 1,
+            megatron_mlp=bool(args.num_experts),
+            experts_shared=args.expert_model_parallel_size > 1,
             host_bytes=host_bytes(settings),
             wide_bytes_per_second=wide_bytes_per_second,
         )
@@ -85,7 +88,7 @@ class CostPolicies:
 
     def policy_of(self, block: TransformerBlock, model_chunks: list) -> CostPolicy:
         """The policy of a block of these chunks, with the memory of its pipeline stage."""
-        args = get_args()
+        args = self._args
         stage = self._of_file.stage(
             share=_share_of_stage(model_chunks),
             has_embedding=block.pre_process,

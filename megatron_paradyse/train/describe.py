@@ -10,7 +10,6 @@ import platform
 from typing import Any
 
 import torch
-from megatron.training import get_args
 
 from megatron_paradyse.costs.description import (
     HALVES_KEY,
@@ -28,10 +27,9 @@ from megatron_paradyse.train.model_kind import MASKS
 from megatron_paradyse.train.model_layers import ModelLayers
 
 
-def describe(num_layers: int) -> Description:
-    """Of the arguments that were parsed, for a model of num_layers (model_layers.count_layers)."""
-    args = get_args()
-    model = model_shape(num_layers)
+def describe(args: argparse.Namespace, num_layers: int) -> Description:
+    """Of Megatron's arguments, for a model of num_layers (model_layers.count_layers)."""
+    model = model_shape(args, num_layers)
     return Description(
         model=model,
         p=args.tensor_model_parallel_size,
@@ -43,13 +41,12 @@ def describe(num_layers: int) -> Description:
         versions=versions(),
         source="measured",
         date=datetime.date.today().isoformat(),
-        **told_options(model),
+        **told_options(args, model),
     )
 
 
-def told_options(model: ModelShape) -> dict[str, Any]:
-    """What else costs depend on, of the parsed arguments: OPTIONAL_KEYS and OTHER_LAYERS."""
-    args = get_args()
+def told_options(args: argparse.Namespace, model: ModelShape) -> dict[str, Any]:
+    """What else costs depend on: OPTIONAL_KEYS and OTHER_LAYERS."""
     check_costs_know(args)
     window = args.window_size
     which = "some" if args.window_attn_skip_freq else "all"
@@ -75,9 +72,8 @@ def _dtype(args: argparse.Namespace) -> str:
     return str(args.params_dtype).removeprefix("torch.")
 
 
-def model_shape(num_layers: int) -> ModelShape:
-    """The shape that the parsed arguments describe, with that many layers."""
-    args = get_args()
+def model_shape(args: argparse.Namespace, num_layers: int) -> ModelShape:
+    """The shape that the arguments describe, with that many layers."""
     heads = args.num_attention_heads
     return ModelShape(
         num_layers=num_layers,

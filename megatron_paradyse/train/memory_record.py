@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -29,9 +30,8 @@ def keep_beside_checkpoints(record: dict[str, Any]) -> bool:
         return False
 
 
-def files_to_read(trace: Path | None) -> list[Path]:
+def files_to_read(args: argparse.Namespace, trace: Path | None) -> list[Path]:
     """Those of earlier starts. trace: this grid's."""
-    args = get_args()
     beside = [Path(folder, NAME) for folder in dict.fromkeys([args.save, args.load]) if folder]
     return [path for path in [trace, *beside] if path is not None and path.is_file()]
 

@@ -50,7 +50,7 @@ def run_record(settings: Settings, policies: CostPolicies | None) -> dict[str, A
         },
         "hardware": dataclasses.asdict(hardware()),
         "dtype": str(args.params_dtype).removeprefix("torch."),
-        "model": dataclasses.asdict(model_shape(count_layers(args))),
+        "model": dataclasses.asdict(model_shape(args, count_layers(args))),
     }
 
 

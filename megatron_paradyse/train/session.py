@@ -25,6 +25,7 @@ from megatron_paradyse.train.batch_sizes import check_sizes_ahead
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.data_files import learns_all
 from megatron_paradyse.train.log import IterationLog
+from megatron_paradyse.train.loop_counts import loop_counts
 from megatron_paradyse.train.run_record import run_record
 from megatron_paradyse.train.static_bytes import static_bytes
 from megatron_paradyse.train.summary import Summary
@@ -144,6 +145,7 @@ class Session:
         attach = functools.partial(
             attach_hooks,
             model_chunks,
+            counts=loop_counts,
             observer=self._telemetry,
             verify=self.settings.verify_plans,
         )
@@ -158,7 +160,7 @@ class Session:
             rate = bytes_per_second()
             print_rank_0(f"> paradyse: {rate / 1e9:.2f} GB/s a rank between replicas")
         policies = self._policies = CostPolicies(
-            self.settings, trace=trace, wide_bytes_per_second=rate
+            self.settings, get_args(), trace=trace, wide_bytes_per_second=rate
         )
         chunks = attach(policy_of=lambda block: policies.policy_of(block, model_chunks))
         self._made.extend(policy for _, policy in policies.made)

@@ -27,6 +27,7 @@ def main() -> None:
     from megatron_paradyse.hook import attach_hooks
     from megatron_paradyse.model_edges import attach_edges
     from megatron_paradyse.train.batch import device_of_rank
+    from megatron_paradyse.train.loop_counts import loop_counts
     from megatron_paradyse.train.model_kind import model_config
 
     args = parse_and_validate_args()
@@ -40,7 +41,7 @@ def main() -> None:
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=_generator(1)).to(device)
         torch.distributed.broadcast(parameter.data, 0) if not _is_shard(parameter) else None
     policy = ChosenPolicy()
-    attach_hooks([model], policy_of=lambda _: policy)
+    attach_hooks([model], policy_of=lambda _: policy, counts=loop_counts)
     attach_edges([model], head_tile=args.paradyse_settings.head_tile)
 
     s = max(LENGTHS)

@@ -109,6 +109,7 @@ def main() -> None:
     from megatron.training.models.gpt import default_layer_spec
 
     from megatron_paradyse.hook import attach_hooks
+    from megatron_paradyse.train.loop_counts import loop_counts
     from megatron_paradyse.train.model_layers import count_layers
 
     args = parse_and_validate_args()
@@ -119,7 +120,7 @@ def main() -> None:
     def build(spec):
         container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
         container.model.pre_wrap_hooks.append(
-            functools.partial(attach_hooks, policy_of=lambda _: policy)
+            functools.partial(attach_hooks, policy_of=lambda _: policy, counts=loop_counts)
         )
         if spec is not None:
             container.model.transformer_layer_spec = spec

@@ -25,6 +25,7 @@ from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.strategies import strategy_names, takes
 from megatron_paradyse.train import plugin
+from megatron_paradyse.train.loop_counts import loop_counts
 from megatron_paradyse.train.model_layers import count_layers
 from tests.train.compare_plans import ChosenPolicy
 
@@ -120,7 +121,7 @@ def main() -> None:
     for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
         mine.data.copy_(theirs.data)
     policy, p = ChosenPolicy(), groups.tp.size()
-    attach_hooks([model], policy_of=lambda _: policy)
+    attach_hooks([model], policy_of=lambda _: policy, counts=loop_counts)
     attach_edges([model], head_tile=args.paradyse_settings.head_tile, positions_restart=True)
     text = torch.randint(args.vocab_size, (64,), generator=torch.Generator().manual_seed(1))
     text = text.to(device_of_rank())
