@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from megatron.core.parallel_state import get_data_parallel_rank, get_global_memory_buffer
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.transformer_block import TransformerBlock
 
+from megatron_paradyse.attention_masks import documents_of_mask
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.microbatch_params import PlannedMicrobatch, planned_microbatch, row_of
 from megatron_paradyse.packing.row import Row
@@ -96,10 +98,13 @@ class MicrobatchHook:
         self._layer_numbers = tuple(layer.plan_number for layer in layers)
         self._shards = block.tp_group.size() if block.config.sequence_parallel else 1
         self._iteration, self._microbatch = -1, -1
+        self._causal = layers[0].self_attention.attn_mask_type == AttnMaskType.causal
         self._predicts = predicts
         self._for_prediction: PlannedMicrobatch | None = None
 
     def __call__(self, block: TransformerBlock, args, kwargs):
+        if kwargs.get("inference_context") is not None:
+            return args, kwargs  # keys of earlier tokens, which Megatron's own forward knows
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
         rows, batch_size = hidden.shape[0], hidden.shape[1]  # [s/p, b, h]
         original, seq_length = kwargs.get("packed_seq_params"), rows * self._shards
@@ -111,7 +116,10 @@ class MicrobatchHook:
             _verify(planned, wide.ranks if wide else block.tp_group, hidden.device)
         if self._outcome is not None:
             _drop_other_buffers(seq_length * hidden[0].numel())
-        padded = _documents(kwargs.get("attention_mask"))
+        padded = None
+        if row is None:
+            mask = kwargs.get("attention_mask")
+            padded = documents_of_mask(mask, batch_size=batch_size, causal=self._causal)
         current = planned_microbatch(original, row, padded, plan=planned.plan, seed=seed)
         kwargs["packed_seq_params"] = current
         if self._predicts:
@@ -183,23 +191,6 @@ class MicrobatchHook:
             self._microbatch %= num_microbatches
         counters = (seed, iteration, self._microbatch, get_data_parallel_rank() // groups)
         return int.from_bytes(hashlib.sha256(repr(counters).encode()).digest()[:4])
-
-
-def _documents(mask: Tensor | None) -> tuple | None:
-    """Of a padding mask [b, 1, 1, s], true at padding: each sequence's tokens as one document.
-
-    None where nothing is padded, and for other masks, which kernels do not need.
-    """
-    if mask is None or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
-        return None
-    s = mask.shape[3]
-    valid = ~mask[:, 0, 0]
-    lengths = valid.sum(1)
-    inner = valid & (torch.arange(s, device=mask.device) >= lengths[:, None])
-    if bool(inner.any()):
-        raise UserError("padding inside a sequence: --paradyse takes padding at its end only")
-    found = lengths.tolist()
-    return None if min(found) == s else tuple(((0, length),) for length in found)
 
 
 def _drop_other_buffers(num_elements: int) -> None:

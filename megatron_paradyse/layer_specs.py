@@ -47,18 +47,18 @@ def gpt_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmo
     Parameters keep Megatron's names, shapes, shards and initialisation. Mixture-of-experts layers
     keep Megatron's MLP.
     """
-    return _switchable_block(config, default_layer_spec(config, vp_stage), vp_stage)
+    return switchable_block(default_layer_spec(config, vp_stage), config.transformer, vp_stage)
 
 
 def bert_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """As gpt_layer_spec, of Megatron's bidirectional BERT layer."""
     uses_engine = config.transformer.transformer_impl == "transformer_engine"
     layer = get_bert_layer_with_transformer_engine_spec() if uses_engine else bert_layer_local_spec
-    return _switchable_block(config, layer, vp_stage)
+    return switchable_block(layer, config.transformer, vp_stage)
 
 
-def _switchable_block(config, spec, vp_stage: int | None) -> TransformerBlockSubmodules:
-    model = config.transformer
+def switchable_block(spec, model, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Of Megatron's spec of a layer or a block, and its TransformerConfig."""
     block = _get_block_submodules(model, spec, vp_stage)
     layers = [switchable_layer(spec, model) for spec in block.layer_specs]
     return TransformerBlockSubmodules(

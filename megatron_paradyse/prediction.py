@@ -53,10 +53,17 @@ def _with_switchable_layers(build):
         block = build(config, *args, **kwargs)
         if block is None or config.transformer_layer_spec is not gpt_layer_spec:
             return block
-        layers = [_switchable(spec, config.transformer) for spec in block.layer_specs]
-        return MultiTokenPredictionBlockSubmodules(layer_specs=layers)
+        return switchable_prediction(block, config.transformer)
 
     return mtp_block_spec
+
+
+def switchable_prediction(
+    block: MultiTokenPredictionBlockSubmodules, model
+) -> MultiTokenPredictionBlockSubmodules:
+    """Of Megatron's spec of multi-token prediction, and its TransformerConfig."""
+    layers = [_switchable(spec, model) for spec in block.layer_specs]
+    return MultiTokenPredictionBlockSubmodules(layer_specs=layers)
 
 
 def _switchable(spec: ModuleSpec, model) -> ModuleSpec:

@@ -74,7 +74,7 @@ class SwitchableLayer(TransformerLayer):
         assert not args, "Megatron's blocks call their layers by keyword"
         hidden = kwargs.pop("hidden_states")
         if all(self._recomputes(planned, half) for half in HALVES):
-            hidden = _recomputed(
+            hidden = self._recomputed(
                 lambda x: self._mlp_half(kwargs, self._attention_half(kwargs, x)),
                 hidden,
                 offload=self._offloads(planned, "attention"),
@@ -93,7 +93,20 @@ class SwitchableLayer(TransformerLayer):
         planned = kwargs["packed_seq_params"]
         if not self._recomputes(planned, half):
             return run(hidden)
-        return _recomputed(run, hidden, offload=self._offloads(planned, half))
+        return self._recomputed(run, hidden, offload=self._offloads(planned, half))
+
+    def _recomputed(self, run, hidden, *, offload: bool):
+        """run(hidden), keeping only hidden; Megatron's checkpoint restores the random states.
+
+        offload: hidden waits in host memory, and nothing is kept on the device.
+        """
+        if not hidden.requires_grad and any(x.requires_grad for x in self.parameters()):
+            hidden = hidden.detach().requires_grad_()  # else the checkpoint's output has no graph
+        run = _RunAgain(run)
+        with kept_on_host(hidden) if offload else contextlib.nullcontext():
+            output = tensor_parallel.checkpoint(run, False, hidden)
+        run.again = True
+        return output
 
     def _recomputes(self, planned: PlannedMicrobatch, half: str) -> bool:
         if not torch.is_grad_enabled() or self.megatron_recomputes:
@@ -158,18 +171,6 @@ def _notes_let_go(mlp: torch.nn.Module) -> Callable[..., None]:
                 notes[name] = before.get(name)
 
     return let_go
-
-
-def _recomputed(run, hidden, *, offload: bool):
-    """run(hidden), keeping only hidden; Megatron's checkpoint restores the random states.
-
-    offload: hidden waits in host memory, and nothing is kept on the device.
-    """
-    run = _RunAgain(run)
-    with kept_on_host(hidden) if offload else contextlib.nullcontext():
-        output = tensor_parallel.checkpoint(run, False, hidden)
-    run.again = True
-    return output
 
 
 class _RunAgain:

@@ -82,7 +82,7 @@ def model_shape(args: argparse.Namespace, num_layers: int) -> ModelShape:
         num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
         head_dim=head_dim(args),
         ffn_size=args.ffn_hidden_size,
-        gated=bool(args.swiglu),
+        gated=bool(args.swiglu or args.quick_geglu),
         vocab_size=args.padded_vocab_size,
         normalization=args.normalization.lower(),
         biases=bool(args.add_bias_linear),

@@ -17,14 +17,14 @@ from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 def check_megatrons_limits(args: argparse.Namespace) -> None:
     if args.num_layers:
         ModelLayers.of_arguments(args, count_layers(args))  # refuses lists of too few layers
-    _check_key_heads(args)
+    check_key_heads(args)
     _check_length(args)
     _check_experts(args)
     _check_recomputation(args)
     _check_optimizer(args)
 
 
-def _check_key_heads(args: argparse.Namespace) -> None:
+def check_key_heads(args: argparse.Namespace) -> None:
     groups, p = args.num_query_groups, args.tensor_model_parallel_size
     if args.group_query_attention and groups and groups % p and p % groups:
         fitting = max(q for q in range(1, p) if groups % q == 0)

@@ -24,6 +24,21 @@ def static_bytes(chunks: list, optimizer: Any, meter: Meter) -> int:
     return held + sum(waiting_gradient_bytes(chunk) for chunk in chunks)
 
 
+def counted_bytes(chunks: list, optimizer: Any) -> int:
+    """As static_bytes, of what modules and optimizer refer to, where nothing counts the rest."""
+    tensors: list[Any] = []
+    for chunk in chunks:
+        tensors += [*chunk.parameters(), *chunk.buffers()]
+        for parameter in chunk.parameters():
+            tensors += [parameter.grad, getattr(parameter, "main_grad", None)]
+    for made, _ in _optimizers(optimizer):
+        tensors += [parameter for group in made.param_groups for parameter in group["params"]]
+        tensors += [value for state in made.state.values() for value in state.values()]
+    storages = [x.untyped_storage() for x in tensors if isinstance(x, torch.Tensor)]
+    held = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return held + _states_to_come(optimizer) + sum(map(waiting_gradient_bytes, chunks))
+
+
 def largest_by_stage(own_bytes: int) -> list[int]:
     """The most that any rank of each pipeline stage holds. All ranks of the job must call it."""
     stages = mpu.get_pipeline_model_parallel_world_size()

@@ -15,7 +15,7 @@ from tests.costs.synthetic import make_table
 from tests.documentation.markdown import ROOT, Document
 from tests.report.samples import RUN, records, write_trace
 
-EXTENDING = Document(ROOT / "docs" / "extending.md")
+PAGES = [Document(ROOT / "docs" / f"{name}.md") for name in ("extending", "library")]
 LENGTHS = (128, 256, 512, 1024, 2048, 8192)
 MODEL = "num-layers: 2\nhidden-size: 64\nnum-attention-heads: 8\nseq-length: 128\nvocab-size: 64\n"
 
@@ -31,9 +31,10 @@ def make_workplace(folder: Path) -> Path:
     script.write_text("raise SystemExit('its flags are parsed, nothing is trained')\n")
     _write_costs(folder)
     (folder / "model.yaml").write_text(MODEL + "max-position-embeddings: 128\n")
-    for block in EXTENDING.blocks("yaml"):
-        name = re.match(r"# (\S+\.yaml)\n", block)
-        assert name, "a YAML file of docs/extending.md begins with its name"
+    programs = PAGES[-1].blocks("python")
+    for block in [*programs, *(block for page in PAGES for block in page.blocks("yaml"))]:
+        name = re.match(r"# (\S+\.(?:yaml|py))\n", block)
+        assert name, "a file of these pages begins with its name"
         (folder / name[1]).write_text(block + "\n")
     quick = folder / "quick"  # what the quick start's trainings and its profile would leave
     quick.mkdir()

@@ -1,0 +1,56 @@
+"""What an attention mask of Megatron's says of padding; strategies know no other masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_paradyse.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+QUERIES = 1024  # of which so many at a time are compared
+
+
+def documents_of_mask(
+    mask: Tensor | None, *, batch_size: int, causal: bool
+) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+    """Each sequence's tokens as one document (start, stop); None where nothing is padded.
+
+    mask [b or 1, 1, s or 1, s], bool, true where a query does not see a key. UserError for one that
+    hides more or less than padding at the ends and, causal, later tokens: no strategy would heed
+    it. What padding itself sees does not matter.
+    """
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
+        raise UserError(
+            f"an attention mask of {mask.dtype} and shape {list(mask.shape)}: --paradyse takes "
+            "[b, 1, 1, s] or [b, 1, s, s] of torch.bool, or none"
+        )
+    mask = mask[:, 0]
+    num_queries, s = mask.shape[1:]
+    valid = ~(mask[:, 0] if num_queries == 1 else mask.diagonal(dim1=1, dim2=2))
+    lengths, keys = valid.sum(1), torch.arange(s, device=mask.device)
+    beyond = keys >= lengths[:, None]
+    inner = (valid & beyond).any()
+    other = torch.zeros_like(inner)
+    for first in range(0, num_queries if num_queries > 1 else 0, QUERIES):
+        part = mask[:, first : first + QUERIES]
+        queries = keys[first : first + QUERIES, None]
+        hidden = beyond[:, None] | (keys > queries) if causal else beyond[:, None]
+        other |= ((part != hidden) & (queries < lengths[:, None, None])).any()
+    if bool(inner):
+        raise UserError("padding inside a sequence: --paradyse takes padding at its end only")
+    if bool(other):
+        what = "later tokens and padding" if causal else "padding"
+        raise UserError(
+            f"an attention mask that hides other keys than {what}, which strategies would not "
+            "heed: give none, and documents in one sequence as packed_seq_params"
+        )
+    found = lengths.tolist()
+    if min(found) == s:
+        return None
+    return tuple(((0, length),) for length in found) * (1 if len(found) > 1 else batch_size)

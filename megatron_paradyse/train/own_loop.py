@@ -1,0 +1,239 @@
+"""Plans for microbatches of a training loop that is not Megatron's (library.py).
+
+It has a TransformerConfig, a GPTModel and Megatron's process groups, and no arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from megatron.training import print_rank_0
+
+from megatron_paradyse import prediction
+from megatron_paradyse.errors import UserError, did_you_mean
+from megatron_paradyse.hook import Counts, Planned, attach_hooks
+from megatron_paradyse.layer_specs import switchable_block
+from megatron_paradyse.live_bytes import make_meter
+from megatron_paradyse.model_edges import attach_edges
+from megatron_paradyse.plan import MEGATRON_TS
+from megatron_paradyse.policy import cost_policy_kind, make_policy
+from megatron_paradyse.settings import FIELDS, Settings, make_settings
+from megatron_paradyse.strategies import base_name
+from megatron_paradyse.submodules import SwitchableLayer, SwitchableMLP
+from megatron_paradyse.train import bucket_order
+from megatron_paradyse.train.choosing import CostPolicies
+from megatron_paradyse.train.megatron_limits import check_key_heads
+from megatron_paradyse.train.model_arguments import arguments_of
+from megatron_paradyse.train.model_flags import (
+    check_edges,
+    check_latent,
+    check_model,
+    check_prediction,
+    complete_window,
+)
+from megatron_paradyse.train.static_bytes import counted_bytes, static_bytes
+from megatron_paradyse.train.strategy_flags import check_strategies
+
+# Settings that plans and the loss head read; the others are of Megatron's loop and its data.
+TAKEN = (
+    *("policy", "strategies", "layers", "cost_model", "accept_costs", "granularity"),
+    *("mixing_gain", "memory_budget", "host_memory", "memory_margin", "over_budget", "smoothing"),
+    *("offload", "verify_plans", "head_tile"),
+)
+MOST_MICROBATCHES = 1 << 20  # where the loop does not say how many
+
+
+def switchable_spec(
+    spec: ModuleSpec | TransformerBlockSubmodules | MultiTokenPredictionBlockSubmodules,
+    config: TransformerConfig,
+    *,
+    vp_stage: int | None = None,
+) -> Any:
+    """Megatron's spec of layers, with attention and MLP that can switch their strategy.
+
+    spec: of a GPT's layer or block, for GPTModel(transformer_layer_spec=...), or of multi-token
+    prediction, for mtp_block_spec=...; config: the TransformerConfig. Parameters keep Megatron's
+    names, shapes, shards and initialisation; layers of experts keep Megatron's MLP. UserError for
+    layers of another type.
+    """
+    _prepare()
+    if isinstance(spec, MultiTokenPredictionBlockSubmodules):
+        prediction.install()
+        return prediction.switchable_prediction(spec, config)
+    return switchable_block(spec, config, vp_stage)
+
+
+class Attached:
+    """What plans the microbatches of a model.
+
+    iteration: set it as each begins, so that dropout is the same after a restart; microbatches then
+    count anew. last: what was decided for the last microbatch with a backward, None before.
+    """
+
+    def __init__(self, chunks: list[GPTModel], settings: Settings, *, seed: int):
+        self.settings = settings
+        self.iteration = 0
+        self.last: Planned | None = None
+        self._chunks, self._seed = chunks, seed
+        self._policies: CostPolicies | None = None
+
+    def hold(self, optimizer: Any = None) -> None:
+        """Plan with the memory that this rank holds now, outside the layers' activations.
+
+        Until then plans reckon with what the cost file's grid held. optimizer: Megatron's, if there
+        is one: the states that its first step will make count too. All ranks must call it, between
+        iterations, and again whenever something else has moved into or out of the memory. UserError
+        where no microbatch can run beside it.
+        """
+        if self._policies is None:
+            return
+        if torch.cuda.is_available():
+            held = static_bytes(self._chunks, optimizer, make_meter())
+        else:
+            held = counted_bytes(self._chunks, optimizer)
+        self._policies.hold(held)
+
+    def _counts(self) -> Counts:
+        return Counts(self._seed, self.iteration, None)
+
+    # As an observer of hook.py
+
+    def begins(self, planned: Planned, hidden: torch.Tensor) -> None:
+        self.last = planned
+
+    def forward_ends(self, output: torch.Tensor) -> None: ...
+
+
+def attach(
+    model_chunks: list,
+    *,
+    seed: int = 1234,
+    num_microbatches: int | None = None,
+    **settings: Any,
+) -> Attached:
+    """From now on every microbatch of these chunks runs the plan that the policy names for it.
+
+    model_chunks: of this rank, GPTModels or what wraps or contains one; all ranks of the job must
+    call it, once, when Megatron's process groups exist. seed: of attention dropout.
+    num_microbatches: of an iteration, at most, for what stages of a pipeline hold at a time.
+    settings: those of TAKEN, as a YAML file of settings has them. UserError for a model or settings
+    that cannot run.
+    """
+    _prepare()
+    found = _settings(settings)
+    chunks = [_gpt(chunk) for chunk in model_chunks]
+    args = arguments_of(chunks[0], found, num_microbatches=num_microbatches or MOST_MICROBATCHES)
+    names = _checked(args)
+    for chunk in chunks:
+        chunk.config.window_size = args.window_size
+        _check_layers(chunk, names)
+    attached = Attached(chunks, args.paradyse_settings, seed=seed)
+    if cost_policy_kind(found) is None:
+        policy = make_policy(found)
+        policy_of = lambda _: policy  # noqa: E731
+    else:
+        if mpu.get_tensor_model_parallel_rank() != 0:
+            logging.getLogger("megatron_paradyse.planner").setLevel(logging.ERROR)
+        policies = attached._policies = CostPolicies(args.paradyse_settings, args)
+        print_rank_0(policies.describe())
+        policy_of = lambda block: policies.policy_of(block, chunks)  # noqa: E731
+    attach_hooks(
+        chunks,
+        policy_of=policy_of,
+        counts=attached._counts,
+        observer=attached,
+        verify=found.verify_plans,
+    )
+    attach_edges(chunks, head_tile=found.head_tile, positions_restart=True)
+    return attached
+
+
+@functools.cache
+def _prepare() -> None:
+    bucket_order.install()  # before a DistributedDataParallel is made
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    for name in given:
+        if name not in FIELDS:
+            near = did_you_mean(name, TAKEN)
+            raise UserError(f"unknown setting {name!r}: {near}known are {', '.join(TAKEN)}")
+        if name not in TAKEN:
+            raise UserError(
+                f"{name} in a loop of your own, which it does not reach: leave it out; known are "
+                f"{', '.join(TAKEN)}"
+            )
+    settings = make_settings(given, None, prefix="")
+    if cost_policy_kind(settings):
+        settings = dataclasses.replace(settings, correction=False)  # its times are not measured
+    if cost_policy_kind(settings) is None and settings.memory_budget is not None:
+        raise UserError(
+            f"memory_budget {settings.memory_budget} with policy {settings.policy}, which does not "
+            "choose by cost: leave it out"
+        )
+    if cost_policy_kind(settings) and settings.cost_model is None:
+        raise UserError(
+            f"the policy {settings.policy} without cost_model: make a file with megatron-paradyse "
+            "profile and fit, with Megatron's flags for this model, and give it"
+        )
+    return settings
+
+
+def _gpt(chunk: Any) -> GPTModel:
+    chunk = unwrap_model(chunk)
+    found = [module for module in chunk.modules() if isinstance(module, GPTModel)]
+    if len(found) != 1:
+        raise UserError(
+            f"{type(chunk).__name__} has {len(found)} GPTModels, and one is attached to: give "
+            "chunks that are one or contain one"
+        )
+    return found[0]
+
+
+def _checked(args) -> tuple[str, ...]:
+    """Every strategy that the policy may choose; UserError as of a training by these flags."""
+    try:
+        check_model(args)
+        complete_window(args)
+        check_key_heads(args)
+        check_latent(args)
+        check_prediction(args)
+        check_edges(args)
+        return check_strategies(args)
+    except UserError as error:
+        raise UserError(f"of this model, in Megatron's flags: {error}") from error
+
+
+def _check_layers(chunk: GPTModel, strategies: tuple[str, ...]) -> None:
+    others = [name for name in strategies if base_name(name) != MEGATRON_TS]
+    layers = list(chunk.decoder.layers)
+    if getattr(chunk, "mtp_process", False):
+        layers += [layer.mtp_model_layer for layer in chunk.mtp.layers]
+    for layer in layers:
+        if not isinstance(layer, SwitchableLayer):
+            raise UserError(
+                f"a layer is a {type(layer).__name__}, which cannot switch: build the model with "
+                "switchable_spec(spec, config)"
+            )
+        attention, linears = layer.self_attention, []
+        for name in ("linear_qkv", "linear_proj"):
+            linears.append((name, getattr(attention, name, None)))
+        if isinstance(layer.mlp, SwitchableMLP):
+            linears += [(name, getattr(layer.mlp, name)) for name in ("linear_fc1", "linear_fc2")]
+        for name, linear in linears:
+            if others and linear is not None and "weight" not in linear._parameters:
+                raise UserError(
+                    f"{name} is a {type(linear).__name__} without a weight of its own, as of an "
+                    f"adapter, which {others[0]} would pass by: use policy fixed:megatron_ts"
+                )

@@ -1,0 +1,250 @@
+"""What a rank with a loop of its own does, by the name of a test.
+
+own_loop_cases <case> [cost file]
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+
+import torch
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.library import attach
+from tests.train.own_loops import compare, configuration, loop, parameters, start
+
+LENGTHS = (24, 40, 96, 16)
+OVERLAPPED = {"batch_p2p_comm": False, "overlap_p2p_comm": True}  # as Megatron's arguments have it
+
+
+def layer(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+
+
+def block(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+
+
+def prediction(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, layer(config), use_transformer_engine=False)
+
+
+def gpt() -> None:
+    """Random plans, another at each microbatch; then again in tiles of the loss head."""
+    start(p=2)
+    made = loop(configuration(), layer)
+    expected = made.results(made.stock, LENGTHS)
+    planned = attach(made.models, policy="random:1", head_tile="off")
+    seen = set()
+    for turn in range(6):
+        compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
+        assert planned.last is not None and planned.last.seq_length == LENGTHS[-1]
+        seen.add(planned.last.plan.runs())
+    assert len(seen) == 6, seen
+
+
+def llama() -> None:
+    """Grouped key heads, RoPE, gates, experts in every other layer, loss head in tiles."""
+    start(p=2)
+    config = configuration(
+        num_query_groups=4,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        num_moe_experts=4,
+        moe_layer_freq=[0, 1, 0, 1],
+        moe_router_load_balancing_type="none",
+    )
+    options = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+    made = loop(config, block, **options)
+    expected = made.results(made.stock, LENGTHS)
+    attach(made.models, policy="random:2", head_tile=16)
+    for turn in range(4):
+        compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
+
+
+def pipeline() -> None:
+    """Two stages of two chunks each, microbatches of different lengths."""
+    start(stages=2, chunks=2)
+    config = configuration(virtual_pipeline_model_parallel_size=2, **OVERLAPPED)
+    made = loop(config, layer)
+    expected = made.results(made.stock, LENGTHS)
+    attach(made.models, policy="random:3")
+    for turn in range(3):
+        compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
+
+
+def predicting() -> None:
+    start(p=2)
+    config = configuration(num_layers=2, mtp_num_layers=2)
+    made = loop(config, layer, prediction=prediction, position_embedding_type="rope")
+    expected = made.results(made.stock, LENGTHS)
+    planned = attach(made.models, policy="random:4", head_tile=16)
+    for turn in range(4):
+        compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
+    assert planned.last is not None and len(planned.last.plan.layers) == 4
+
+
+def frozen() -> None:
+    """Nothing before a layer that recomputes needs a gradient."""
+    start(p=2)
+    made = loop(configuration(), layer, share_embeddings_and_output_weights=False)
+    for models in (made.stock, made.models):
+        models[0].embedding.requires_grad_(False)
+        models[0].decoder.layers[0].requires_grad_(False)
+        models[0].decoder.layers[1].self_attention.requires_grad_(False)
+    expected = made.results(made.stock, LENGTHS)
+    names = "megatron_cz+recompute,metp+recompute,ulysses_z,megatron_ts+recompute,colossal_z"
+    attach(made.models, policy="random:5", strategies=names)
+    for turn in range(4):
+        compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
+
+
+def dropout() -> None:
+    """The same of an iteration that is run again, under another plan too; another of the next."""
+    start(p=2)
+    made = loop(configuration(attention_dropout=0.3), layer)
+    planned = attach(made.models, policy="random:6", strategies="megatron_cz,metp+recompute")
+    first = made.results(made.models, LENGTHS)
+    planned.iteration = 1
+    following = made.results(made.models, LENGTHS)
+    planned.iteration = 0
+    compare("iteration 0 again", first, made.results(made.models, LENGTHS))
+    planned.iteration = 1
+    compare("iteration 1 again", following, made.results(made.models, LENGTHS))
+    assert float((first["loss of 0"] - following["loss of 0"]).abs()) > 1e-4
+
+
+def by_costs(path: str) -> None:
+    """Several strategies, short and long; what else lies in memory leaves less for them."""
+    start(p=2)
+    made = loop(configuration(), layer)
+    lengths = (16, 128, 250)
+    expected = made.results(made.stock, lengths)
+    planned = attach(made.models, cost_model=path, accept_costs=True, memory_budget="180MB")
+    compare("as the file says", expected, made.results(made.models, lengths))
+    longest = planned.last
+    seen = {}
+    for length in lengths:
+        made.results(made.models, [length])
+        seen[length] = planned.last.plan.runs()
+    assert len(set(seen.values())) > 1, seen
+    optimizer = torch.optim.Adam(parameters(made.models))
+    planned.hold()
+    compare("as is held", expected, made.results(made.models, lengths))
+    assert planned.last.peak_bytes < longest.peak_bytes, (planned.last, longest)
+    assert planned.last.peak_bytes < 1.8e8
+    print(f"held {optimizer is not None}, seen {seen}", flush=True)
+
+
+def packed() -> None:
+    """Megatron's packed sequences; stock layers run their documents one by one."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    start(p=2)
+    made = loop(configuration(), layer, position_embedding_type="rope")
+    ends = torch.tensor([0, 10, 38, 96], dtype=torch.int32)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=58,
+        max_seqlen_kv=58,
+    )
+    documents = list(itertools.pairwise(ends.tolist()))
+    expected = made.results(made.stock, documents)
+    losses = [expected.pop(f"loss of {index}") for index in range(len(documents))]
+    attach(made.models, policy="random:7", head_tile=16)
+    for turn in range(4):
+        got = made.results(made.models, [(0, 96)], packed_seq_params=params)
+        assert abs(float(got.pop("loss of 0") - sum(losses))) < 1e-3
+        compare(f"turn {turn}", expected, got)
+
+
+def generating() -> None:
+    """Tokens one by one, each with the keys of those before it, as stock layers do."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.transformer.enums import AttnBackend
+
+    start(p=1)
+    made = loop(configuration(attention_backend=AttnBackend.unfused), layer)
+    attach(made.models, policy="fixed:metp")
+
+    def logits(model) -> list[torch.Tensor]:
+        context, found = StaticInferenceContext(1, 24), []
+        model.eval()
+        for first, stop in ((0, 16), (16, 17), (17, 18)):
+            positions = torch.arange(first, stop)[None]
+            mask = torch.ones(1, 1, stop - first, stop, dtype=torch.bool).triu(first + 1)
+            with torch.no_grad():
+                tokens = made.text[None, first:stop]
+                found.append(model(tokens, positions, mask, inference_context=context))
+            context.increment_sequence_len_offset(stop - first)
+        return found
+
+    expected, got = logits(made.stock[0]), logits(made.models[0])
+    compare("logits", dict(enumerate(expected)), dict(enumerate(got)))
+
+
+def refused() -> None:
+    """One line each; no hook is left behind, so that the model then trains as before."""
+    start(p=2)
+    made = loop(configuration(), layer)
+    cases: dict[str, Callable] = {
+        "switchable_spec": lambda: attach(made.stock, policy="fixed:metp"),
+        "cost_model": lambda: attach(made.models),
+        "did you mean": lambda: attach(made.models, polcy="fixed:metp"),
+        "a loop of your own": lambda: attach(made.models, policy="fixed:metp", trace="t.jsonl"),
+        "does not choose by cost": lambda: attach(
+            made.models, policy="fixed:metp", memory_budget="1GiB"
+        ),
+        "--qk-clip": lambda: attach(_with(made, "qk_clip", True), policy="fixed:metp"),
+        "adapter": lambda: attach(_adapted(made), policy="fixed:metp"),
+        "0 GPTModels": lambda: attach([torch.nn.Linear(2, 2)], policy="fixed:metp"),
+    }
+    for words, run in cases.items():
+        try:
+            run()
+        except UserError as error:
+            assert words in str(error) and "\n" not in str(error), (words, error)
+        else:
+            raise AssertionError(words)
+    attention = made.models[0].decoder.layers[1].self_attention
+    attention.linear_proj = attention.linear_proj.to_wrap
+    compare("afterwards", *(made.results(models, LENGTHS) for models in (made.stock, made.models)))
+
+
+def _with(made, name: str, value):
+    setattr(made.config, name, value)
+    return made.models
+
+
+def _adapted(made):
+    made.config.qk_clip = False
+    attention = made.models[0].decoder.layers[1].self_attention
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.to_wrap = linear
+
+        def forward(self, *args, **kwargs):
+            return self.to_wrap(*args, **kwargs)
+
+    attention.linear_proj = Adapted(attention.linear_proj)
+    return made.models
+
+
+def main() -> None:
+    globals()[sys.argv[1]](*sys.argv[2:])
+    torch.distributed.barrier()

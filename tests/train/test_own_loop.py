@@ -1,0 +1,76 @@
+"""A training loop without Megatron's: strategies switch, and results are those of stock layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.harness import LATENT, LLAMA, run_forked, with_defaults
+from tests.train.synthetic_costs import write_costs
+
+COMPARED = {
+    "gpt": 6,
+    "llama": 4,
+    "pipeline": 3,
+    "predicting": 4,
+    "frozen": 4,
+    "packed": 4,
+    "dropout": 2,
+    "refused": 1,
+}
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_losses_and_gradients_are_those_of_stock_layers(case, tmp_path):
+    """To 1e-5, with another random plan at every microbatch of another length."""
+    run([case], tmp_path, COMPARED[case])
+
+
+def test_generating_leaves_plans_aside(tmp_path):
+    run(["generating"], tmp_path, 1, ranks=1)
+
+
+def test_plans_by_cost_within_what_is_left_of_the_memory(tmp_path):
+    run(["by_costs", str(write_costs(tmp_path / "costs.json"))], tmp_path, 2)
+
+
+ROTATED = ["--position-embedding-type", "rope"]
+EXPERTS = ["--num-experts", 4, "--moe-layer-freq", "[0,1,1,1]", "--moe-ffn-hidden-size", 32]
+EXPERTS += ["--disable-bias-linear", "--moe-shared-expert-intermediate-size", 48]
+MODELS = {
+    "GPT": [],
+    "LLaMA": [*LLAMA, "--qk-layernorm", "--attention-dropout", 0.1, "--num-layers", 3],
+    "latent attention": LATENT,
+    "windows": [*ROTATED, "--window-size", "16,16", "--window-attn-skip-freq", 2],
+    "not rotated everywhere": [*ROTATED, "--no-rope-freq", 4, "--hidden-dropout", 0.1],
+    "gates": [*LLAMA, "--attention-output-gate", "--kv-channels", 24],
+    "experts": EXPERTS,
+    "quick GEGLU": ["--quick-geglu", "--no-bias-gelu-fusion"],
+    "multi-token prediction": [*ROTATED, "--mtp-num-layers", 2, "--paradyse-head-tile", 16],
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_is_described_as_its_flags_are(model, tmp_path):
+    """So that costs made by flags are known to be of it."""
+    flags = [*MODELS[model], "--tensor-model-parallel-size", 2, "--sequence-parallel"]
+    code, stdout, stderr = run_forked(
+        "tests.train.describing",
+        with_defaults([*flags, "--paradyse", "--paradyse-policy", "fixed:megatron_ts"]),
+        ranks=2,
+        folder=tmp_path,
+        timeout_seconds=60,
+    )
+    assert code == 0, stdout[-2000:] + stderr[-4000:]
+    assert stdout.count("compared ") == 2
+
+
+def run(arguments: list[str], folder, compared: int, *, ranks: int = 2) -> None:
+    code, stdout, stderr = run_forked(
+        "tests.train.own_loop_cases",
+        arguments,
+        ranks=ranks,
+        folder=folder / "ranks",
+        timeout_seconds=120,
+    )
+    assert code == 0, stdout[-2000:] + stderr[-4000:]
+    assert stdout.count("compared ") == compared, stdout
