@@ -38,7 +38,8 @@ def attach_edges(
     """Let the chunks' edges go in tiles of head_tile tokens, "auto" or "off"; returns the chunks.
 
     positions_restart: sequences may hold several documents. learns_all: whether all tokens are
-    learnt; else the head computes those that are, of short microbatches too. The RoPE table is one
+    learnt; else the head computes those that are, of short microbatches too. A head that is not
+    Megatron's stays as it is. The RoPE table is one
     for all lengths in any case, and for all layers of a chunk with latent attention.
     """
     for chunk in model_chunks:
@@ -52,13 +53,15 @@ def attach_edges(
             tile = _tile(module.config, module.vocab_size, head_tile)
             if module.pre_process or getattr(module, "mtp_process", False):
                 _tile_embedding(module.embedding, tile, positions_restart)
-            if module.post_process:
-                _become(module.output_layer, TiledOutputLayer, tile)
-                module.output_layer.learns_all = learns_all
-            if module.post_process and isinstance(module, GPTModel):
+            if not module.post_process or type(module.output_layer) is not ColumnParallelLinear:
+                continue  # another's head, of rewards say
+            _become(module.output_layer, TiledOutputLayer, tile)
+            module.output_layer.learns_all = learns_all
+            if isinstance(module, GPTModel):
                 if module.config.use_mup:  # a BERT's Megatron does not scale
                     module.output_layer.logits_scale = module.config.mup_output_mult
-                module.register_forward_pre_hook(_ask_for_losses, with_kwargs=True)
+                ask = functools.partial(_ask_for_losses, inspect.signature(module.forward))
+                module.register_forward_pre_hook(ask, with_kwargs=True)
     return model_chunks
 
 
@@ -141,12 +144,9 @@ def _losses(*, hidden_states, output_layer, output_weight, labels, loss_mask, **
     return output_layer(hidden_states, output_weight, labels=labels, loss_mask=loss_mask)
 
 
-_FORWARD = inspect.signature(GPTModel.forward)
-
-
-def _ask_for_losses(model: GPTModel, args, kwargs):
-    """Forward pre-hook."""
-    given = _FORWARD.bind(model, *args, **kwargs).arguments
+def _ask_for_losses(forward: inspect.Signature, model: GPTModel, args, kwargs):
+    """Forward pre-hook of a model whose forward takes these arguments."""
+    given = forward.bind(*args, **kwargs).arguments
     processor = losses_in_tiles(model, given.get("labels"))
     if processor is not None and given.get("output_processor") is None:
         kwargs["output_processor"] = processor

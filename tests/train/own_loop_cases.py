@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.library import attach
 from tests.train.own_loops import compare, configuration, loop, parameters, start
+from tests.train.synthetic_costs import write_costs
 
 LENGTHS = (24, 40, 96, 16)
 OVERLAPPED = {"batch_p2p_comm": False, "overlap_p2p_comm": True}  # as Megatron's arguments have it
@@ -169,6 +171,86 @@ def packed() -> None:
         got = made.results(made.models, [(0, 96)], packed_seq_params=params)
         assert abs(float(got.pop("loss of 0") - sum(losses))) < 1e-3
         compare(f"turn {turn}", expected, got)
+
+
+def wrapped(folder: str) -> None:
+    """Within a model of images and text, two replicas, gradients summed while the backward runs."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    start(p=1)
+    made = loop(configuration(finalize_model_grads_func=finalize_model_grads), layer)
+
+    def train(models: list, plans: dict | None) -> dict:
+        settings = DistributedDataParallelConfig(
+            overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=10_000
+        )
+        chunks = [DistributedDataParallel(made.config, settings, _Seeing(models[0]))]
+        made.config.no_sync_func = chunks[0].no_sync
+        planned = None if plans is None else attach(chunks, **plans)
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True), chunks
+        )
+        if planned is not None:
+            planned.hold(optimizer)
+        lengths = LENGTHS[torch.distributed.get_rank() :]
+        found = {}
+        for turn in range(3):
+            chunks[0].zero_grad_buffer()
+            optimizer.zero_grad()
+            found[f"loss {turn}"] = sum(made.run(chunks, [(0, s) for s in lengths[:2]]))
+            found[f"norm {turn}"] = torch.tensor(optimizer.step()[1])
+        return found
+
+    costs = write_costs(Path(folder, f"costs-{torch.distributed.get_rank()}.json"))
+    plans = {"cost_model": str(costs), "accept_costs": True, "memory_budget": "1GB"}
+    compare("wrapped", train(made.stock, None), train(made.models, plans))
+
+
+class _Seeing(torch.nn.Module):
+    """Stands for a model of several, one of which is a GPT."""
+
+    def __init__(self, language_model):
+        super().__init__()
+        self.config, self.model_type = language_model.config, language_model.model_type
+        self.vision_model = torch.nn.Linear(4, 4)
+        self.vision_model.requires_grad_(False)
+        self.language_model = language_model
+
+    def forward(self, *args, **kwargs):
+        return self.language_model(*args, **kwargs)
+
+    def set_input_tensor(self, tensor) -> None:
+        self.language_model.set_input_tensor(tensor)
+
+
+def values() -> None:
+    """A head of one value for each token in place of the output layer."""
+    start(p=2)
+    made = loop(configuration(), layer, share_embeddings_and_output_weights=False)
+    for models in (made.stock, made.models):
+        torch.manual_seed(3)
+        models[0].output_layer = _ValueHead(made.config.hidden_size)
+        models[0].compute_language_model_loss = lambda labels, logits: (logits[..., 0].t() - 1) ** 2
+    expected = made.results(made.stock, LENGTHS)
+    attach(made.models, policy="random:8", head_tile=16)
+    for turn in range(2):
+        compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
+
+
+class _ValueHead(torch.nn.Linear):
+    def __init__(self, hidden_size: int):
+        super().__init__(hidden_size, 1)
+
+    def forward(self, hidden, weight=None, runtime_gather_output=None):
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return super().forward(whole), None
 
 
 def generating() -> None:

@@ -38,7 +38,7 @@ class Loop:
         for model in models:
             model.zero_grad()
         spans = [(0, one) if isinstance(one, int) else one for one in lengths]
-        losses = self._run(models, spans, **given)
+        losses = self.run(models, spans, **given)
         found = {f"loss of {index}": loss for index, loss in enumerate(losses)}
         for chunk, model in enumerate(models):
             for name, parameter in model.named_parameters():
@@ -50,7 +50,7 @@ class Loop:
                 found[f"{chunk}: {name}"] = grad
         return found
 
-    def _run(self, models: list, spans: list[tuple[int, int]], **given: Any) -> list[torch.Tensor]:
+    def run(self, models: list, spans: list[tuple[int, int]], **given: Any) -> list[torch.Tensor]:
         """By Megatron's schedule, as it runs a pipeline or none."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -14,6 +14,7 @@ COMPARED = {
     "predicting": 4,
     "frozen": 4,
     "packed": 4,
+    "values": 2,
     "dropout": 2,
     "refused": 1,
 }
@@ -23,6 +24,10 @@ COMPARED = {
 def test_losses_and_gradients_are_those_of_stock_layers(case, tmp_path):
     """To 1e-5, with another random plan at every microbatch of another length."""
     run([case], tmp_path, COMPARED[case])
+
+
+def test_replicas_of_a_wrapped_model_train_as_with_stock_layers(tmp_path):
+    run(["wrapped", str(tmp_path)], tmp_path, 1)
 
 
 def test_generating_leaves_plans_aside(tmp_path):
