@@ -30,6 +30,7 @@ def cell(page: str, begins: str) -> str:
     return found[0]
 
 
+TEXT = (ROOT / "docs/results.md").read_text(encoding="utf-8").splitlines()
 FLAGS = record("megatron_flags")
 EQUAL = {name: row for name, row in FLAGS["rows"].items() if row["is"] == "equal"}
 OTHERS = [row for name, row in EQUAL.items() if "experts" not in name.lower()]
@@ -63,3 +64,52 @@ def test_results_of_megatron_flags(begins, expected):
 )
 def test_outcomes_of_megatron_flags(outcome, key):
     assert cell("docs/flags.md", outcome) == str(FLAGS[key])
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
+
+
+LONGEST = {row["model"]: row for row in record("max_length")["rows"] if row["state_bytes"] == 16}
+DYNAMIC, WHOLE = record("dynamic_workload"), record("whole_model")
+RELIABILITY = record("reliability")
+READ_OFF = [
+    ("Tensors that differ after a checkpoint", f"{record('checkpoints')['different_tensors']}"),
+    ("One iteration with `megatron_ts`", f"{record('overhead')['ratio_median']:.2f}"),
+    ("Time of `optimal` over that of the best", f"{DYNAMIC['ratio_to_best_fixed']:.2f}"),
+    ("... with `+recompute` among", f"{DYNAMIC['ratio_to_best_fixed_recompute']:.2f}"),
+    ("... over the best measured strategy", f"{DYNAMIC['ratio_to_oracle']:.2f}"),
+    ("Loss head where a quarter", f"{record('head')['quarter_learnt_over_all']:.2f}"),
+    (
+        "Tokens a second of packed",
+        f"{record('packed_workload')['tokens_per_second_ratio_to_unpacked']:.1f}",
+    ),
+    (
+        "... over the best fixed strategy on",
+        f"{record('packed_workload')['ratio_to_best_fixed_packed']:.2f}",
+    ),
+    ("Scores of the fullest rank", f"{record('placement')['imbalance_max']:.2f}"),
+    ("... of the scores that a window", f"{record('placement')['windowed_imbalance_max']:.2f}"),
+    ("Predicted peak memory of whole iterations", percent(round(WHOLE["memory_max"], 3))),
+    ("Predicted time of the same", percent(WHOLE["time_median"])),
+    ("Time at lengths that were not", percent(record("cost_model")["hybrid"]["time_median"])),
+    ("Error of simulated seconds", percent(record("simulator")["error_median"])),
+    ("... at 8K tokens", percent(record("simulator")["error_median_by_length"]["8192"])),
+    ("Hangs beyond the limit", f"{RELIABILITY['hangs']}"),
+    ("Corrupted files", f"{RELIABILITY['corruptions']}"),
+    ("Diverging losses", f"{RELIABILITY['divergences']}"),
+]
+
+
+@pytest.mark.parametrize(("begins", "expected"), READ_OFF, ids=[first for first, _ in READ_OFF])
+def test_results_are_those_of_the_records(begins, expected):
+    assert cell("docs/results.md", begins) == expected
+
+
+def test_longest_sequences_are_those_of_the_record():
+    longest = [
+        row["best_single_tokens"] * row["ratio_to_best_single"] / 2**20
+        for row in (LONGEST[name] for name in ("gpt", "llama", "bert"))
+    ]
+    (line,) = [line for line in TEXT if line.startswith("| Longest sequence, tokens |")]
+    assert line == "| Longest sequence, tokens | {:.3g}M | {:.3g}M | {:.3g}M |".format(*longest)
