@@ -6,19 +6,12 @@ switchable_spec(...), then attach([model], ...).
 
 from __future__ import annotations
 
-import torch
-
 from megatron_paradyse import megatron_start
 from megatron_paradyse.train.megatron_version import check_megatron
 
 check_megatron()
 try:
-    if torch.cuda.is_available():
-        megatron_start.install()
-    else:
-        from megatron_paradyse import cpu_platform
-
-        cpu_platform.install()
+    megatron_start.make_ready()
     from megatron_paradyse.train.own_loop import Attached, attach, switchable_spec
 except Exception as error:
     raise megatron_start.cannot_import(error) from error

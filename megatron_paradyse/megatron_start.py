@@ -108,6 +108,19 @@ def allow_variants() -> None:
     config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)
 
 
+def make_ready() -> bool:
+    """Patch Megatron, without a GPU with the CPU platform under it too; whether that is so."""
+    import torch
+
+    if torch.cuda.is_available():
+        install()
+        return False
+    from megatron_paradyse import cpu_platform
+
+    cpu_platform.install()
+    return True
+
+
 def install() -> None:
     """Patch Megatron, once it can be imported."""
     import megatron.core.datasets.utils as dataset_utils

@@ -39,8 +39,8 @@ def attach_edges(
 
     positions_restart: sequences may hold several documents. learns_all: whether all tokens are
     learnt; else the head computes those that are, of short microbatches too. A head that is not
-    Megatron's stays as it is. The RoPE table is one
-    for all lengths in any case, and for all layers of a chunk with latent attention.
+    Megatron's stays as it is. The RoPE table is one for all lengths in any case, and for all layers
+    of a chunk with latent attention.
     """
     for chunk in model_chunks:
         latent = [m for m in chunk.modules() if isinstance(m, MultiLatentAttention)]

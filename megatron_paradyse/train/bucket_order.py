@@ -12,8 +12,9 @@ import functools
 from typing import Any
 
 
+@functools.cache
 def install() -> None:
-    """Before Megatron's DistributedDataParallel is made; once."""
+    """Before Megatron's DistributedDataParallel is made."""
     from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
 
     groups = param_and_grad_buffer._ParamAndGradBucketGroup

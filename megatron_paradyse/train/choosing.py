@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import logging
 import math
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class CostPolicies:
         wide_bytes_per_second: float = math.inf,
     ):
         """Must be called once Megatron's process groups exist, by all ranks. args: Megatron's."""
+        if mpu.get_tensor_model_parallel_rank() != 0:  # all ranks of a group plan alike
+            logging.getLogger("megatron_paradyse.planner").setLevel(logging.ERROR)
         self.settings = settings
         self._args = args
         self.wide_bytes_per_second = wide_bytes_per_second

@@ -36,7 +36,6 @@ def arguments_of(
         if hasattr(args, name):
             setattr(args, name, value)
     own: dict[str, Any] = {
-        "paradyse": True,
         "paradyse_model": GPT,
         "paradyse_settings": settings,
         "params_dtype": config.params_dtype,
@@ -44,17 +43,14 @@ def arguments_of(
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
         "swiglu": config.gated_linear_unit,
         "padded_vocab_size": model.vocab_size,
-        "vocab_size": model.vocab_size,
         "position_embedding_type": model.position_embedding_type,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
         "distributed_backend": torch.distributed.get_backend(mpu.get_tensor_model_parallel_group()),
         "transformer_impl": _implementation(model),
         "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
-        "world_size": torch.distributed.get_world_size(),
         "data_parallel_size": mpu.get_data_parallel_world_size(),
         "micro_batch_size": 1,
         "global_batch_size": num_microbatches * mpu.get_data_parallel_world_size(),
-        "encoder_num_layers": config.num_layers,
     }
     for name, value in own.items():
         setattr(args, name, value)

@@ -5,13 +5,12 @@ It has a TransformerConfig, a GPTModel and Megatron's process groups, and no arg
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import functools
-import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -22,7 +21,7 @@ from megatron.training import print_rank_0
 
 from megatron_paradyse import prediction
 from megatron_paradyse.errors import UserError, did_you_mean
-from megatron_paradyse.hook import Counts, Planned, attach_hooks
+from megatron_paradyse.hook import Counts, Planned, PolicyOf, attach_hooks
 from megatron_paradyse.layer_specs import switchable_block
 from megatron_paradyse.live_bytes import make_meter
 from megatron_paradyse.model_edges import attach_edges
@@ -42,7 +41,7 @@ from megatron_paradyse.train.model_flags import (
     check_prediction,
     complete_window,
 )
-from megatron_paradyse.train.static_bytes import counted_bytes, static_bytes
+from megatron_paradyse.train.static_bytes import static_bytes
 from megatron_paradyse.train.strategy_flags import check_strategies
 
 # Settings that plans and the loss head read; the others are of Megatron's loop and its data.
@@ -67,7 +66,7 @@ def switchable_spec(
     names, shapes, shards and initialisation; layers of experts keep Megatron's MLP. UserError for
     layers of another type.
     """
-    _prepare()
+    bucket_order.install()  # before a DistributedDataParallel is made
     if isinstance(spec, MultiTokenPredictionBlockSubmodules):
         prediction.install()
         return prediction.switchable_prediction(spec, config)
@@ -81,12 +80,11 @@ class Attached:
     count anew. last: what was decided for the last microbatch with a backward, None before.
     """
 
-    def __init__(self, chunks: list[GPTModel], settings: Settings, *, seed: int):
-        self.settings = settings
+    def __init__(self, chunks: list[GPTModel], policies: CostPolicies | None, *, seed: int):
+        """policies: None where the policy does not choose by cost."""
         self.iteration = 0
         self.last: Planned | None = None
-        self._chunks, self._seed = chunks, seed
-        self._policies: CostPolicies | None = None
+        self._chunks, self._policies, self._seed = chunks, policies, seed
 
     def hold(self, optimizer: Any = None) -> None:
         """Plan with the memory that this rank holds now, outside the layers' activations.
@@ -96,13 +94,9 @@ class Attached:
         iterations, and again whenever something else has moved into or out of the memory. UserError
         where no microbatch can run beside it.
         """
-        if self._policies is None:
-            return
-        if torch.cuda.is_available():
-            held = static_bytes(self._chunks, optimizer, make_meter())
-        else:
-            held = counted_bytes(self._chunks, optimizer)
-        self._policies.hold(held)
+        if self._policies is not None:
+            meter = make_meter() if torch.cuda.is_available() else None
+            self._policies.hold(static_bytes(self._chunks, optimizer, meter))
 
     def _counts(self) -> Counts:
         return Counts(self._seed, self.iteration, None)
@@ -130,7 +124,7 @@ def attach(
     settings: those of TAKEN, as a YAML file of settings has them. UserError for a model or settings
     that cannot run.
     """
-    _prepare()
+    bucket_order.install()  # before a DistributedDataParallel is made
     found = _settings(settings)
     chunks = [_gpt(chunk) for chunk in model_chunks]
     args = arguments_of(chunks[0], found, num_microbatches=num_microbatches or MOST_MICROBATCHES)
@@ -138,16 +132,8 @@ def attach(
     for chunk in chunks:
         chunk.config.window_size = args.window_size
         _check_layers(chunk, names)
-    attached = Attached(chunks, args.paradyse_settings, seed=seed)
-    if cost_policy_kind(found) is None:
-        policy = make_policy(found)
-        policy_of = lambda _: policy  # noqa: E731
-    else:
-        if mpu.get_tensor_model_parallel_rank() != 0:
-            logging.getLogger("megatron_paradyse.planner").setLevel(logging.ERROR)
-        policies = attached._policies = CostPolicies(args.paradyse_settings, args)
-        print_rank_0(policies.describe())
-        policy_of = lambda block: policies.policy_of(block, chunks)  # noqa: E731
+    policies, policy_of = _policies(args, chunks)
+    attached = Attached(chunks, policies, seed=seed)
     attach_hooks(
         chunks,
         policy_of=policy_of,
@@ -159,9 +145,17 @@ def attach(
     return attached
 
 
-@functools.cache
-def _prepare() -> None:
-    bucket_order.install()  # before a DistributedDataParallel is made
+def _policies(
+    args: argparse.Namespace, chunks: list[GPTModel]
+) -> tuple[CostPolicies | None, PolicyOf]:
+    """Those that choose by cost, if they do, and which is a block's."""
+    settings = args.paradyse_settings
+    if cost_policy_kind(settings) is None:
+        policy = make_policy(settings)
+        return None, lambda block: policy
+    policies = CostPolicies(settings, args)
+    print_rank_0(policies.describe())
+    return policies, lambda block: policies.policy_of(block, chunks)
 
 
 def _settings(given: dict[str, Any]) -> Settings:
@@ -175,19 +169,19 @@ def _settings(given: dict[str, Any]) -> Settings:
                 f"{', '.join(TAKEN)}"
             )
     settings = make_settings(given, None, prefix="")
-    if cost_policy_kind(settings):
-        settings = dataclasses.replace(settings, correction=False)  # its times are not measured
-    if cost_policy_kind(settings) is None and settings.memory_budget is not None:
-        raise UserError(
-            f"memory_budget {settings.memory_budget} with policy {settings.policy}, which does not "
-            "choose by cost: leave it out"
-        )
-    if cost_policy_kind(settings) and settings.cost_model is None:
+    if cost_policy_kind(settings) is None:
+        if settings.memory_budget is not None:
+            raise UserError(
+                f"memory_budget {settings.memory_budget} with policy {settings.policy}, which does "
+                "not choose by cost: leave it out"
+            )
+        return settings
+    if settings.cost_model is None:
         raise UserError(
             f"the policy {settings.policy} without cost_model: make a file with megatron-paradyse "
             "profile and fit, with Megatron's flags for this model, and give it"
         )
-    return settings
+    return dataclasses.replace(settings, correction=False)  # the loop's times are not measured
 
 
 def _gpt(chunk: Any) -> GPTModel:
@@ -201,7 +195,7 @@ def _gpt(chunk: Any) -> GPTModel:
     return found[0]
 
 
-def _checked(args) -> tuple[str, ...]:
+def _checked(args: argparse.Namespace) -> tuple[str, ...]:
     """Every strategy that the policy may choose; UserError as of a training by these flags."""
     try:
         check_model(args)
@@ -226,14 +220,20 @@ def _check_layers(chunk: GPTModel, strategies: tuple[str, ...]) -> None:
                 f"a layer is a {type(layer).__name__}, which cannot switch: build the model with "
                 "switchable_spec(spec, config)"
             )
-        attention, linears = layer.self_attention, []
-        for name in ("linear_qkv", "linear_proj"):
-            linears.append((name, getattr(attention, name, None)))
-        if isinstance(layer.mlp, SwitchableMLP):
-            linears += [(name, getattr(layer.mlp, name)) for name in ("linear_fc1", "linear_fc2")]
-        for name, linear in linears:
-            if others and linear is not None and "weight" not in linear._parameters:
+        for name, linear in _linears(layer) if others else ():
+            if "weight" not in linear._parameters:
                 raise UserError(
                     f"{name} is a {type(linear).__name__} without a weight of its own, as of an "
                     f"adapter, which {others[0]} would pass by: use policy fixed:megatron_ts"
                 )
+
+
+def _linears(layer: SwitchableLayer) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Those whose weights strategies read; latent attention has others than self-attention."""
+    halves = [layer.self_attention]
+    if isinstance(layer.mlp, SwitchableMLP):
+        halves.append(layer.mlp)
+    for half in halves:
+        for name, part in half.named_children():
+            if name.startswith("linear_"):
+                yield name, part

@@ -57,16 +57,8 @@ def install(*, model: str | None = None) -> None:
     check_megatron()
     if "--paradyse" in sys.argv:
         megatron_start.before_cuda()
-    import torch
-
-    on_cpu = not torch.cuda.is_available()
     try:
-        if on_cpu:
-            from megatron_paradyse import cpu_platform
-
-            cpu_platform.install()
-        else:
-            megatron_start.install()
+        on_cpu = megatron_start.make_ready()
         import megatron.training
         from megatron.training import arguments, training
     except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 
@@ -152,8 +151,6 @@ class Session:
         if cost_policy_kind(self.settings) is None:
             policy = make_policy(self.settings)
             return attach(policy_of=lambda block: policy)
-        if mpu.get_tensor_model_parallel_rank() != 0:
-            logging.getLogger("megatron_paradyse.planner").setLevel(logging.ERROR)
         trace = self._trace.path if self._trace else None
         rate = math.inf
         if self.settings.spread > 1:

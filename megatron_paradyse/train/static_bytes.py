@@ -17,15 +17,18 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_paradyse.live_bytes import Meter
 
 
-def static_bytes(chunks: list, optimizer: Any, meter: Meter) -> int:
-    """Of this rank, once Megatron has made model and optimizer; optimizer: None if none is made."""
+def static_bytes(chunks: list, optimizer: Any, meter: Meter | None) -> int:
+    """Of this rank, once model and optimizer are made; optimizer: None if none is made.
+
+    meter: None where nothing counts what else is alive.
+    """
     gc.collect()
-    held = meter.live_bytes + _states_to_come(optimizer)
-    return held + sum(waiting_gradient_bytes(chunk) for chunk in chunks)
+    held = _referred_bytes(chunks, optimizer) if meter is None else meter.live_bytes
+    return held + _states_to_come(optimizer) + sum(map(waiting_gradient_bytes, chunks))
 
 
-def counted_bytes(chunks: list, optimizer: Any) -> int:
-    """As static_bytes, of what modules and optimizer refer to, where nothing counts the rest."""
+def _referred_bytes(chunks: list, optimizer: Any) -> int:
+    """Of the tensors that modules and optimizer refer to."""
     tensors: list[Any] = []
     for chunk in chunks:
         tensors += [*chunk.parameters(), *chunk.buffers()]
@@ -35,8 +38,7 @@ def counted_bytes(chunks: list, optimizer: Any) -> int:
         tensors += [parameter for group in made.param_groups for parameter in group["params"]]
         tensors += [value for state in made.state.values() for value in state.values()]
     storages = [x.untyped_storage() for x in tensors if isinstance(x, torch.Tensor)]
-    held = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    return held + _states_to_come(optimizer) + sum(map(waiting_gradient_bytes, chunks))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def largest_by_stage(own_bytes: int) -> list[int]:

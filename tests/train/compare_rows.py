@@ -28,8 +28,8 @@ from megatron_paradyse.train import plugin
 from megatron_paradyse.train.loop_counts import loop_counts
 from megatron_paradyse.train.model_layers import count_layers
 from tests.train.compare_plans import ChosenPolicy
+from tests.train.comparing import compare
 
-TOLERANCE = 1e-5
 SPREAD = {
     2: Row((13, 4, 1, 2), (((0, 4), (10, 13), (17, 18), (20, 24)), ((4, 10), (13, 17), (18, 20)))),
     4: Row(
@@ -131,11 +131,7 @@ def main() -> None:
         for label, plan in plans(case, p, num_layers).items():
             policy.choose([plan])
             got = _results(model, _losses_of_row(model, case, text), groups.tp)
-            errors = {k: float((got[k] - v).norm() / v.norm()) for k, v in expected.items()}
-            worst = max(errors, key=errors.__getitem__)
-            if torch.distributed.get_rank() == 0:
-                print(f"compared {name}, {label}: {errors[worst]:.1e} {worst}", flush=True)
-            assert errors[worst] <= TOLERANCE, (name, label, worst, errors[worst])
+            compare(f"{name}, {label}", expected, got)
 
 
 def _losses_of_row(model, case: Case, text: Tensor) -> Iterator[Tensor]:
