@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--models", default="gpt,llama,bert", help="comma-separated")
     parser.add_argument("--memory", help=f"of a rank; default {MEMORY}")
     parser.add_argument("--strategies", help="comma-separated; default: all")
+    parser.add_argument("--measure-only", help="comma-separated, ParaDySe too; default: all")
     parser.add_argument("--most-seconds", type=float, default=60.0, help="of a trial; default 60")
     arguments = parser.parse_args()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -86,6 +87,8 @@ def _model(folder: Path, name: str, gpu: str | None, arguments) -> dict:
     command += ["--most-seconds", str(arguments.most_seconds)]
     if arguments.strategies or arguments.quick:
         command += ["--strategies", arguments.strategies or "megatron_ts,ulysses_z"]
+    if arguments.measure_only:
+        command += ["--measure-only", arguments.measure_only]
     if arguments.quick:
         command += ["--resolution", "0.1", "--no-offload"]
     return _compared(json.loads(_run([*command, *flags])))
@@ -95,14 +98,13 @@ def _compared(values: dict) -> dict:
     """The limits, how far predictions were off, and ParaDySe's over those of the paper's rivals."""
     measured = values["measured"]
     tokens = {limit["strategy"]: limit["tokens"] for limit in measured["limits"]}
+    ours = tokens.get("ParaDySe", 0)
     closed = [limit for limit in measured["limits"] if limit["above"] and limit["tokens"]]
     return {
         **measured,
         "largest_error": max((abs(limit["error"]) for limit in closed), default=None),
         "left_open": [limit["strategy"] for limit in measured["limits"] if not limit["above"]],
-        "ratio_to": {
-            name: tokens["ParaDySe"] / tokens[name] for name in RIVALS if tokens.get(name)
-        },
+        "ratio_to": {name: ours / tokens[name] for name in RIVALS if ours and tokens.get(name)},
     }
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.simulator.network import free_network
-from megatron_paradyse.simulator.traffic import NoClock, Traffic, strategy_doors
+from megatron_paradyse.simulator.traffic import NoClock, Traffic, fill_with_own, strategy_doors
 from megatron_paradyse.strategies import get_strategy, strategy_names
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
@@ -81,7 +81,7 @@ def main() -> None:
     task = json.loads(os.environ["STRATEGIES"])
     torch.manual_seed(int(os.environ["RANK"]))
     group = _join_group(task["stand_in"])
-    doors = strategy_doors(Traffic(free_network(group.size()), NoClock(), None))
+    doors = strategy_doors(Traffic(free_network(group.size()), NoClock(), fill_with_own))
     with opened(doors if task["stand_in"] is not None else []):
         rows = _all_rows(task, group)
     if os.environ["RANK"] == "0":

@@ -181,6 +181,11 @@ def _refuse(given: list[str]) -> None:
     metavar="SECONDS",
     help="--measure: leave out what is predicted to take longer.",
 )
+@click.option(
+    "--measure-only",
+    metavar="NAMES",
+    help="--measure: the limits of these alone, ParaDySe among them; default: all.",
+)
 @policy_options
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[MEGATRON FLAGS]...")
 def max_length(
@@ -192,6 +197,7 @@ def max_length(
     model: str | None,
     resolution: float | None,
     most_seconds: float | None,
+    measure_only: str | None,
     costs: str,
     config: str | None,
     num_layers: int | None,
@@ -221,6 +227,7 @@ def max_length(
             "--stand-in": stand_in or None,
             "--resolution": resolution,
             "--most-seconds": most_seconds,
+            "--measure-only": measure_only,
         }
         _refuse([*flags[:1], *(name for name, value in given.items() if value is not None)])
     if spread is not None and batch_size > 1:
@@ -239,6 +246,13 @@ def max_length(
         static_memory=static_memory,
     )
     found = find_longest(setup, batch_size, spread=spread or 1)
+    only = None
+    if measure_only is not None:
+        only = [name.strip() for name in measure_only.split(",")]
+        there = [limit.strategy for limit in (found.paradyse, *found.single)]
+        for name in only:
+            if name not in there:
+                raise UserError(f"--measure-only {name}: give some of {', '.join(there)}")
 
     def tell() -> None:
         measured = None
@@ -246,7 +260,8 @@ def max_length(
             from megatron_paradyse.preview.measured import measured_limits, of_file, read_trials
 
             about, trials = read_trials(measure)
-            measured = about, measured_limits(found, of_file(trials), resolution=resolution)
+            limits = measured_limits(found, of_file(trials), resolution=resolution, only=only)
+            measured = about, limits
         if figure is not None:
             from megatron_paradyse.preview.longest_figure import draw_longest
 
@@ -261,6 +276,6 @@ def max_length(
     if measure is not None:
         from megatron_paradyse.preview.measure import How, run_measurement
 
-        how = How(measure, nproc, stand_in, model, resolution, most_seconds)
+        how = How(measure, nproc, stand_in, model, resolution, most_seconds, only)
         run_measurement(how, setup, found, flags, tell)
     tell()

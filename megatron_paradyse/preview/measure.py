@@ -24,6 +24,7 @@ class How:
     model: str | None
     resolution: float
     most_seconds: float | None
+    only: Sequence[str] | None
 
 
 def run_measurement(
@@ -54,7 +55,7 @@ def run_measurement(
         dtype=d.dtype,
         alone=how.stand_in,
     )
-    options = Options(how.output, how.resolution, how.most_seconds, how.stand_in)
+    options = Options(how.output, how.resolution, how.most_seconds, how.stand_in, how.only)
 
     def work(report: Callable[[dict], None]) -> None:
         run_trials(options, setup, found, megatron, report)

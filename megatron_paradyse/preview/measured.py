@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from megatron_paradyse.costs.strict import (
     ContentError,
@@ -133,18 +134,28 @@ def read_trials(path: str) -> tuple[About, list[Trial]]:
     return about, trials
 
 
+class Trials(Protocol):
+    """Those of one strategy."""
+
+    def fits(self, tokens: int) -> bool | None:
+        """Whether it fits; None where that would take too long."""
+
+    def longest(self) -> int:
+        """The longest sequence that would not take too long; 0 where there is none."""
+
+
 def search(
     strategy: str,
     predicted: int,
-    fits: Callable[[int], bool | None],
+    trials: Trials,
     *,
     step: int,
     resolution: float,
 ) -> MeasuredLimit:
     """The limit to `resolution`, by as few trials as the prediction is good.
 
-    The first two lie half of it below and above the prediction. fits(tokens), of multiples of step:
-    None where a trial was not made.
+    The first two lie half of it below and above the prediction; where the first would take too
+    long, the longest that does not is tried instead. All are multiples of step.
     """
 
     def apart(tokens: float) -> int:
@@ -152,8 +163,11 @@ def search(
 
     low, high, width = 0, None, 1
     tokens = max(step, int((1 - resolution / 2) * predicted) // step * step)
+    found = trials.fits(tokens)
+    if found is None:
+        tokens = min(tokens - step, trials.longest() // step * step)
+        found = trials.fits(tokens) if tokens > 0 else None
     while high is None:
-        found = fits(tokens)
         if found is None:
             return MeasuredLimit(strategy, predicted, low, None, "longer ones would take too long")
         if not found:
@@ -164,16 +178,17 @@ def search(
             low = tokens
             tokens = min(tokens + width * apart(predicted or tokens), MAX_SEQ_LENGTH // step * step)
             width *= 2
+            found = trials.fits(tokens)
     while not low and high > step:
         tokens = max(step, high - width * apart(high))
         width *= 2
-        if fits(tokens):
+        if trials.fits(tokens):
             low = tokens
         else:
             high = tokens
     while low and high - low > apart(high):
         middle = (low + high) // 2 // step * step
-        if fits(middle):
+        if trials.fits(middle):
             low = middle
         else:
             high = middle
@@ -182,25 +197,40 @@ def search(
 
 def measured_limits(
     found: Longest,
-    fits_of: Callable[[str], Callable[[int], bool | None]],
+    trials_of: Callable[[str], Trials],
     *,
     resolution: float,
+    only: Sequence[str] | None = None,
 ) -> list[MeasuredLimit]:
-    """ParaDySe's first, then each strategy's, in the order of the predictions."""
+    """ParaDySe's first, then each strategy's, in the order of the predictions; or some of them."""
     predicted = [found.paradyse, *sorted(found.single, key=lambda limit: -limit.tokens)]
     return [
         search(
             limit.strategy,
             limit.tokens,
-            fits_of(limit.strategy),
+            trials_of(limit.strategy),
             step=found.alignment,
             resolution=resolution,
         )
         for limit in predicted
+        if only is None or limit.strategy in only
     ]
 
 
-def of_file(trials: Iterable[Trial]) -> Callable[[str], Callable[[int], bool | None]]:
+class _Made:
+    """The trials of a strategy that were made before."""
+
+    def __init__(self, trials: Iterable[Trial]):
+        self._fits = {trial.tokens: trial.fits for trial in trials}
+
+    def fits(self, tokens: int) -> bool | None:
+        return self._fits.get(tokens)
+
+    def longest(self) -> int:
+        return max(self._fits, default=0)
+
+
+def of_file(trials: Iterable[Trial]) -> Callable[[str], Trials]:
     """What measured_limits asks, answered by trials that were made."""
-    fits = {(trial.strategy, trial.tokens): trial.fits for trial in trials}
-    return lambda name: lambda tokens: fits.get((name, tokens))
+    made = list(trials)
+    return lambda name: _Made(trial for trial in made if trial.strategy == name)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_paradyse.planner.problem import Outcome
 from megatron_paradyse.preview.longest import PARADYSE, Longest
 from megatron_paradyse.preview.measured import FITS, About, Trial, TrialFile, measured_limits
 from megatron_paradyse.preview.setup import Setup
+from megatron_paradyse.units import MAX_SEQ_LENGTH
 
 NO_HOST_ROOM = "not run: the host has no room for what all layers would copy to it"
 OWN_ALLOCATOR = "PyTorch's defaults"
@@ -35,13 +37,15 @@ AGREE_SECONDS = 600.0  # a rank may wait so long for others that still run
 class Options:
     """output: the trials. most_seconds: trials predicted to take longer are not made.
 
-    stand_in: this process alone, as each of the ranks that differ of setup.description.p.
+    stand_in: this process alone, as each of the ranks that differ of setup.description.p. only: as
+    measured_limits takes it.
     """
 
     output: str
     resolution: float
     most_seconds: float | None
     stand_in: bool
+    only: Sequence[str] | None
 
 
 def run_trials(
@@ -62,7 +66,8 @@ def run_trials(
         _check_model(setup)
         rank = _Rank(options, setup, found, agree, report)
         rank.take_note()
-        measured_limits(found, rank.fits_of, resolution=options.resolution)
+        trials_of = partial(_OfOne, rank)
+        measured_limits(found, trials_of, resolution=options.resolution, only=options.only)
 
 
 class _Alone:
@@ -114,6 +119,19 @@ def _check_model(setup: Setup) -> None:
             f"the costs are of another model than these flags ({'; '.join(found)}): give the "
             "flags that the costs were made with"
         )
+
+
+class _OfOne:
+    """The trials of one strategy."""
+
+    def __init__(self, rank: _Rank, name: str):
+        self._rank, self._name = rank, name
+
+    def fits(self, tokens: int) -> bool | None:
+        return self._rank.fits(self._name, tokens)
+
+    def longest(self) -> int:
+        return self._rank.longest(self._name)
 
 
 class _Rank:
@@ -196,27 +214,39 @@ class _Rank:
     def empty(self, name: str, tokens: int, status: str, plan: str = "") -> Trial:
         return Trial(name, tokens, status, plan[:400], datetime.date.today().isoformat())
 
-    def fits_of(self, name: str) -> Callable[[int], bool | None]:
-        """tokens -> whether it fits, or None where that would take too long."""
+    def fits(self, name: str, tokens: int) -> bool | None:
+        """None where it would take too long."""
+        trial = self._file.trials.get((name, tokens))
+        if trial is None:
+            outcome = self._planned(name, tokens)
+            if outcome is not None and self._takes_too_long(outcome):
+                about = f"about {outcome.seconds:.0f} s, left out"
+                self._report({"text": f"{name} at {tokens:,}: {about}"})
+                return None
+            if outcome is None:
+                trial = self.empty(name, tokens, NO_HOST_ROOM)
+            else:
+                trial = self._try(name, outcome.plan, tokens)
+            self.record(trial)
+            self._report({"text": f"{name} at {tokens:,} tokens: {trial.status}"})
+        return trial.fits
 
-        def fits(tokens: int) -> bool | None:
-            trial = self._file.trials.get((name, tokens))
-            if trial is None:
-                outcome = self._planned(name, tokens)
-                most = self._options.most_seconds
-                if outcome is not None and most is not None and outcome.seconds > most:
-                    about = f"about {outcome.seconds:.0f} s, left out"
-                    self._report({"text": f"{name} at {tokens:,}: {about}"})
-                    return None
-                if outcome is None:
-                    trial = self.empty(name, tokens, NO_HOST_ROOM)
-                else:
-                    trial = self._try(name, outcome.plan, tokens)
-                self.record(trial)
-                self._report({"text": f"{name} at {tokens:,} tokens: {trial.status}"})
-            return trial.fits
+    def longest(self, name: str) -> int:
+        """The longest that would not take too long."""
+        step = self._found.alignment
+        low, high = 0, MAX_SEQ_LENGTH // step + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            outcome = self._planned(name, middle * step)
+            if outcome is None or self._takes_too_long(outcome):
+                high = middle
+            else:
+                low = middle
+        return low * step
 
-        return fits
+    def _takes_too_long(self, outcome: Outcome) -> bool:
+        most = self._options.most_seconds
+        return most is not None and outcome.seconds > most
 
     def _planned(self, name: str, tokens: int) -> Outcome | None:
         """What training would run there; None where the host has no room for this strategy."""

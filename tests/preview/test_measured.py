@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -30,7 +31,8 @@ def searched(limit: int, predicted: int, resolution: float = 0.02, most: int | N
         tried.append(tokens)
         return tokens <= limit
 
-    return search("metp", predicted, fits, step=STEP, resolution=resolution), tried
+    trials = SimpleNamespace(fits=fits, longest=lambda: most)
+    return search("metp", predicted, trials, step=STEP, resolution=resolution), tried
 
 
 @pytest.mark.parametrize("predicted", [0, 64, 6_400, 100_032, 128_000, 1_000_000])
@@ -57,6 +59,15 @@ def test_what_would_take_too_long_is_left_open():
     found, _ = searched(100_000, 90_000, most=95_000)
     assert found.above is None and 90_000 < found.tokens <= 95_000
     assert found.why == "longer ones would take too long"
+
+
+def test_the_longest_that_does_not_take_too_long_is_tried_instead_of_the_predicted():
+    found, tried = searched(100_000, 90_000, most=50_000)
+    assert tried == [found.tokens] and 50_000 - STEP < found.tokens <= 50_000
+    assert found.above is None and found.why == "longer ones would take too long"
+    found, tried = searched(30_000, 90_000, most=50_000)  # the prediction is wrong
+    assert found.tokens <= 30_000 < found.above <= 1.03 * found.tokens
+    assert searched(30_000, 90_000, most=STEP - 1)[1] == []
 
 
 def trial(tokens: int, status: str = "fits") -> Trial:
@@ -188,4 +199,6 @@ def test_wrong_usage_is_told(costs, tmp_path):
     assert "--stand-in is one process" in told
     told = refused(costs, *budget, "--measure", "--nproc", 2)
     assert "expected the name of a file, got --nproc: put FILE before it" in told
+    told = refused(costs, *budget, "--measure", trials, "--stand-in", "--measure-only", "metpp")
+    assert "--measure-only metpp: give some of ParaDySe, " in told
     assert not list(tmp_path.iterdir())

@@ -76,7 +76,13 @@ def _larger(case: AttentionCase | MlpCase) -> AttentionCase | MlpCase:
     return replace(case, d=32) if case.d == 8 else case
 
 
-GPU_CASES = gpu_cases()
+ALL_CASES = gpu_cases() | LARGE_CASES
+# Those of one strategy and p run on ranks started once, in one of pytest's workers
+# (-n 8 --dist loadgroup).
+STRATEGY_CASES = [
+    pytest.param(name, id=name, marks=pytest.mark.xdist_group(f"{case.strategy}-{case.p}"))
+    for name, case in ALL_CASES.items()
+]
 
 
 def _run(group, case):
@@ -87,8 +93,10 @@ def _run(group, case):
 
 
 @functools.cache
-def _results(p: int):
-    cases = {n: case for n, case in (GPU_CASES | LARGE_CASES).items() if case.p == p}
+def _results(strategy: str, p: int):
+    cases = {
+        name: case for name, case in ALL_CASES.items() if (case.strategy, case.p) == (strategy, p)
+    }
     return run_every_case(p, _run, cases, timeout_seconds=600)
 
 
@@ -110,10 +118,10 @@ def check(case: AttentionCase | MlpCase, errors, device: str) -> None:
     assert not worse, worse
 
 
-@pytest.mark.parametrize("name", GPU_CASES | LARGE_CASES)
+@pytest.mark.parametrize("name", STRATEGY_CASES)
 def test_strategies_on_cuda_match_the_float64_reference(name):
-    case = (GPU_CASES | LARGE_CASES)[name]
-    by_rank = _results(case.p)[name]
+    case = ALL_CASES[name]
+    by_rank = _results(case.strategy, case.p)[name]
     if isinstance(by_rank, str):
         pytest.fail(by_rank, pytrace=False)
     check(case, combine(by_rank), "cuda")

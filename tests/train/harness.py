@@ -199,7 +199,8 @@ def _fork_server() -> subprocess.Popen:
 
 
 def _environment() -> dict[str, str]:
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     # Whether there is a GPU is asked before ranks are forked: not of CUDA, which would refuse them.
     own |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     return {**os.environ, **own, "MEGATRON_PARADYSE_CACHE": _cache_folder().name}
