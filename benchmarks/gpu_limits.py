@@ -41,6 +41,7 @@ LENGTHS = {
 }
 RANKS, MEMORY = 8, "76GiB"  # 80 less 5%
 TOY_RANKS, TOY_MEMORY, TOY_LENGTHS = 4, "80MiB", "256,1K,4K,8K"
+OURS = "ParaDySe"
 RIVALS = ("megatron_ts", "ulysses_z")
 
 
@@ -52,7 +53,8 @@ def main() -> None:
     parser.add_argument("--models", default="gpt,llama,bert", help="comma-separated")
     parser.add_argument("--memory", help=f"of a rank; default {MEMORY}")
     parser.add_argument("--strategies", help="comma-separated; default: all")
-    parser.add_argument("--measure-only", help="comma-separated, ParaDySe too; default: all")
+    parser.add_argument("--measure-only", help="comma-separated, beside ParaDySe; default: all")
+    parser.add_argument("--resolution", type=float, default=0.02, help="of a limit; default 0.02")
     parser.add_argument("--most-seconds", type=float, default=60.0, help="of a trial; default 60")
     arguments = parser.parse_args()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -62,7 +64,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         found = {name: _model(folder, name, gpu, arguments) for name in models}
     memory = arguments.memory or (MEMORY if gpu else TOY_MEMORY)
-    configuration = {"ranks": RANKS if gpu else TOY_RANKS, "memory": memory, "margin": 0}
+    configuration = {"ranks": RANKS if gpu else TOY_RANKS, "memory": memory}
     configuration |= {"most_seconds": arguments.most_seconds}
     finish("gpu_limits", {"models": found}, configuration, arguments)
 
@@ -81,30 +83,37 @@ def _model(folder: Path, name: str, gpu: str | None, arguments) -> dict:
         simulate = ["simulate", "--gpu", device, "--ranks", str(ranks), "--lengths", lengths]
         _run([*simulate, "--dtype", dtype, "-o", str(raw), *flags])
         _run(["fit", str(raw), "-o", str(costs)])
-    command = ["max-length", str(costs), "--measure", str(folder / f"{name}-trials.json")]
-    command += ["--stand-in", "--json", "--memory-margin", "0"]
-    command += ["--memory-budget", arguments.memory or memory]
-    command += ["--most-seconds", str(arguments.most_seconds)]
+    limits = ["max-length", str(costs), "--json"]
+    limits += ["--memory-budget", arguments.memory or memory]
     if arguments.strategies or arguments.quick:
-        command += ["--strategies", arguments.strategies or "megatron_ts,ulysses_z"]
-    if arguments.measure_only:
-        command += ["--measure-only", arguments.measure_only]
+        limits += ["--strategies", arguments.strategies or "megatron_ts,ulysses_z"]
     if arguments.quick:
-        command += ["--resolution", "0.1", "--no-offload"]
-    return _compared(json.loads(_run([*command, *flags])))
+        limits += ["--no-offload"]
+    names = [limit["strategy"] for limit in json.loads(_run(limits))["single"]]
+    if arguments.measure_only:
+        names = [name for name in arguments.measure_only.split(",") if name != OURS]
+    found = {}
+    # A strategy alone is tried at its limit, to the byte; plans fill the memory up to their margin.
+    for who, only, margin in (("single", names, ["--memory-margin", "0"]), ("ours", [OURS], [])):
+        measure = ["--measure", str(folder / f"{name}-{who}-trials.json"), "--stand-in"]
+        measure += ["--measure-only", ",".join(only), "--most-seconds", str(arguments.most_seconds)]
+        measure += ["--resolution", "0.1" if arguments.quick else str(arguments.resolution)]
+        found[who] = json.loads(_run([*limits, *measure, *margin, *flags]))["measured"]
+    return _compared(found["single"], found["ours"])
 
 
-def _compared(values: dict) -> dict:
+def _compared(single: dict, ours: dict) -> dict:
     """The limits, how far predictions were off, and ParaDySe's over those of the paper's rivals."""
-    measured = values["measured"]
-    tokens = {limit["strategy"]: limit["tokens"] for limit in measured["limits"]}
-    ours = tokens.get("ParaDySe", 0)
-    closed = [limit for limit in measured["limits"] if limit["above"] and limit["tokens"]]
+    limits = [*ours["limits"], *single["limits"]]
+    tokens = {limit["strategy"]: limit["tokens"] for limit in limits}
+    closed = [limit for limit in limits if limit["above"] and limit["tokens"]]
     return {
-        **measured,
+        "about": single["about"],
+        "margin_of_paradyse_ppm": ours["about"]["margin_ppm"],
+        "limits": limits,
         "largest_error": max((abs(limit["error"]) for limit in closed), default=None),
-        "left_open": [limit["strategy"] for limit in measured["limits"] if not limit["above"]],
-        "ratio_to": {name: ours / tokens[name] for name in RIVALS if ours and tokens.get(name)},
+        "left_open": [limit["strategy"] for limit in limits if not limit["above"]],
+        "ratio_to": {name: tokens[OURS] / tokens[name] for name in RIVALS if tokens.get(name)},
     }
 
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_paradyse.strategies.blocks import Block, Span, blocks_of
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+from megatron_paradyse.strategies.fused_merge import can_merge, merge_on_device_
 from megatron_paradyse.strategies.joined_blocks import first_of_their_queries, join_documents
 from megatron_paradyse.strategies.kernels import Kernel, choose_kernel
 from megatron_paradyse.strategies.softmax_offset import offset_gradient, with_offset_
@@ -156,6 +157,9 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     sigmoid(block_lse - lse): no exponential can overflow. Where neither saw a key, out stays 0.
     block_out is used up.
     """
+    if can_merge(out, block_out):
+        merge_on_device_(out, lse, block_out, block_lse)
+        return
     weight = torch.sigmoid(block_lse - lse)
     weight.masked_fill_(block_lse == float("-inf"), 0.0)
     weight = weight.permute(2, 0, 1)[..., None]  # [b, n, sq] -> [sq, b, n, 1]

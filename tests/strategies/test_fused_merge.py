@@ -1,0 +1,62 @@
+"""The kernel that merges on a CUDA device, by Triton's interpreter on the CPU, and on a device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def merged_both_ways(device: str) -> None:
+    """Over views of any stride, with -inf and 1e4 among the lse; against float64."""
+    from megatron_paradyse.strategies.fused_merge import merge_on_device_
+
+    random = torch.Generator().manual_seed(0)
+    for sq, b, n, d, dtype in (
+        (300, 2, 3, 64, torch.bfloat16),
+        (65, 1, 4, 40, torch.float32),
+        (7, 1, 1, 192, torch.float16),
+    ):
+        whole = torch.randn(sq + 9, b, n, d, generator=random).to(device)
+        whole_lse = (3000 * torch.randn(b, n, sq + 9, generator=random)).to(device)
+        block_out = torch.randn(b, n, sq, d, generator=random).to(device, dtype)
+        block_lse = whole_lse[:, :, 9:].clone() + torch.randn(b, n, sq, generator=random).to(device)
+        whole_lse[:, :, 9:12] = whole_lse[:, :, 10] = float("-inf")
+        whole[9:12] = 0.0
+        block_lse[:, :, 1:4] = float("-inf")  # both there and alone
+        out, lse = whole[9:], whole_lse[:, :, 9:]
+        seen = block_lse > float("-inf")
+        before, more = lse.double(), block_lse.double()
+        true_lse = torch.logaddexp(before, more)
+        weight = torch.where(seen, torch.exp(more - true_lse), 0.0).permute(2, 0, 1)[..., None]
+        added = block_out.permute(2, 0, 1, 3)
+        truth = torch.lerp(out.double(), added.double(), weight)
+        kept = whole[:9].clone(), whole_lse[:, :, :9].clone()
+        merge_on_device_(out, lse, added, block_lse)
+        torch.testing.assert_close(out.double(), truth, rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(lse.double(), true_lse, rtol=1e-6, atol=1e-6)
+        assert torch.equal(whole[:9], kept[0]) and torch.equal(whole_lse[:, :, :9], kept[1])
+    print("merged")
+
+
+def test_the_kernel_merges_as_float64_does_by_the_interpreter():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-c", "import tests.strategies.test_fused_merge as t; "
+         "t.merged_both_ways('cpu')"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert run.stdout == "merged\n", run.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernel_merges_as_float64_does_on_a_device():
+    merged_both_ways("cuda")
