@@ -2,8 +2,9 @@
 
 One process plays all ranks, one after the other, with the blocks, kernels and merges of
 ring_attention.py and with nothing sent: what cutting the work in pieces and merging them costs.
-On a GPU, bfloat16, heads of 128: the 96 heads of the paper's GPT, as MegatronCZ has them on every
-rank, and 12, as METP has them at a time. The first is the ratio that is told. On a CPU: a small one.
+On a GPU, bfloat16, heads of 128: the 96 heads of the paper's GPT, as MegatronCZ has them on
+every rank, and 12, as METP has them at a time. The ratio that is told is that of the first. On a
+CPU: a small one.
 
     .venv/bin/python benchmarks/gpu_ring.py --json
 """

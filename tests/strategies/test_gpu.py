@@ -33,7 +33,6 @@ from tests.strategies.test_parity import (
     CASES,
     FLOAT32_TOLERANCE,
     LARGE_CASES,
-    LARGE_SCORE_TOLERANCE,
     can_run,
 )
 
@@ -42,6 +41,8 @@ if not torch.cuda.is_available():
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
+# A float32 product on tensor cores is that of parts of fewer bits: to 2^-21 or so of scores of 1e4.
+LARGE_SCORE_TOLERANCE = 1e4 * 2**-21
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
