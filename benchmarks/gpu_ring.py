@@ -136,11 +136,11 @@ def _interleaved(sides: dict[str, Callable], rounds: int, device: str) -> dict[s
     return seconds
 
 
-ON_GPU = (
+ON_GPU = [
     {"s": 32768, "n": 96, "d": 128},
     {"s": 32768, "n": 12, "d": 128},
     {"s": 131072, "n": 12, "d": 128},
-)
+]
 
 
 def main() -> None:
@@ -149,7 +149,7 @@ def main() -> None:
         sizes, dtype, device = ON_GPU, torch.bfloat16, "cuda"
     else:
         s = 1024 if arguments.quick else 8192
-        sizes, dtype, device = ({"s": s, "n": 2, "d": 64},), torch.float32, "cpu"
+        sizes, dtype, device = [{"s": s, "n": 2, "d": 64}], torch.float32, "cpu"
     rounds = 5 if arguments.quick else 11
     found = [
         {**size, **run(**size, dtype=dtype, device=device, rounds=rounds)}

@@ -87,9 +87,10 @@ def test_a_strategy_ends_where_the_host_has_no_room_for_all_its_layers(tmp_path)
 
     trials = object.__new__(_Rank)
     trials._setup, trials._found = setup, SimpleNamespace(batch_size=1)
-    trials._file, trials._options = TrialFile(None, ABOUT), Options("unused", 0.02, None, False)
+    trials._file = TrialFile(None, ABOUT)
+    trials._options = Options("unused", 0.02, most_seconds=None, stand_in=False, only=None)
     trials._writes, trials._report = False, lambda told: None
-    assert trials.fits_of("metp+offload")(1_088) is False
+    assert trials.fits("metp+offload", 1_088) is False
     assert trials._file.trials["metp+offload", 1_088].status == NO_HOST_ROOM
 
 
