@@ -44,6 +44,7 @@ class AttentionCase:
     gate: bool = False  # of the output
     tile_rows: int | None = None  # above which a sequence is long; None: those of the product
     row: Row | None = None  # packed documents: of s tokens, b is 1
+    draw: int = 0  # others have other inputs
 
     @property
     def name(self) -> str:

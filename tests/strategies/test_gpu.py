@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -24,7 +27,7 @@ from megatron_paradyse.strategies.kernels import (
 )
 from tests.strategies import test_packed_rows
 from tests.strategies.cases import AttentionCase, MlpCase
-from tests.strategies.deviations import combine
+from tests.strategies.deviations import Deviation, combine
 from tests.strategies.harness import run_every_case
 from tests.strategies.layers import errors_of_one_process, run_case
 from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces
@@ -44,6 +47,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 # A float32 product on tensor cores is that of parts of fewer bits: to 2^-21 or so of scores of 1e4.
 LARGE_SCORE_TOLERANCE = 1e4 * 2**-21
 HALF_TYPES = (torch.bfloat16, torch.float16)
+# The gradient of a norm of heads in a half type has d values, and what they err by is luck: of
+# these inputs one process errs by 0.5 to 2 times what it errs on average.
+DRAWS = 4
 
 
 def gpu_cases() -> dict[str, AttentionCase | MlpCase]:
@@ -93,39 +99,61 @@ def _run(group, case):
         return run_case(group, case, "cuda")
 
 
+def draws_of(case: AttentionCase | MlpCase) -> list[AttentionCase | MlpCase]:
+    """The case, and where one says too little the same with other inputs."""
+    if isinstance(case, MlpCase) or case.qk_norm is None or case.dtype == torch.float32:
+        return [case]
+    return [replace(case, draw=draw) for draw in range(DRAWS)]
+
+
 @functools.cache
 def _results(strategy: str, p: int):
     cases = {
-        name: case for name, case in ALL_CASES.items() if (case.strategy, case.p) == (strategy, p)
+        f"{name}-{i}": draw
+        for name, case in ALL_CASES.items()
+        for i, draw in enumerate(draws_of(case))
+        if (case.strategy, case.p) == (strategy, p)
     }
     return run_every_case(p, _run, cases, timeout_seconds=600)
 
 
-def check(case: AttentionCase | MlpCase, errors, device: str) -> None:
-    """float32 by a tolerance; a half type by twice what one process errs in it, by norm.
+def check(deviations: Mapping[AttentionCase | MlpCase, Mapping[str, Deviation]], device: str):
+    """Of all draws of a case: float32 by a tolerance; a half type by twice what one process errs.
 
-    In that process too gradients follow from the rounded output, as kernels have it.
+    That by norm, root mean squares over the draws. In that process too gradients follow from the
+    rounded output, as kernels have it.
     """
+    case, errors = next(iter(deviations.items()))
     if case.dtype == torch.float32:
         large = isinstance(case, AttentionCase) and case.query_scale > 1.0
         tolerance = LARGE_SCORE_TOLERANCE if large else FLOAT32_TOLERANCE
         limits = dict.fromkeys(errors, tolerance)
         found = {tensor: part.relative for tensor, part in errors.items()}
     else:
-        own = errors_of_one_process(case, device, from_output=True)
-        limits = {tensor: 2 * error for tensor, error in own.items()}
-        found = {tensor: part.by_norm for tensor, part in errors.items()}
+        own = [errors_of_one_process(draw, device, from_output=True) for draw in deviations]
+        limits = {tensor: 2 * _mean(one[tensor] for one in own) for tensor in errors}
+        ours = deviations.values()
+        found = {tensor: _mean(one[tensor].by_norm for one in ours) for tensor in errors}
     worse = {t: (found[t], limits[t]) for t in errors if not found[t] <= limits[t]}
     assert not worse, worse
+
+
+def _mean(errors: Iterable[float]) -> float:
+    """The root of the mean of their squares."""
+    return math.sqrt(statistics.fmean(error**2 for error in errors))
 
 
 @pytest.mark.parametrize("name", STRATEGY_CASES)
 def test_strategies_on_cuda_match_the_float64_reference(name):
     case = ALL_CASES[name]
-    by_rank = _results(case.strategy, case.p)[name]
-    if isinstance(by_rank, str):
-        pytest.fail(by_rank, pytrace=False)
-    check(case, combine(by_rank), "cuda")
+    results = _results(case.strategy, case.p)
+    deviations = {}
+    for i, draw in enumerate(draws_of(case)):
+        by_rank = results[f"{name}-{i}"]
+        if isinstance(by_rank, str):
+            pytest.fail(by_rank, pytrace=False)
+        deviations[draw] = combine(by_rank)
+    check(deviations, "cuda")
 
 
 KERNEL_CASES = [
