@@ -3,7 +3,7 @@
 Costs simulated for this GPU predict the longest sequence of each strategy and of ParaDySe; then
 whole iterations at lengths about each limit run on it (`max-length --measure --stand-in`), in full
 width and depth (GPT and LLaMA 8 layers, BERT 24), the allocator kept to --memory. What is predicted
-to take longer than --most-seconds is left out. Not yet run on a GPU.
+to take longer than --most-seconds is left out.
 
 Without one: a small model on the CPU, whose bytes are counted. That checks that it runs and no
 more: the CPU's kernels are not fused and hold more than those of the GPU that the costs are of.

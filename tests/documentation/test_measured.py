@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 
 import pytest
@@ -11,8 +12,8 @@ from tests.documentation.markdown import ROOT
 
 
 @cache
-def record(benchmark: str) -> dict:
-    path = ROOT / "benchmarks/results" / f"{benchmark}-cpu-2-cores.json"
+def record(benchmark: str, hardware: str = "cpu-2-cores") -> dict:
+    path = ROOT / "benchmarks/results" / f"{benchmark}-{hardware}.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -107,3 +108,49 @@ def test_longest_sequences_are_those_of_the_record():
     ]
     (line,) = [line for line in TEXT if line.startswith("| Longest sequence, tokens |")]
     assert line == "| Longest sequence, tokens | {:.3g}M | {:.3g}M | {:.3g}M |".format(*longest)
+
+
+H200 = "nvidia-h200"
+
+
+def table_rows(page: str, heading: str) -> set[str]:
+    """The rows of the tables under a heading, up to the next heading."""
+    text = (ROOT / page).read_text(encoding="utf-8").split(f"### {heading}\n")[1]
+    lines = re.split(r"^##+ ", text, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    return {line for line in lines if line.startswith("| ")}
+
+
+def test_limits_measured_on_a_gpu():
+    found = table_rows("docs/memory.md", "Measured on a GPU")
+    limits = [
+        limit
+        for model in record("gpu_limits", H200)["models"].values()
+        for limit in model["limits"]
+        if limit["above"]
+    ]
+    for limit in limits:
+        numbers = " | ".join(f"{limit[key]:,}" for key in ("predicted", "tokens", "above"))
+        row = f"| `{limit['strategy']}` | {numbers} | {100 * limit['error']:.1f}% |"
+        assert any(line.endswith(row) for line in found), row
+    assert len(found) == len(limits) + 2  # the head and its rule
+
+
+def test_strategies_and_ring_measured_on_a_gpu():
+    found = table_rows("docs/strategies.md", "Measured on a GPU")
+    rows = {(row["s"], row["strategy"]): row for row in record("strategies", H200)["rows"]}
+    names = ("megatron_ts", "ulysses_z", "megatron_cz", "metp", "colossal_z")
+    for s in sorted({s for s, _ in rows}):
+        cells = [milliseconds(rows[s, name]) for name in names]
+        assert f"| {s:,} | {' | '.join(cells)} |" in found
+    for size in record("gpu_ring", H200)["sizes"]:
+        ends = (size["ratio_to_single_call_forward"], size["ratio_to_single_call_forward_backward"])
+        begins = f"| {size['s']:,}, {size['n']}"
+        (line,) = [line for line in found if re.match(re.escape(begins) + r"\b", line)]
+        assert line.endswith(f"| {ends[0]:.2f} | {ends[1]:.2f} |")
+
+
+def milliseconds(row: dict) -> str:
+    if "seconds" not in row:
+        return row["refused"]
+    value = 1000 * row["seconds"]
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
