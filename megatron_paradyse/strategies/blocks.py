@@ -40,7 +40,7 @@ class Block:
 
     Queries and keys are ranges of rows of the rank's chunks; q_start and k_start are the global
     positions of the first of each. Only where positions matter (window, dropout) are they sure to
-    be contiguous: plan_blocks merges other full rectangles by their rows.
+    be contiguous: plan_blocks merges others by their rows.
     """
 
     sequences: tuple[int, int]
@@ -124,17 +124,18 @@ def balanced_spans(microbatch: Microbatch, p: int, rank: int) -> tuple[Span, ...
     """The spans of `rank` after swap_halves: first half of chunk r, second half of chunk p-1-r.
 
     Causal work grows linearly with the position, and the two halves' positions sum to the same on
-    every rank. Any chunk size will do: the first half takes the odd row. A rank that is its own
-    mirror holds its whole chunk. A microbatch with shards was balanced when these were chosen:
-    nothing is swapped.
+    every rank. They lie in ascending order, so that a rank's rows among themselves are one causal
+    square (plan_blocks). Any chunk size will do: the first half takes the odd row. A rank that is
+    its own mirror holds its whole chunk. A microbatch with shards was balanced when these were
+    chosen: nothing is swapped.
     """
     if microbatch.shards is not None or rank == p - 1 - rank:
         return contiguous_spans(microbatch, p, rank)
     size = microbatch.seq_length // p
     half = (size + 1) // 2
     first, second = rank * size, (p - 1 - rank) * size
-    spans = (Span(0, first, first + half), Span(half, second + half, second + size))
-    return tuple(span for span in spans if len(span))
+    halves = ((first, first + half), (second + half, second + size))
+    return spans_of_ranges(sorted((start, stop) for start, stop in halves if start < stop))
 
 
 def sends_what_is_seen(shape: AttentionShape, microbatch: Microbatch, p: int) -> bool:
@@ -169,15 +170,16 @@ def plan_blocks(
 ) -> tuple[Block, ...]:
     """The rectangles of q_spans x k_spans that are not empty, each full, diagonal or banded.
 
-    merge: full ones that are neighbours by their rows become one, so that fewer kernels run. At
-    every step of a balanced causal ring but the first, two become one.
+    merge: those that are neighbours by their rows become one, so that fewer kernels run: squares on
+    the diagonal with all that is below it between them, and full ones. At every step of a balanced
+    causal ring one is left.
     """
     blocks: list[Block] = []
     for sequences, ranges in _sequences_alike(documents, batch_size):
         for q, k in _pairs(q_spans, k_spans, ranges):
             blocks += _blocks(sequences, q, k, causal, window)
     if merge and window is None:
-        blocks = _merged(_merged(blocks, across="k_rows"), across="q_rows")
+        blocks = _merged(_merged(_one_diagonal(blocks), across="k_rows"), across="q_rows")
     return tuple(blocks)
 
 
@@ -197,6 +199,38 @@ def blocks_of(
         shape.window,
         merge=shape.dropout == 0.0,
     )
+
+
+def _one_diagonal(blocks: list[Block]) -> list[Block]:
+    """Squares on the diagonal that follow each other, and the rectangles between them, join.
+
+    Their rows ascend with their positions, so that each query sees the keys up to its own row.
+    """
+    squares = sorted((b for b in blocks if b.causal), key=attrgetter("sequences", "q_rows"))
+    below = {(b.sequences, b.q_rows, b.k_rows): b for b in blocks if not b.causal}
+    runs: list[list[Block]] = []
+    for square in squares:
+        run = runs[-1] if runs else []
+        between = [(square.sequences, square.q_rows, earlier.k_rows) for earlier in run]
+        follows = run and (run[-1].q_rows[1], run[-1].k_rows[1]) == (
+            square.q_rows[0],
+            square.k_rows[0],
+        )
+        if follows and all(key in below for key in between):
+            for key in between:
+                del below[key]
+            run.append(square)
+        else:
+            runs.append([square])
+    joined = [
+        replace(
+            run[0],
+            q_rows=(run[0].q_rows[0], run[-1].q_rows[1]),
+            k_rows=(run[0].k_rows[0], run[-1].k_rows[1]),
+        )
+        for run in runs
+    ]
+    return joined + list(below.values())
 
 
 def _merged(blocks: list[Block], *, across: str) -> list[Block]:

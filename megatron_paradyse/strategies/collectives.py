@@ -9,7 +9,7 @@ each the dual of another or of itself, are:
     gather_sequence   all_gather      <->  reduce_scatter
     scatter_sequence  reduce_scatter  <->  all_gather
     transpose_blocks  all_to_all      <->  all_to_all
-    swap_halves       send/receive    <->  send/receive
+    swap_halves       send/receive    <->  swap_halves_back
 """
 
 from __future__ import annotations
@@ -213,23 +213,28 @@ class _TransposeBlocks(Function):
 
 class _SwapHalves(Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _swap_second_half(x, group)
+    def forward(ctx, x, group, back):
+        ctx.group, ctx.back = group, back
+        return _swap(x, group, back=back)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return _swap_second_half(grad, ctx.group), None
+        return _swap(grad, ctx.group, back=not ctx.back), None, None
 
 
-def _swap_second_half(x: Tensor, group: ProcessGroup) -> Tensor:
+def _swap(x: Tensor, group: ProcessGroup, *, back: bool) -> Tensor:
+    """The rank's second half against its mirror's, which in the upper ranks comes first."""
     mirror = group.size() - 1 - group.rank()
     if mirror == group.rank():
         return x
-    half = (x.shape[0] + 1) // 2
-    pending = exchange_async(x[half:], group, to=mirror, source=mirror)
-    return torch.cat((x[:half], pending.wait()))
+    half, first = (x.shape[0] + 1) // 2, mirror < group.rank()
+    if first and back:
+        sent, own = x[: len(x) - half], x[len(x) - half :]
+    else:
+        own, sent = x[:half], x[half:]
+    received = exchange_async(sent, group, to=mirror, source=mirror).wait()
+    return torch.cat((received, own) if first and not back else (own, received))
 
 
 def gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -248,9 +253,14 @@ def transpose_blocks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def swap_halves(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Swap the second half of this rank's chunk with that of rank p-1-r: its own dual and inverse.
+    """Swap the second half of this rank's chunk with that of rank p-1-r.
 
-    [s/p, ...] contiguous -> [s/p, ...]: first half of chunk r, then second half of chunk p-1-r,
-    whose mean position is the same on every rank. Sends half of x, both ways.
+    [s/p, ...] contiguous -> [s/p, ...]: first half of chunk r and second half of chunk p-1-r, in
+    ascending order, whose mean position is the same on every rank. Sends half of x, both ways.
     """
-    return _SwapHalves.apply(x, group) if group.size() > 1 else x
+    return _SwapHalves.apply(x, group, False) if group.size() > 1 else x
+
+
+def swap_halves_back(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The inverse of swap_halves, and its dual. Sends half of x, both ways."""
+    return _SwapHalves.apply(x, group, True) if group.size() > 1 else x

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies.blocks import ring_spans, swaps_halves
-from megatron_paradyse.strategies.collectives import swap_halves
+from megatron_paradyse.strategies.collectives import swap_halves, swap_halves_back
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
     AttentionWeights,
@@ -64,7 +64,7 @@ def attention(
         offset=whole_offset(weights, group),
     )
     y = zero_proj(of_values(out, shape), proj, weights, group, gate=gate)
-    return swap_halves(y, group) if swaps else y
+    return swap_halves_back(y, group) if swaps else y
 
 
 STRATEGY = Strategy(

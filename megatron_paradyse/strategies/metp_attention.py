@@ -27,7 +27,7 @@ from megatron_paradyse.strategies.aligned_heads import (
     num_kv_heads_per_block,
 )
 from megatron_paradyse.strategies.blocks import ring_spans, swaps_halves
-from megatron_paradyse.strategies.collectives import swap_halves
+from megatron_paradyse.strategies.collectives import swap_halves, swap_halves_back
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
 from megatron_paradyse.strategies.heads import Heads, normalise_and_rotate, split_heads
 from megatron_paradyse.strategies.latents import latent_heads, of_values, split_latents
@@ -56,19 +56,23 @@ class _Layer:
         self.ring_group = microbatch.sequence_group(group)
         num_chunks = self.ring_group.size()
         self.spans_of_ranks = ring_spans(shape, microbatch, num_chunks)
+        self._swaps = swaps_halves(shape, microbatch, num_chunks)
         self.num_parts = 1
         if is_second_run() and is_long(microbatch.seq_length // num_chunks, microbatch.batch_size):
             self.num_parts = num_kv_heads_per_block(shape, group.size())
 
     def balance(self, x: Tensor) -> Tensor:
-        """Contiguous chunks <-> chunks of equal causal work: once per layer, not per block.
+        """Contiguous chunks -> chunks of equal causal work: once per layer, not per block.
 
         Half of x and half of the output change ranks. Swapping each block's q, k, v and output
         would move (n + g) d / h times as much, and again as much in the backward. Shards of packed
         documents are balanced already, and a narrow window leaves nothing to balance.
         """
-        swaps = swaps_halves(self.shape, self.microbatch, self.ring_group.size())
-        return swap_halves(x, self.ring_group) if swaps else x
+        return swap_halves(x, self.ring_group) if self._swaps else x
+
+    def unbalance(self, x: Tensor) -> Tensor:
+        """The inverse of balance, and its dual."""
+        return swap_halves_back(x, self.ring_group) if self._swaps else x
 
     def own_block(self, weights: AttentionWeights) -> Block:
         """The rank's proj columns, its aligned qkv rows, and if there is one the qkv bias.
@@ -271,7 +275,7 @@ class CirculatingAttention(Function):
         ctx.save_for_backward(x, *tensors, *outs, *lses)
         y = total.to(x.dtype).view(*x.shape[:2], -1)
         del total  # which may be wider
-        return layer.balance(y)
+        return layer.unbalance(y)
 
     @staticmethod
     @once_differentiable
@@ -313,7 +317,7 @@ class CirculatingAttention(Function):
         )
         del grad
         grad_x = grad_x.to(x.dtype)
-        return None, None, None, layer.balance(grad_x), *of_weights
+        return None, None, None, layer.unbalance(grad_x), *of_weights
 
 
 def _with_own_norms(weights: AttentionWeights) -> tuple[AttentionWeights, dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_paradyse.strategies.blocks import (
     balanced_spans,
     blocks_of,
     contiguous_spans,
+    spans_of_ranges,
     whole,
 )
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
@@ -125,26 +127,39 @@ def test_every_step_of_the_balanced_ring_is_balanced(p):
 
 
 @pytest.mark.parametrize("p", [2, 4, 5, 8])
-def test_every_step_of_the_balanced_ring_but_the_first_is_one_kernel_call(p):
+def test_every_step_of_the_balanced_ring_is_one_kernel_call(p):
     microbatch, shape = Microbatch(16 * p, 1), _shape(True)
-    middle = (p - 1) / 2  # its own mirror, whose chunk is not halved
-    for rank in range(p):
-        for source in set(range(p)) - {rank, middle}:
-            blocks = blocks_of(
-                balanced_spans(microbatch, p, rank),
-                balanced_spans(microbatch, p, source),
-                shape,
-                microbatch,
-            )
-            assert len(blocks) == 1, (rank, source)
+    for rank, source in itertools.product(range(p), repeat=2):
+        blocks = blocks_of(
+            balanced_spans(microbatch, p, rank),
+            balanced_spans(microbatch, p, source),
+            shape,
+            microbatch,
+        )
+        assert [block.causal for block in blocks] == [rank == source], (rank, source)
+
+
+def test_squares_are_joined_only_with_all_that_is_between_them():
+    """Documents [0, 6) and [6, 16): rows of both, of three spans, and of other keys."""
+    documents, shape = Microbatch(16, 1, documents=(((0, 6), (6, 16)),)), _shape(True)
+    spans = spans_of_ranges([(2, 5), (6, 8), (10, 12), (14, 16)])
+    blocks = blocks_of(spans, spans, shape, documents)
+    assert [(block.q_rows, block.k_rows, block.causal) for block in blocks] == [
+        ((0, 3), (0, 3), True),
+        ((3, 9), (3, 9), True),
+    ]
+    assert blocks[1].num_scores == 6 * 7 // 2
+    shuffled = spans_of_ranges([(10, 12), (6, 8)])
+    blocks = blocks_of(shuffled, shuffled, shape, documents)
+    assert sum(block.causal for block in blocks) == 2 and len(blocks) == 3
 
 
 def test_blocks_with_dropout_are_not_merged():
     """Its mask is a function of positions, which must be contiguous in a block."""
     microbatch = Microbatch(16, 1)
     shape = replace(_shape(True), dropout=0.1)
-    for source in (0, 1):
-        spans = balanced_spans(microbatch, 2, 1), balanced_spans(microbatch, 2, source)
+    for source in (0, 3):
+        spans = balanced_spans(microbatch, 4, 3), balanced_spans(microbatch, 4, source)
         assert len(blocks_of(*spans, shape, microbatch)) == (2 if source == 0 else 3)
 
 

@@ -14,7 +14,7 @@ from megatron_paradyse.strategies import (
     metp_attention,
     tiled_mlp,
 )
-from megatron_paradyse.strategies.collectives import Pending, exchange_async
+from megatron_paradyse.strategies.collectives import Pending, exchange_async, swap_halves
 from megatron_paradyse.strategies.output_gate import gate_gradients, with_gate
 from megatron_paradyse.strategies.ring import TravellingGradient
 from megatron_paradyse.strategies.tiled_mlp import tiles
@@ -79,6 +79,7 @@ BREAKAGES = {
     },
     "output_not_reduced": {f"{PACKAGE}.megatron_ts.reduce_scatter": _keep_own_part},
     "not_swapped": {f"{PACKAGE}.megatron_cz.swap_halves": lambda x, group: x},
+    "swapped_twice": {f"{PACKAGE}.megatron_cz.swap_halves_back": swap_halves},
     "not_merged": {f"{PACKAGE}.local_attention.merge_": _overwrite},
     "rope_at_local_positions": {
         f"{PACKAGE}.ulysses_z.contiguous_spans": lambda m, p, r: blocks.contiguous_spans(m, p, 0)
@@ -117,6 +118,7 @@ CASES = {
     "weight_gradient_not_reduced": MlpCase("ulysses_z", 4),
     "output_not_reduced": MlpCase("megatron_ts", 4),
     "not_swapped": AttentionCase("megatron_cz", 4, "causal"),
+    "swapped_twice": AttentionCase("megatron_cz", 4, "causal"),
     "not_merged": AttentionCase("megatron_cz", 4, "bidirectional"),
     "rope_at_local_positions": AttentionCase("ulysses_z", 4, rope="half"),
     "dropout_at_local_heads": AttentionCase("ulysses_z", 4, dropout=0.3),

@@ -27,6 +27,7 @@ def _arrivals(group, dtype) -> dict[str, bool]:
     total = sum(range(1, p + 1))
     received = torch.stack([torch.full((2,), 10 * r + rank, dtype=dtype) for r in range(p)])
     mirror = collectives.swap_halves(x, group)
+    halves = x[:2], every[p - 1 - rank][2:]
     around = [collectives.ring_exchange_async(y, group).wait() for y in (x, x.t())]
     reduced = collectives.reduce_gradient_async(whole, group).wait()
     return {
@@ -38,8 +39,8 @@ def _arrivals(group, dtype) -> dict[str, bool]:
         "all_to_all": torch.equal(collectives.all_to_all(blocks, group), received),
         "ring": torch.equal(around[0], every[(rank - 1) % p]),
         "strided": torch.equal(around[1], every[(rank - 1) % p].t()),
-        "swap": torch.equal(mirror, torch.cat((x[:2], every[p - 1 - rank][2:]))),
-        "swap back": torch.equal(collectives.swap_halves(mirror, group), x),
+        "swap": torch.equal(mirror, torch.cat(halves if 2 * rank < p else halves[::-1])),
+        "swap back": torch.equal(collectives.swap_halves_back(mirror, group), x),
         "float32 gradient": reduced.dtype
         == (dtype if p == 1 or dtype.itemsize > 2 else torch.float)
         and torch.equal(reduced[0].double(), total * torch.arange(2 * p).view(p, 2)[rank].double()),
@@ -50,7 +51,7 @@ def _inner_products(group, name) -> tuple[float, float]:
     """<f(x), y> and <x, f'(y)> summed over ranks: equal if the backward is the adjoint of f."""
     p = group.size()
     torch.manual_seed(group.rank())
-    x = torch.randn(5 if name == "swap_halves" else 2 * p, 3, dtype=torch.float64)
+    x = torch.randn(5 if name in SWAPS else 2 * p, 3, dtype=torch.float64)
     if name == "transpose_blocks":
         x = torch.randn(p, 3, dtype=torch.float64)
     x.requires_grad_()
@@ -76,7 +77,8 @@ def _counts(group, _) -> dict[str, int]:
     return dict(count.sent_bytes)
 
 
-DUALS = ("gather_sequence", "scatter_sequence", "transpose_blocks", "swap_halves")
+SWAPS = ("swap_halves", "swap_halves_back")
+DUALS = ("gather_sequence", "scatter_sequence", "transpose_blocks", *SWAPS)
 
 
 def _run(group, case):

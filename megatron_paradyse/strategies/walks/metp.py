@@ -12,6 +12,7 @@ from megatron_paradyse.strategies.walks.aligned import (
     hold_shard_gradient,
 )
 from megatron_paradyse.strategies.walks.rings import (
+    in_two_spans,
     ring_backward,
     ring_forward,
     second_half,
@@ -79,7 +80,7 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
     m.hold(total=z.wide(z.x), of_earlier=first * (q + lse))
     for owner in range(first, z.p):
         m.hold(blocks=min(2, z.p - owner) * block, mixed=q + kv + gates)
-        split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m.rank, z))
+        split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, in_two_spans=in_two_spans(m.rank, z))
         if z.rope_channels:
             m.drop("angles")
         m.hold(packed=kv)
@@ -123,7 +124,13 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         m.hold(summed=summed * z.wide(block))
         m.hold(mixed=q + kv + gates)
         split_and_rotate(
-            m, z, q=q, kv=kv, rows=z.positions, balanced=swaps(m.rank, z), mixed_stays=True
+            m,
+            z,
+            q=q,
+            kv=kv,
+            rows=z.positions,
+            in_two_spans=in_two_spans(m.rank, z),
+            mixed_stays=True,
         )
         m.hold(packed=kv)
         m.drop("mixed", "kv")
@@ -134,7 +141,7 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         else:
             m.hold(own_chunk=kv // parts)
             part = {"q": q // parts, "kv": kv // parts, "lse": lse // parts}
-            ring_backward(m, z, **part, heads=heads, parts=parts)
+            ring_backward(m, z, **part, heads=heads)
             m.drop("grad_qkv", "own_chunk", "q", "packed")
             m.hold(q=0, packed=0, grad_qkv=q + kv)
         m.drop("q", "packed", "grad_out")

@@ -28,6 +28,11 @@ def swaps(rank: int, z: LayerSizes) -> bool:
     return z.row is None and z.causal and 2 * rank + 1 != z.p
 
 
+def in_two_spans(rank: int, z: LayerSizes) -> bool:
+    """Whether the halves that the rank then holds do not touch, as those in the middle do."""
+    return swaps(rank, z) and z.positions > 1 and 2 * rank != z.p
+
+
 def second_half(z: LayerSizes, num_bytes: int) -> int:
     """Of the bytes of a chunk, those of its second half, which is swapped."""
     return _of_positions(z, num_bytes, z.positions // 2)
@@ -53,13 +58,11 @@ def ring_forward(m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int) -> None
     m.hold(out=q)
 
 
-def ring_backward(
-    m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int, heads: int, parts: int = 1
-) -> None:
+def ring_backward(m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int, heads: int) -> None:
     """Holds the gradients of q and kv, "grad_qkv": one buffer each.
 
     Gradients of a chunk, in the accumulation dtype: computed, arriving, and being sent. heads: of
-    the forward's queries, of which this takes one of so many parts.
+    the forward's queries, even if this takes fewer.
     """
     if z.row is not None:
         routed_backward(m, z, z.row, q=q, kv=kv, lse=lse)
@@ -68,7 +71,8 @@ def ring_backward(
 
     def touch_block(queries: int, keys: int) -> None:
         grads = _of_positions(z, q, queries) + _of_positions(z, kv, keys)
-        copied = _lse_is_copied(m, z, queries, heads=heads, parts=parts)
+        # The lse [b, heads, s/p] of the CPU kernel has the heads last: is a part of it contiguous?
+        copied = heads > 1 or (queries < z.positions and z.b > 1)
         m.touch(grads + (_of_positions(z, lse, queries) if copied else 0))
 
     m.hold(grad_q=z.wide(q))
@@ -77,8 +81,7 @@ def ring_backward(
         touch_block(step.queries, step.keys)
         m.drop("chunks", "grad_kv", "hops")
     m.hold(grad_kv=wide_kv, coming=wide_kv, sent=wide_kv)
-    own = z.positions - z.positions // 2 if swaps(m.rank, z) else z.positions
-    touch_block(own, own)
+    touch_block(z.positions, z.positions)
     m.drop("coming", "sent")
     if z.half_type:
         m.touch(q + kv)
@@ -106,17 +109,6 @@ def _early_positions(z: LayerSizes, rank: int) -> int:
     """The first half of a chunk has the odd position."""
     half = z.positions // 2
     return z.positions - half if 2 * rank < z.p else half
-
-
-def _lse_is_copied(m: Ledger, z: LayerSizes, queries: int, *, heads: int, parts: int) -> bool:
-    """Whether the lse of the block's queries is not contiguous as it is, [b, heads, s/p].
-
-    The CPU kernel's has the heads last; what several blocks were merged into has not.
-    """
-    if queries < z.positions:
-        return z.b * heads // parts > 1
-    of_kernel = not swaps(m.rank, z)
-    return heads > 1 if of_kernel else parts > 1 and z.b > 1
 
 
 def _of_positions(z: LayerSizes, num_bytes: int, positions: int) -> int:

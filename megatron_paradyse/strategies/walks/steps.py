@@ -15,24 +15,26 @@ def split_and_rotate(
     q: int,
     kv: int,
     rows: int,
-    balanced: bool = False,
+    in_two_spans: bool = False,
     mixed_stays: bool = False,
 ) -> None:
     """The end of qkv: holds q, kv, gate, and the cosines and sines of `rows` positions if rotated.
 
-    Drops the mixed tensor that it splits, unless it stays. balanced: positions in two spans, whose
-    angles are copied together.
+    Drops the mixed tensor that it splits, unless it stays. in_two_spans: positions whose angles
+    are copied together.
     """
     m.hold(q=q, kv=kv, gate=q if z.gate else 0)
     if not mixed_stays:
         m.drop("mixed")
-    rotate(m, z, q=q, kv=kv, rows=rows, balanced=balanced)
+    rotate(m, z, q=q, kv=kv, rows=rows, in_two_spans=in_two_spans)
 
 
-def rotate(m: Ledger, z: LayerSizes, *, q: int, kv: int, rows: int, balanced: bool = False) -> None:
+def rotate(
+    m: Ledger, z: LayerSizes, *, q: int, kv: int, rows: int, in_two_spans: bool = False
+) -> None:
     """If heads are rotated: holds "angles"."""
     if z.rope_channels:
-        in_spans = balanced or (z.row is not None and rows == z.positions)
+        in_spans = in_two_spans or (z.row is not None and rows == z.positions)
         m.hold(
             angles=rope_bytes(z, rows), float32_angles=4 * z.rope_channels * rows if in_spans else 0
         )

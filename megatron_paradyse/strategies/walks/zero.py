@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, of_tile
 from megatron_paradyse.strategies.walks.rings import (
+    in_two_spans,
     ring_backward,
     ring_forward,
     second_half,
@@ -146,13 +147,13 @@ def _linear_backward_end(m: Ledger, z: LayerSizes, weight: int, *, name: str) ->
     m.drop("reduced", "grad_bias", "reduced_bias")
 
 
-def qkv_forward(m: Ledger, z: LayerSizes, *, balanced: bool = False) -> None:
+def qkv_forward(m: Ledger, z: LayerSizes, *, in_two_spans: bool = False) -> None:
     """And the gathering of proj: holds q, kv, gate, shard and proj."""
     m.hold(weight=z.qkv_weight, mixed=z.mixed)
     if z.bias:
         m.touch(z.qkv_rows(z.g) * z.element_bytes)
     m.drop("weight")
-    split_and_rotate(m, z, q=z.q, kv=z.kv, rows=z.positions, balanced=balanced)
+    split_and_rotate(m, z, q=z.q, kv=z.kv, rows=z.positions, in_two_spans=in_two_spans)
     if z.rope_channels:
         m.keep("angles")
     m.hold(shard=z.proj_weight // z.p, proj=z.proj_weight)
@@ -261,7 +262,7 @@ def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
     if swaps(m.rank, z):
         m.hold(swapped=z.x)
         m.touch(second_half(z, z.x))
-    qkv_forward(m, z, balanced=swaps(m.rank, z))
+    qkv_forward(m, z, in_two_spans=in_two_spans(m.rank, z))
     m.hold(packed=z.kv)
     m.drop("kv")
     ring_forward(m, z, q=z.q, kv=z.kv, lse=z.lse)
