@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOADED = ["torch.distributed", "megatron_paradyse.strategies.contract"]  # once, for all ranks
+PRELOADED = [  # once, for all ranks
+    "torch.fx.experimental.symbolic_shapes",  # which torch imports at the first use of an operator
+    "megatron_paradyse.strategies.metp",
+    "tests.strategies.layers",
+]
 Job = Callable[..., Any]  # job(group, argument) -> a picklable result
 
 
