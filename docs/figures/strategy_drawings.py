@@ -79,7 +79,7 @@ def megatron_cz(attention: Axes, mlp: Axes) -> None:
         "MegatronCZ attention, causal (without a causal mask nothing is swapped)",
         [X, Send("swap_halves", "swap"), swapped, Compute("all_gather W\nqkv", "gathered"), mine,
          Send("k, v go round:\np-1 hops", "ring"), out, Compute("all_gather W\nproj", "gathered"),
-         before, Send("swap_halves", "swap"), Y],
+         before, Send("swap_halves_back", "swap"), Y],
         "k and v go round again, and their gradients one hop behind, in float32; halves are "
         "swapped at both ends;\nall_gather each weight again, reduce_scatter its gradient in "
         "float32.",
@@ -138,8 +138,8 @@ def metp(attention: Axes, mlp: Axes) -> None:
     _blocks(attention, hopping=False)
     finish_panel(
         attention,
-        "METP attention: block by block of n/p heads, each on all ranks at once; causal: between "
-        "two swap_halves",
+        "METP attention: block by block of n/p heads, each on all ranks at once; causal: halves "
+        "swapped before and after",
         "blocks are broadcast again; q, k, v of a block are computed again, k, v and their "
         "gradients go round; each block's\nweight gradient is summed into its owner in float32.",
     )

@@ -230,9 +230,9 @@ def _swap(x: Tensor, group: ProcessGroup, *, back: bool) -> Tensor:
         return x
     half, first = (x.shape[0] + 1) // 2, mirror < group.rank()
     if first and back:
-        sent, own = x[: len(x) - half], x[len(x) - half :]
+        sent, own = x.split((len(x) - half, half))
     else:
-        own, sent = x[:half], x[half:]
+        own, sent = x.split((half, len(x) - half))
     received = exchange_async(sent, group, to=mirror, source=mirror).wait()
     return torch.cat((received, own) if first and not back else (own, received))
 
