@@ -81,9 +81,9 @@ class Session:
             self._meter.__enter__()
 
     def leave(self) -> None:
-        """Print the summary on the first rank."""
-        for line in self._summary.lines():
-            print_rank_0(line)
+        """Print the summary on the first rank, at once: no other rank's line comes between."""
+        if table := "\n".join(self._summary.lines()):
+            print_rank_0(table)
 
     def _doing(self) -> tuple[str, tuple[str, ...]]:
         """For the watchdog: where training is, and the strategies of the current plan."""
