@@ -95,35 +95,54 @@ class Check:
         self._before_bytes, self._static_bytes = before_bytes, constants.static_bytes
         self._optimizer_bytes = constants.optimizer_bytes
 
-    def compare(self, length: int, plans: list[Plan], rounds: int) -> list[dict]:
+    def compare_bytes(self, length: int, plans: list[Plan]) -> list[tuple[str, float, float]]:
+        """Of every plan's iteration: its runs, predicted and measured peak bytes."""
+        costs = {
+            key: OperationCosts(*once, **dataclasses.asdict(sizes))
+            for key, (sizes, once) in self._measure(length, plans).items()
+        }
+        return [
+            (plan.runs(), self._predicted(plan, length, costs)[1], self._peak(plan, length))
+            for plan in plans
+        ]
+
+    def _measure(self, length: int, plans: list[Plan]) -> dict:
+        """Bytes, and seconds under the meter, of all operations that the plans need."""
         from megatron_paradyse.profiler.measure import measure_bytes
         from megatron_paradyse.profiler.operations import Operations
 
         with self._meter:
             operations = Operations(self._model, length, 1)
-        edges = {(MODEL, edge): count for edge, count in self._stage.edges.items()}
-        needed = sorted(_needed(plans, self._operations) | edges.keys())
+        needed = sorted(_needed(plans, self._operations) | self._edges.keys())
         runs = {key: operations.get(key[1], key[0]) for key in needed}
         measured = {key: measure_bytes(run, self._meter) for key, run in runs.items()}
-        found = {key: sizes for key, (sizes, _) in measured.items()}
-        self._runs = {key: _num_runs(sum(once)) for key, (_, once) in measured.items()}
         runs.clear()
         del operations
         gc.collect()
+        return measured
+
+    @property
+    def _edges(self) -> dict[tuple[str, str], int]:
+        return {(MODEL, edge): count for edge, count in self._stage.edges.items()}
+
+    def compare(self, length: int, plans: list[Plan], rounds: int) -> list[dict]:
+        measured_once = self._measure(length, plans)
+        self._runs = {key: _num_runs(sum(once)) for key, (_, once) in measured_once.items()}
+        needed = list(measured_once)
         peaks = [self._peak(plan, length) for plan in plans]
         seconds, optimizer, iterations, busy = self._seconds(needed, plans, length, rounds)
         costs = {
-            key: OperationCosts(*seconds[key], **dataclasses.asdict(found[key])) for key in needed
+            key: OperationCosts(*seconds[key], **dataclasses.asdict(sizes))
+            for key, (sizes, _) in measured_once.items()
         }
         rows = []
         for number, (plan, peak, times) in enumerate(zip(plans, peaks, iterations, strict=True)):
-            layer_seconds, peak_bytes = self._predicted(plan, length, costs)
+            layer_seconds, expected_peak = self._predicted(plan, length, costs)
             predicted = layer_seconds + optimizer
             measured = statistics.median(times)
             parts = ["step", *plan.halves(self._operations)]
             processor = sum(busy[part] for part in parts)
-            processor += sum(count * busy[edge] for edge, count in edges.items())
-            expected_peak = max(peak_bytes, self._static_bytes + self._optimizer_bytes)
+            processor += sum(count * busy[edge] for edge, count in self._edges.items())
             rows.append(
                 {
                     "s": length,
@@ -141,7 +160,7 @@ class Check:
         return rows
 
     def _predicted(self, plan: Plan, length: int, costs) -> tuple[float, float]:
-        """Seconds and peak bytes, static ones included, as the planner computes them."""
+        """Seconds of the model; peak bytes, static ones and the optimizer's step included."""
 
         def costs_of(name, operation, s, b):
             return costs[name, operation]
@@ -158,7 +177,8 @@ class Check:
         outcome = evaluate(policy.problem(tuple(plan.layers), 1, length, False), plan)
         assert outcome is not None
         seconds = outcome.seconds + model_seconds(costs_of, self._stage, length, 1)
-        return seconds, outcome.peak_bytes
+        peak_bytes = max(outcome.peak_bytes, self._static_bytes + self._optimizer_bytes)
+        return seconds, peak_bytes
 
     def _seconds(self, needed, plans, length, rounds):
         """Medians of the operations, of the step around them; all times of the iterations."""

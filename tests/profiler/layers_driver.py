@@ -60,7 +60,6 @@ def _what(layer) -> list:
     return [type(layer.mlp).__name__, shape.window, unrotated]
 
 
-def _peaks(model, meter, before: int, constants, length: int) -> list[list]:
+def _peaks(model, meter, before: int, constants, length: int) -> list[tuple[str, float, float]]:
     check = Check(model, meter, before, constants)
-    rows = check.compare(length, plans_at(1, len(model.layers.numbers), 4), 1)
-    return [[row["plan"], row["predicted_bytes"], row["measured_bytes"]] for row in rows]
+    return check.compare_bytes(length, plans_at(1, len(model.layers.numbers), 4))
