@@ -49,6 +49,9 @@ class LiveBytes(TorchDispatchMode):
         if func.namespace == "c10d" and func._schema.name[6:] not in _IN_THE_CALLER:
             return _run_on_copies(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):  # as most are: told without looking through a tree
+            self._see(result.untyped_storage())
+            return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf.untyped_storage())

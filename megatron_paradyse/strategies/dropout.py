@@ -14,7 +14,7 @@ _MASK = 0xFFFFFFFF
 # less 2^32: the same modulo 2^32, and the product of a 32-bit value with it fits in an int64.
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B - (1 << 32)
-_FIRST_KEY = 0x9E3779B9  # c below: any number far beyond positions
+FIRST_KEY = 0x9E3779B9  # c below: any number far beyond positions
 
 
 def _mix(x):
@@ -24,6 +24,11 @@ def _mix(x):
     x = x ^ (x >> 15)
     x = (x * _MULTIPLIER_2) & _MASK
     return x ^ (x >> 16)
+
+
+def row_base(seed: int) -> int:
+    """What the hashes of all rows begin with: 32 bits."""
+    return _mix((_mix(seed & _MASK) + (seed >> 32)) & _MASK)
 
 
 def keep_mask(
@@ -39,10 +44,10 @@ def keep_mask(
     so that the bulk costs one mix per entry, and a probability is kept with chance 1 - dropout.
     Where row is m(query), for m(0) = 0, c keeps the keys' hashes from being the queries' ones.
     """
-    row = _mix((_mix(seed & _MASK) + (seed >> 32)) & _MASK)
-    for index in (sequences[:, None, None], heads[:, None], queries):
+    row = _mix((sequences[:, None, None] + row_base(seed)) & _MASK)
+    for index in (heads[:, None], queries):
         row = _mix((row + index) & _MASK)
-    entry = _mix(row[..., None] ^ _mix((keys + _FIRST_KEY) & _MASK))
+    entry = _mix(row[..., None] ^ _mix((keys + FIRST_KEY) & _MASK))
     return entry >= int(dropout * (_MASK + 1))
 
 

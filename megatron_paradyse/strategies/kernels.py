@@ -29,6 +29,7 @@ from megatron_paradyse.strategies.document_kernels import (
     flash_attn_documents_backward,
     flash_attn_documents_forward,
 )
+from megatron_paradyse.strategies.fused_tiles import can_fuse, fused_backward, fused_forward
 from megatron_paradyse.strategies.small_calls import in_small_calls
 from megatron_paradyse.strategies.tiled_kernel import BlockRule, tiled_backward, tiled_forward
 
@@ -49,16 +50,15 @@ class Kernel:
 
 def choose_kernel(q: Tensor, *, window: bool = False, dropout: bool = False) -> Kernel:
     """The kernel for queries like q [..., d]; `window` and `dropout` say what it must mask."""
-    if dropout:
-        return TILED
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
-    kernel = _choose(q.device.type, capability, q.dtype, q.shape[-1])
-    return TILED if window and not kernel.has_window else kernel
+    asked = q.device.type, capability, q.dtype, q.shape[-1]
+    kernel = _choose(*asked)
+    return _choose_tiled(*asked) if dropout or (window and not kernel.has_window) else kernel
 
 
 @lru_cache
 def _choose(device: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Kernel:
-    kernel = TILED
+    kernel = _choose_tiled(device, capability, dtype, head_dim)
     if device == "cpu":
         kernel = CPU_FLASH
     elif device == "cuda" and runs_flash(capability, dtype, head_dim):
@@ -67,6 +67,14 @@ def _choose(device: str, capability: tuple[int, int], dtype: torch.dtype, head_d
         kernel = CUDA_EFFICIENT
     logger.info("attention of head dim %s in %s on %s: %s", head_dim, dtype, device, kernel.name)
     return kernel
+
+
+def _choose_tiled(
+    device: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int
+) -> Kernel:
+    """One that takes dropout and windows."""
+    fuses = device == "cuda" and can_fuse(capability, dtype, head_dim)
+    return FUSED_TILES if fuses else TILED
 
 
 def _flash_kernel() -> Kernel:
@@ -245,4 +253,5 @@ FLASH_ATTN = Kernel(
         in_small_calls(flash_attn_documents_backward),
     ),
 )
+FUSED_TILES = Kernel("fused tiles (Triton)", fused_forward, fused_backward, has_window=True)
 TILED = Kernel("tiled torch operations", tiled_forward, tiled_backward, has_window=True)

@@ -145,11 +145,12 @@ def costs(tmp_path_factory):
 def measured(costs, tmp_path_factory):
     """What ranks, and one process in their place, say: values and trials."""
     found, figure = {}, tmp_path_factory.mktemp("figure") / "limits.png"
-    for how in (("--nproc", 2, "--figure", figure), ("--stand-in",)):
+    some = ("--measure-only", "ParaDySe,ulysses_z")
+    for how in (("--nproc", 2, "--figure", figure), ("--stand-in", *some)):
         path = tmp_path_factory.mktemp("measured") / "trials.json"
         output = command(
             "max-length", costs, "--measure", path, *how, "--json",
-            "--memory-budget", "8MiB", "--memory-margin", 0, "--resolution", RESOLUTION, *MODEL,
+            "--memory-budget", "5MiB", "--memory-margin", 0, "--resolution", RESOLUTION, *MODEL,
         )  # fmt: skip
         found[how[0]] = json.loads(output), read_trials(str(path))[1]
     assert figure.stat().st_size > 5000

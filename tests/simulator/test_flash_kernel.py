@@ -131,12 +131,38 @@ def test_attention_takes_as_long_as_the_scores_that_it_computes():
 def test_float32_and_dropout_run_what_a_gpu_runs_of_them():
     with FakeTensorMode(), flash_kernel():
         for dtype, options, name in (
-            (torch.float32, {"window": True}, TILED.name),
-            (torch.bfloat16, {"window": True, "dropout": True}, TILED.name),
+            (torch.float32, {"window": True}, "fused tiles, simulated"),
+            (torch.bfloat16, {"window": True, "dropout": True}, "fused tiles, simulated"),
             (torch.float32, {}, CPU_FLASH.name),
+            (torch.float64, {"dropout": True}, TILED.name),
         ):
             q = torch.empty(1, 1, 8, 16, dtype=dtype)
             assert local_attention_module.choose_kernel(q, **options).name == name
+
+
+@pytest.mark.parametrize(("window", "scores"), [(None, 128 * 129 // 2), (40, None)])
+def test_with_dropout_a_backward_makes_its_scores_twice_and_holds_a_sum_of_each_row(window, scores):
+    """Seven products, not five; of a window each tile of 64 queries the keys that one sees."""
+    if scores is None:
+        near = itertools.product(range(128), repeat=2)
+        scores = sum(0 <= q - k < window + 63 for q, k in near)
+    counted = []
+
+    @contextlib.contextmanager
+    def told(count):
+        counted.append(count)
+        yield
+
+    rule = BlockRule(scale=0.1, causal=True, window=window, dropout=0.1)
+    with FakeTensorMode(), flash_kernel(told), LiveBytes() as meter:
+        q, k, v, grad = (torch.empty(2, 4, 128, 16, dtype=torch.bfloat16) for _ in range(4))
+        kernel = local_attention_module.choose_kernel(q, dropout=True)
+        out, lse = kernel.forward(q, k, v, rule)
+        before = meter.live_bytes
+        meter.reset_peak()
+        grads = kernel.backward(grad, q, k, v, out, lse, rule)
+        assert meter.peak_bytes - before == sum(x.nbytes for x in grads) + 2 * 4 * 128 * 4
+    assert counted == [scores, scores * 7 // 5]
 
 
 def _backward_bytes(dtype, context=None) -> int:

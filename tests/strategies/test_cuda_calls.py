@@ -16,6 +16,7 @@ from megatron_paradyse.strategies.kernels import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
     FLASH_ATTN,
+    FUSED_TILES,
     TILED,
 )
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
@@ -219,9 +220,10 @@ AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
         (ADA, torch.float16, 256, "torch CUDA flash"),
         ((12, 0), torch.bfloat16, 200, "torch CUDA efficient"),
         (HOPPER, torch.bfloat16, 264, "torch CUDA efficient"),
-        (HOPPER, torch.bfloat16, 60, "tiled torch operations"),
+        (HOPPER, torch.bfloat16, 60, "fused tiles (Triton)"),
         (HOPPER, torch.float32, 60, "torch CUDA efficient"),
-        (HOPPER, torch.float32, 6, "tiled torch operations"),
+        (HOPPER, torch.float32, 6, "fused tiles (Triton)"),
+        (HOPPER, torch.bfloat16, 260, "tiled torch operations"),
         (HOPPER, torch.float64, 64, "tiled torch operations"),
         ((7, 5), torch.float16, 64, "torch CUDA efficient"),
         ((7, 5), torch.bfloat16, 64, "tiled torch operations"),
@@ -233,13 +235,18 @@ def test_kernel_is_one_that_the_device_has_for_the_head_dim(capability, dtype, h
 
 
 def test_windows_run_where_the_kernel_has_them(monkeypatch):
-    q = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=None, shape=(8,))
+    q = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32, shape=(8,))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-    for kernel, expected in ((CUDA_FLASH, CUDA_FLASH), (CUDA_EFFICIENT, TILED)):
+    for kernel, expected in ((CUDA_FLASH, CUDA_FLASH), (CUDA_EFFICIENT, FUSED_TILES)):
         monkeypatch.setattr(kernels, "_choose", lambda *a, kernel=kernel: kernel)
         assert kernels.choose_kernel(q, window=True) is expected
         assert kernels.choose_kernel(q) is kernel
-        assert kernels.choose_kernel(q, dropout=True) is TILED
+        assert kernels.choose_kernel(q, dropout=True) is FUSED_TILES
+    q.dtype = torch.float64
+    assert kernels.choose_kernel(q, dropout=True) is TILED
+    q.dtype = torch.float16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert kernels.choose_kernel(q, dropout=True) is TILED
 
 
 @pytest.mark.parametrize(

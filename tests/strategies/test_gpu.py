@@ -22,6 +22,7 @@ from megatron_paradyse.strategies.kernels import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
     FLASH_ATTN,
+    FUSED_TILES,
     TILED,
     choose_kernel,
 )
@@ -170,6 +171,7 @@ KERNEL_CASES = [
         (CUDA_FLASH, HALF_TYPES, (40, 64, 128, 192)),  # 192: of DeepSeek's latent attention
         (FLASH_ATTN, HALF_TYPES, (64, 128, 192)),
         (CUDA_EFFICIENT, (torch.float32, *HALF_TYPES), (40, 64, 128, 192)),
+        (FUSED_TILES, (torch.float32, *HALF_TYPES), (6, 64, 192)),
         (TILED, (torch.float64, torch.float32, *HALF_TYPES), (6, 64)),
         (None, (torch.float64, torch.float32, *HALF_TYPES), (6, 40, 64)),  # the one it chooses
     )

@@ -24,7 +24,7 @@ MODEL = {
     "--seq-length": 64,
     "--max-position-embeddings": 4096,
     "--micro-batch-size": 2,
-    "--global-batch-size": 8,
+    "--global-batch-size": 4,
     "--train-iters": 4,
     "--lr": "1e-2",
     "--tokenizer-type": "NullTokenizer",

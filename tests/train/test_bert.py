@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import numpy as np
@@ -101,20 +102,33 @@ ROWS = {  # two of them over two replicas each
 }
 
 
+LONG = ["--global-batch-size", 16, "--seq-length", 96, "--train-iters", 3]
+LONG += ["--split", "80,20,0", "--eval-iters", 1, "--eval-interval", 3]
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """By positions: a document a microbatch on one rank, and its checkpoint of iteration 1."""
+
+    @functools.cache
+    def run(positions):
+        saved = tmp_path_factory.mktemp("alone") / "saved"
+        flags = [*data, *LONG, "--position-embedding-type", positions, "--micro-batch-size", 1]
+        flags += ["--save", saved, "--save-interval", 1]
+        found = train(saved.parent, *flags, ranks=1, entry=("bert",))
+        (saved / "latest_checkpointed_iteration.txt").write_text("1")
+        return found, saved
+
+    return run
+
+
 @pytest.mark.parametrize("grid", ROWS)
-def test_packed_documents_train_as_they_do_one_by_one(grid, data, tmp_path):
+def test_packed_documents_train_as_they_do_one_by_one(grid, data, alone, tmp_path):
     """The same tokens are masked; some documents are longer than a row, and padded alone."""
     ranks, flags = ROWS[grid]
-    flags = [*data, "--global-batch-size", 16, "--seq-length", 96, *flags]
-    split = ["--split", "80,20,0", "--eval-iters", 1, "--eval-interval", 4]
-    saved = tmp_path / "saved"
-    save = ["--save", saved, "--save-interval", 1, "--micro-batch-size", 1]
-    rope = flags[-2:] if grid == "one" else []
-    alone = [*data, "--global-batch-size", 16, "--seq-length", 96, *split, *save, *rope]
-    expected = train(tmp_path / "alone", *alone, ranks=1, entry=("bert",))
-    (saved / "latest_checkpointed_iteration.txt").write_text("1")
-    packed = [*flags, *PACKED, *split, "--load", saved]
-    run = train(tmp_path / "packed", *packed, ranks=ranks, entry=("bert",))
+    expected, saved = alone("rope" if "rope" in flags else "learned_absolute")
+    packed = [*data, *LONG, *flags, *PACKED, "--load", saved]
+    run = train(tmp_path, *packed, ranks=ranks, entry=("bert",))
     for name in ("loss", "grad_norm", "tokens"):
         np.testing.assert_allclose(run.values(name), expected.values(name)[1:], rtol=1e-5)
     validated = [re.findall(r"validation loss at .*? lm loss value: (\S+)", r.stdout)[0]

@@ -40,7 +40,7 @@ def test_going_on_in_other_samples_is_warned_of_once(saved, tmp_path):
     flags = ["--mock-data", "--load", saved, "--paradyse", "--paradyse-sequences", "fixed"]
     flags += ["--train-iters", 3, "--override-opt-param-scheduler"]
     run = train(tmp_path, *SMALL[:2], *flags, ranks=1)
-    said = f"> paradyse: the checkpoint has consumed 16 samples and counted {SHUFFLED}; this run"
+    said = f"> paradyse: the checkpoint has consumed 8 samples and counted {SHUFFLED}; this run"
     assert run.stdout.count(said) == 1
     anew = train(tmp_path, *SMALL[:2], *flags, "--override-ckpt-iteration", 0, ranks=1)
     assert "samples and counted" not in anew.stdout

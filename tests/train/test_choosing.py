@@ -22,7 +22,7 @@ from tests.train.harness import (
 )
 from tests.train.synthetic_costs import write_costs
 
-ITERATIONS = 4  # benchmarks/loss_curves.py: 200
+ITERATIONS = 3  # benchmarks/loss_curves.py: 200
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
 ONE_EACH = ["--micro-batch-size", 1, "--global-batch-size", 2, "--lr", "1e-3"]
@@ -210,8 +210,8 @@ def test_memory_that_ran_out_is_traced_and_teaches_the_next_start(data, tmp_path
     trace = tmp_path / "trace.jsonl"
     flags = [*data, *TP2, *by_cost(costs), "--paradyse-trace", trace]
     flags += ["--paradyse-memory-budget", "3MB", "--paradyse-memory-margin", 0]
-    run = train_under_torchrun(tmp_path, *flags, ranks=2, timeout_seconds=120)
-    assert run.code != 0
+    run = attempt(tmp_path, *flags, ranks=2)
+    assert run.code not in (0, 124)
     errors = [line for line in run.stderr.splitlines() if line.startswith("error")]
     assert len(errors) == 1 and "out of memory at iteration " in errors[0], run.stderr[-3000:]
     assert "start again with this --paradyse-trace" in errors[0]

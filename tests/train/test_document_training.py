@@ -64,7 +64,7 @@ def test_resuming_continues_at_the_exact_sample(data, tmp_path):
 def test_a_phase_begins_with_the_first_documents_of_its_data(sequences, tmp_path):
     """--phase-transition-iterations: saves, ends; the next start reads its data from the first."""
     flags = ["--split", "100,0,0", "--paradyse", "--paradyse-sequences", sequences]
-    flags += ["--micro-batch-size", 1, "--train-samples", 32]
+    flags += ["--micro-batch-size", 1, "--train-samples", 16]
     if sequences == "packed":
         flags += ["--paradyse-pack-tokens", 128]
     for name, seed in (("one", 1), ("other", 2)):

@@ -24,7 +24,8 @@ def data(tmp_path_factory):
     learnt = np.random.default_rng(3).random(sum(LENGTHS)) < 1 / 3
     learnt[np.cumsum(LENGTHS) - 1] = True
     prefix.with_suffix(".targets").write_bytes(learnt.astype(np.uint8).tobytes())
-    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3"]
+    flags = ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3"]
+    return [*flags, "--global-batch-size", 8]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ MODELS = {
     "gpt": (4, ["--num-layers", 3]),
     "llama": (2, ["--num-layers", 3, *OF_LLAMA]),
     "gated": (4, ["--num-layers", 3, *LLAMA, "--attention-output-gate", "--num-query-groups", 2]),
-    "more tokens predicted": (4, MORE_TOKENS),
+    "more tokens predicted": (2, MORE_TOKENS),
     "more tokens predicted in tiles": (2, [*MORE_TOKENS, "--paradyse-head-tile", 10]),
 }
 

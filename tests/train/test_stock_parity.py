@@ -8,7 +8,7 @@ import pytest
 from tests.train.harness import LLAMA, train
 
 OURS = ["--paradyse", "--paradyse-sequences", "fixed", "--paradyse-policy", "fixed:megatron_ts"]
-TWO_LAYERS = ["--mock-data", "--num-layers", 2]
+TWO_LAYERS = ["--mock-data", "--num-layers", 2, "--global-batch-size", 8]
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 GRIDS = {
     "tp1": (1, []),

@@ -11,7 +11,7 @@ from tests.train.harness import LATENT, LLAMA, run_forked, train, with_defaults,
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
 MODELS = {
-    "gpt": (4, TP4),
+    "gpt": (4, [*TP4, "--num-layers", 2]),
     "llama": (2, [
         *TP2, *LLAMA, "--qk-layernorm", "--softmax-type", "learnable", "--num-layers", 3,
         "--mtp-num-layers", 1,
@@ -19,7 +19,7 @@ MODELS = {
     "mqa-dropout": (
         2,
         [*TP2, "--group-query-attention", "--num-query-groups", 1, "--attention-dropout", 0.2,
-         "--hidden-dropout", 0.1, "--no-bias-gelu-fusion"],
+         "--hidden-dropout", 0.1, "--no-bias-gelu-fusion", "--num-layers", 2],
     ),
     "gated-mqa": (2, [
         *TP2, *LLAMA, "--num-query-groups", 1, "--attention-output-gate", "--add-qkv-bias",
@@ -32,7 +32,7 @@ MODELS = {
 def test_every_plan_gives_the_same_loss_and_gradients(model, tmp_path):
     """Uniform, mixed over layers, operations and microbatches, against stock Megatron; 1e-5."""
     ranks, flags = MODELS[model]
-    flags = [*flags, "--global-batch-size", 4, "--paradyse"]  # two microbatches
+    flags = [*flags, "--paradyse"]
     code, stdout, stderr = run_forked(
         "tests.train.compare_plans",
         with_defaults(flags),
@@ -63,7 +63,6 @@ SOME_OFFLOAD = ["--paradyse-strategies", "megatron_ts,ulysses_z+offload,metp+rec
 def test_fifty_iterations_of_random_plans_follow_stock_megatron(tmp_path):
     """Another plan for every microbatch, layer and operation; losses within 1e-4 all the way."""
     flags = ["--mock-data", *TP2, "--train-iters", 50, "--lr", "1e-3", "--num-layers", 2]
-    flags += ["--global-batch-size", 4]  # two microbatches
     ours = ["--paradyse", "--paradyse-sequences", "fixed", *RANDOM]
     stock = train(tmp_path / "stock", *flags, ranks=2)
     run = train(tmp_path / "ours", *flags, *ours, ranks=2)
@@ -73,18 +72,19 @@ def test_fifty_iterations_of_random_plans_follow_stock_megatron(tmp_path):
 
 YARN = ["--position-embedding-type", "yarn", "--rotary-scaling-factor", 8]
 YARN += ["--yarn-original-max-position-embeddings", 16, "--no-rope-fusion"]
+FOUR_MICROBATCHES = ["--global-batch-size", 8]  # of two replicas: two each
 MACHINERY = {
     "overlapped distributed optimizer": (4, [
         *TP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
-        "--ddp-bucket-size", 2000,
+        "--ddp-bucket-size", 2000, *FOUR_MICROBATCHES,
     ]),
     "pipeline, full recomputation": (4, [
         *TP2, "--pipeline-model-parallel-size", 2, "--recompute-granularity", "full",
-        "--recompute-method", "block", "--recompute-num-layers", 1,
+        "--recompute-method", "block", "--recompute-num-layers", 1, *FOUR_MICROBATCHES,
     ]),
     "stages without layers": (2, [
         "--pipeline-model-parallel-size", 2, "--pipeline-model-parallel-layout", "E|tt|tt|mmL",
-        "--mtp-num-layers", 2, "--position-embedding-type", "rope",
+        "--mtp-num-layers", 2, "--position-embedding-type", "rope", *FOUR_MICROBATCHES,
     ]),
     "pipeline, offload": (4, [*TP2, "--pipeline-model-parallel-size", 2]),
     "mixture of experts": (2, [
