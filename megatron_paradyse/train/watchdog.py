@@ -88,7 +88,7 @@ class Watchdog:
         self._over.set()
         self._own.end = how[:300]
         for _ in range(TRIES):
-            if self._say():
+            if self._store_has_gone() or self._say():
                 break
         if serves():
             well = how == "done"
@@ -113,10 +113,10 @@ class Watchdog:
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline and not self._over.is_set():
             self._look()
+            for beat in self._seen.values():
+                if beat.end is not None and beat.end != "done":
+                    self._end_after(beat.end)
             time.sleep(min(self._interval, 0.05))
-        for beat in self._seen.values():
-            if beat.end is not None and beat.end != "done":
-                self._end_after(beat.end)
         self._failed_at = None
 
     def _run(self) -> None:
