@@ -62,7 +62,7 @@ def test_between_nodes_rings_go_through_all_ports_and_a_message_through_one():
 
 @pytest.mark.parametrize(
     ("strategies", "heads", "tile_rows"),
-    [(RINGS, 9, TILE_ROWS), (IN_TILES, 36, 2)],  # the 20 rows of a rank in 10 tiles
+    [(RINGS, 9, TILE_ROWS), (IN_TILES, 18, 2)],  # the 20 rows of a rank in 10 tiles
     ids=["rings", "tiles"],
 )
 def test_long_loops_give_what_walking_them_whole_gives(strategies, heads, tile_rows, tmp_path):
