@@ -187,6 +187,8 @@ class Watchdog:
                 if time.monotonic() - self._since[rank] > SECONDS_TO_END:
                     self._end_after(beat.end)
                 continue
+            if rank in gone and self._store_failed():
+                continue  # it follows the first rank, and cannot say so
             how = "its process has ended" if rank in gone else self._silence(rank, beat)
             if how is not None:
                 missing.append(self._sentence(beat, how))
@@ -210,6 +212,10 @@ class Watchdog:
         """With the process that it was in, as far as can be seen from here."""
         first = self._seen.get(0)
         return served_by_a_rank() and first is not None and state_here(first) == "ended"
+
+    def _store_failed(self) -> bool:
+        """Whether it has gone with a first rank that told of an error."""
+        return self._store_has_gone() and self._seen[0].end not in (None, "done")
 
     def _sentence(self, beat: Beat, how: str) -> str:
         host = beat.machine.split()[0]

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_paradyse.ports import free_port
+from megatron_paradyse.train import watchdog
+from megatron_paradyse.train.peers import Beat
 from megatron_paradyse.train.watchdog import EXIT_CODE
 from tests.train.harness import run_each
 
@@ -55,6 +58,21 @@ def test_a_rank_that_ends_with_an_error_is_not_missing_nor_who_follows(rank, tmp
     (line,) = errors(stderr)
     assert "this file is wrong: give another" in line
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("how", ["rank 0 has ended: this file is wrong", None])
+def test_who_goes_after_the_store_failed_follows_and_is_not_missing(how, monkeypatch):
+    """It cannot say that it follows. Had the first rank not told of an error, all were missing."""
+    monkeypatch.setattr(watchdog, "ranks", lambda: (1, 3))
+    monkeypatch.setattr(watchdog, "Line", lambda *a, **o: SimpleNamespace(ask=lambda make: None))
+    monkeypatch.setattr(watchdog, "_current", None)
+    monkeypatch.setattr(watchdog, "state_here", lambda beat: "ended")
+    dog, missing = watchdog.Watchdog(LIMIT), []
+    monkeypatch.setattr(dog, "_end", missing.extend)
+    for rank, end in ((0, how), (2, None)):
+        dog._seen[rank], dog._since[rank] = Beat(rank, 1, "here", 1, "", end=end), time.monotonic()
+    dog._look()
+    assert len(missing) == (0 if how else 2)
 
 
 def test_ranks_that_fail_each_in_its_own_words_say_those_of_the_first(tmp_path):
