@@ -82,8 +82,8 @@ LONG = 24  # rows of a tile: a sequence of two tiles and a half on 2 ranks
 CASES = {
     "gpt-2": (GPT, 2, TILE_ROWS),
     "llama-4": (LLAMA, 4, TILE_ROWS),
-    "gated-4": ([*LLAMA, "--attention-output-gate", "--qk-layernorm"], 4, TILE_ROWS),
-    "bert-4": (BERT, 4, TILE_ROWS),
+    "gated-2": ([*LLAMA, "--attention-output-gate", "--qk-layernorm"], 2, TILE_ROWS),
+    "bert-2": (BERT, 2, TILE_ROWS),
     "differing-predicting-2": ([*DIFFERING, *PREDICTING], 2, TILE_ROWS),
     "predicting-2": ([*LLAMA, *PREDICTING, "--paradyse-head-tile", 96], 2, TILE_ROWS),
     "long-gpt-2": (GPT, 2, LONG),

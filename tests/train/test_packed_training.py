@@ -11,7 +11,7 @@ import pytest
 from tests.train.harness import LLAMA, train, write_documents
 from tests.train.synthetic_costs import write_costs
 
-ITERATIONS, SAVED = 10, 8
+ITERATIONS, SAVED = 6, 4
 TOKENS = 64  # some documents are longer
 LENGTHS = np.random.default_rng(5).integers(2, 90, size=200).tolist()
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]

@@ -107,6 +107,7 @@ MACHINERY = {
 def test_switching_under_megatrons_own_machinery(machinery, data, tmp_path):
     """Random plans against fixed:megatron_ts, with gradient accumulation over microbatches."""
     ranks, flags = MACHINERY[machinery]
+    flags = ["--train-iters", 3, *flags]
     fixed = train(tmp_path / "fixed", *data, *flags, ranks=ranks)
     run = train(tmp_path / "random", *data, *flags, *RANDOM, *SOME_OFFLOAD, ranks=ranks)
     for name in ("loss", "grad_norm"):

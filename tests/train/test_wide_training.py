@@ -13,7 +13,7 @@ from megatron_paradyse.report.trace_file import read_trace
 from tests.train.harness import LATENT, LLAMA, attempt, estimates, train, write_documents
 from tests.train.synthetic_costs import write_costs
 
-ITERATIONS = 3
+ITERATIONS = 2
 LENGTHS = np.random.default_rng(6).integers(2, 60, size=60).tolist() + [300, 280, 250, 310] * 5
 ROWS = ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", 96]
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
