@@ -11,7 +11,7 @@ $(STAMP): setup.py pyproject.toml scripts/setup.sh
 	touch $(STAMP)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check .
