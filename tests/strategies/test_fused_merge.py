@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.strategies.interpreted import interpreted
 
 
 def merged_both_ways(device: str) -> None:
@@ -47,13 +42,7 @@ def merged_both_ways(device: str) -> None:
 
 def test_the_kernel_merges_as_float64_does_by_the_interpreter():
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-c", "import tests.strategies.test_fused_merge as t; "
-         "t.merged_both_ways('cpu')"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert run.stdout == "merged\n", run.stderr[-3000:]
+    assert interpreted("test_fused_merge", "merged_both_ways('cpu')") == "merged\n"
 
 
 @pytest.mark.gpu

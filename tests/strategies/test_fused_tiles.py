@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +11,9 @@ from torch import Tensor
 from megatron_paradyse.strategies.dropout import keep_mask_of_ranges
 from megatron_paradyse.strategies.kernels import FUSED_TILES, TILED
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
+from tests.strategies.interpreted import interpreted
 from tests.strategies.pieces import attend_in_pieces
 
-ROOT = Path(__file__).resolve().parents[2]
 DROPOUT = {"dropout": 0.25, "dropout_seed": (9 << 32) + 5, "first_sequence": 3, "first_head": 6}
 # b, n, g, queries, keys, d, rule; sizes and places that no tile divides
 CASES = {
@@ -99,13 +95,7 @@ def made_both_ways(device: str, dtypes=(torch.float32, torch.float16)) -> None:
 
 def test_the_interpreter_makes_what_float64_does():
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-c", "import tests.strategies.test_fused_tiles as t; "
-         "t.made_both_ways('cpu')"],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert run.stdout == "made\n", run.stderr[-3000:]
+    assert interpreted("test_fused_tiles", "made_both_ways('cpu')") == "made\n"
 
 
 @pytest.mark.gpu
