@@ -10,7 +10,7 @@ YARN = ["--position-embedding-type", "yarn", "--rotary-scaling-factor", 8]
 OF_LLAMA = [*LLAMA, *YARN, "--qk-layernorm", "--softmax-type", "learnable"]
 MORE_TOKENS = ["--mtp-num-layers", 1, "--position-embedding-type", "rope", "--num-layers", 2]
 MODELS = {
-    "gpt": (4, ["--num-layers", 3]),
+    "gpt": (2, ["--num-layers", 3]),
     "llama": (2, ["--num-layers", 3, *OF_LLAMA]),
     "gated": (4, ["--num-layers", 3, *LLAMA, "--attention-output-gate", "--num-query-groups", 2]),
     "more tokens predicted": (2, MORE_TOKENS),
