@@ -52,8 +52,10 @@ def choose_kernel(q: Tensor, *, window: bool = False, dropout: bool = False) -> 
     """The kernel for queries like q [..., d]; `window` and `dropout` say what it must mask."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
     asked = q.device.type, capability, q.dtype, q.shape[-1]
+    if dropout:
+        return _choose_tiled(*asked)
     kernel = _choose(*asked)
-    return _choose_tiled(*asked) if dropout or (window and not kernel.has_window) else kernel
+    return _choose_tiled(*asked) if window and not kernel.has_window else kernel
 
 
 @lru_cache
