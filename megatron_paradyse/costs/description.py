@@ -26,7 +26,7 @@ MAX_RANKS = 1 << 20
 MEMORY_TOLERANCE = 0.02
 OPTIONAL_KEYS = (
     *("head_tile", "num_experts", "attention_dropout", "hidden_dropout", "attention_window"),
-    *("mtp_num_layers", "halves"),
+    *("mtp_num_layers", "halves", "tiled_scores"),
 )
 HALVES_KEY, OTHER_LAYERS = "halves", "other_layers"  # the second is missing where there are none
 WINDOW, OUTPUT_GATE = "window", "output_gate"  # of an attention in halves
@@ -74,8 +74,9 @@ class Description:
     attention_dropout, hidden_dropout: whether there is any; attention_window: "none", or its size
         and whether all layers have it; mtp_num_layers: how many of the layers are of multi-token
         prediction; halves: of each kind of attention and MLP (see layers.py) what it has, numbers
-        by name, such as the keys of its window. Files of earlier versions do not tell these, which
-        are then None.
+        by name, such as the keys of its window; tiled_scores: whether attention of dropout or a
+        window, where no flash kernel takes it, holds tiles of scores in memory. Files of earlier
+        versions do not tell these, which are then None.
     other_layers: see layers.py; none of a model whose layers are alike.
     """
 
@@ -97,6 +98,7 @@ class Description:
     attention_window: str | None = None
     mtp_num_layers: int | None = None
     halves: Mapping[str, Mapping[str, int]] | None = None
+    tiled_scores: bool | None = None
     other_layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

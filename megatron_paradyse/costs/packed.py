@@ -52,8 +52,8 @@ class Packed:
     """How packed rows follow from single documents.
 
     causal: whether these have one triangle of scores; sizes: of the layer, for any s. windows: the
-    keys that a query sees, of each kind of attention that has a window; in_tiles: whether the tiled
-    kernel hides the others; drops: whether it runs anyway, for attention dropout.
+    keys that a query sees, of each kind of attention that has a window; dropout: whether there is
+    any of attention; in_tiles: whether the tiled kernel runs where there is either.
     joined: whether one call of the kernel takes documents that lie side by side; walked: whether
     the walks of strategies/walks/ know the layer. wide_bytes_per_second: what a rank receives of
     other groups' ranks; infinite where not known.
@@ -64,7 +64,7 @@ class Packed:
     fits: Mapping[str, PackedFit] = field(default_factory=dict)  # by strategy
     windows: Mapping[str, int] = field(default_factory=dict)
     in_tiles: bool = False
-    drops: bool = False
+    dropout: bool = False
     joined: bool = False
     walked: bool = True
     wide_bytes_per_second: float = math.inf
@@ -77,7 +77,12 @@ class Packed:
     def tiled_window(self, operation: str) -> float | None:
         """Keys that a query of this attention sees, where the tiled kernel runs; else None."""
         window = self.windows.get(operation, math.inf)
-        return window if self.drops or (self.in_tiles and window < math.inf) else None
+        return window if self.in_tiles and (self.dropout or window < math.inf) else None
+
+    def is_walked(self, strategy: str, operation: str) -> bool:
+        """Whether the walks tell of its rows: of no window, nor of score rows with dropout."""
+        tiled = self.dropout and (self.in_tiles or base_name(strategy) in WHOLE_COLUMNS)
+        return self.walked and operation not in self.windows and not tiled
 
     def load_of(self, row: Row) -> Load:
         return load_of(row, causal=self.causal, window=self.window)

@@ -56,15 +56,15 @@ def packed_of(d: Description) -> Packed:
     """Without fits."""
     sizes = layer_sizes(d)
     flash = d.hardware.kind == "cuda" and sizes.half_type and sizes.d in FLASH_HEAD_DIMS
-    drops = bool(d.attention_dropout)
+    dropout = bool(d.attention_dropout)
     return Packed(
         sizes.causal,
         sizes,
         windows=d.windows,
-        in_tiles=drops or not flash,
-        drops=drops,
-        joined=flash and not drops,
-        walked=d.latents is None and not drops,
+        in_tiles=d.tiled_scores is not False and (dropout or not flash),
+        dropout=dropout,
+        joined=flash and not dropout,
+        walked=d.latents is None,
     )
 
 

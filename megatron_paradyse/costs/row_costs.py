@@ -176,11 +176,10 @@ class RowCosts:
         packed = self._model.packed
         assert packed is not None
         windowed, tiled_window = operation in packed.windows, packed.tiled_window(operation)
-        in_one_call = packed.joined and not windowed
         load = joined(strategy, self._load) if packed.joined else self._load
-        if packed.walked and not windowed and tiled_window is None:
+        if packed.is_walked(strategy, operation):
             found = walked_row_bytes(
-                strategy, terms.like, one, packed.sizes, load, in_one_call=in_one_call
+                strategy, terms.like, one, packed.sizes, load, in_one_call=packed.joined
             )
             if found is not None:
                 return found
@@ -196,7 +195,7 @@ class RowCosts:
             packed.load_of_one(s, self._load.p).seen(windowed),
             least=least,
             tiled_window=tiled_window,
-            in_one_call=in_one_call,
+            in_one_call=packed.joined,
         )
 
 

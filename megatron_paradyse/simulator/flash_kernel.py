@@ -54,11 +54,16 @@ def flash_kernel(scores: Scores = lambda count: contextlib.nullcontext()) -> Ite
         has_flash = q.dtype in HALF_TYPES and runs_flash(LEAST, q.dtype, q.shape[-1])
         if has_flash and not dropout:
             return windowed if window else flash
-        fuses = kernel is TILED and can_fuse(LEAST, q.dtype, q.shape[-1])
+        fuses = kernel is TILED and not tiles_scores(q.dtype, q.shape[-1])
         return fused if fuses else kernel
 
     with opened([(local_attention, "choose_kernel", chosen)]):
         yield
+
+
+def tiles_scores(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether dropout takes a kernel that holds tiles of scores."""
+    return not can_fuse(LEAST, dtype, head_dim)
 
 
 def workspace(q: Tensor, k: Tensor, documents: int = 0) -> tuple[Tensor, ...]:

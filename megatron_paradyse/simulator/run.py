@@ -212,6 +212,7 @@ def quiet() -> Iterator[None]:
 def _description(options: Options, num_layers: int) -> Description:
     from megatron.training import get_args
 
+    from megatron_paradyse.simulator.flash_kernel import tiles_scores
     from megatron_paradyse.train.describe import model_shape, told_options, versions
     from megatron_paradyse.train.model_kind import MASKS
 
@@ -230,5 +231,6 @@ def _description(options: Options, num_layers: int) -> Description:
         versions=versions(),
         source="simulated",
         date=datetime.date.today().isoformat(),
+        tiled_scores=tiles_scores(get_args().params_dtype, model.head_dim),
         **told_options(get_args(), model),
     )

@@ -21,6 +21,8 @@ from megatron_paradyse.costs.description import (
 )
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.strategies.contract import LatentSizes
+from megatron_paradyse.strategies.kernels import TILED, choose_kernel
+from megatron_paradyse.train.batch import device_of_rank
 from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_flags import check_costs_know
 from megatron_paradyse.train.model_kind import MASKS
@@ -41,6 +43,7 @@ def describe(args: argparse.Namespace, num_layers: int) -> Description:
         versions=versions(),
         source="measured",
         date=datetime.date.today().isoformat(),
+        tiled_scores=_tiles_scores(args),
         **told_options(args, model),
     )
 
@@ -66,6 +69,11 @@ def told_options(args: argparse.Namespace, model: ModelShape) -> dict[str, Any]:
         HALVES_KEY: layers.halves(args),
         OTHER_LAYERS: layers.kinds().others,
     }
+
+
+def _tiles_scores(args: argparse.Namespace) -> bool:
+    queries = torch.empty(1, head_dim(args), dtype=args.params_dtype, device=device_of_rank())
+    return choose_kernel(queries, dropout=True) is TILED
 
 
 def _dtype(args: argparse.Namespace) -> str:

@@ -54,6 +54,7 @@ TOLD = {
     "attention_window": ("none", "(1024, 0) of all layers"),
     "mtp_num_layers": (0, 1),
     "halves": ({"attention": {"window": 4096}}, {"attention": {"window": 128}}),
+    "tiled_scores": (False, True),
 }
 
 

@@ -12,15 +12,23 @@ from tests.train.harness import run_bounded
 
 FLAGS = ["--num-layers", 2, "--hidden-size", 128, "--num-attention-heads", 8, "--swiglu",
          "--group-query-attention", "--num-query-groups", 4, "--position-embedding-type", "rope",
-         "--disable-bias-linear", "--vocab-size", 512, "--attention-dropout", 0]  # fmt: skip
+         "--disable-bias-linear", "--vocab-size", 512]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def errors(tmp_path_factory):
+OPTIONS = {
+    "joined": ["--attention-dropout", 0],
+    "windows": ["--attention-dropout", 0, "--window-size", "256,0"],  # joined where shorter
+    "dropout": ["--attention-dropout", 0.1],  # one by one, in tiles that memory never holds
+}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def errors(request, tmp_path_factory):
     """Of rows of 2 to 32 documents, on 4 ranks."""
     path = tmp_path_factory.mktemp("costs") / "raw.json"
     options = ["--gpu", "h100-80g", "--ranks", 4, "--lengths", "1K,2K,4K", "--packed"]
     command = [sys.executable, "-m", "megatron_paradyse", "simulate", *options, "-o", path, *FLAGS]
+    command += OPTIONS[request.param]
     code, _, stderr = run_bounded([str(text) for text in command], timeout_seconds=240)
     assert code == 0, stderr
     return [one for one in measure_row_accuracy(read_cost_file(path).table) if one.form == DERIVED]
