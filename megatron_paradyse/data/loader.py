@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from megatron_paradyse.data.balance import Seconds, deal
+
+WorkerStart = Callable[[int], None] | None  # called in a worker of the loader with its number
 
 
 class Samples(Protocol):
@@ -171,6 +173,7 @@ def microbatches(
     alignment: int,
     num_workers: int,
     balance: Balance | None = None,
+    begin_worker: WorkerStart = None,
 ) -> torch.utils.data.DataLoader:
     """This replica's microbatches of the global samples from consumed to stop, None: without end.
 
@@ -183,5 +186,6 @@ def microbatches(
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=num_workers > 0,
+        worker_init_fn=begin_worker,
         generator=own_generator(stop),
     )

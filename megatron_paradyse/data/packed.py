@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_paradyse.data.loader import BatchSizes, Samples, own_generator
+from megatron_paradyse.data.loader import BatchSizes, Samples, WorkerStart, own_generator
 from megatron_paradyse.data.targets import NO_LABEL, ids_of
 from megatron_paradyse.packing.pack import Packing
 from megatron_paradyse.packing.row import Row
@@ -130,6 +130,7 @@ def packed_shares(
     stop: int | None = None,
     sizes: BatchSizes,
     num_workers: int,
+    begin_worker: WorkerStart = None,
 ) -> torch.utils.data.DataLoader:
     """The shares of stream positions from consumed to stop, None: without end.
 
@@ -143,5 +144,6 @@ def packed_shares(
         prefetch_factor=1 if num_workers else None,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=num_workers > 0,
+        worker_init_fn=begin_worker,
         generator=own_generator(stop),
     )

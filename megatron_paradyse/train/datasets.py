@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,14 @@ from megatron_paradyse.costs.description import common_window
 from megatron_paradyse.data.balance import Seconds
 from megatron_paradyse.data.choices import BUCKETED
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream
-from megatron_paradyse.data.loader import Balance, BatchSizes, Samples, Sharding, microbatches
+from megatron_paradyse.data.loader import (
+    Balance,
+    BatchSizes,
+    Samples,
+    Sharding,
+    WorkerStart,
+    microbatches,
+)
 from megatron_paradyse.data.order import make_order
 from megatron_paradyse.data.packed import Objective, PackedShares, next_tokens, packed_shares
 from megatron_paradyse.data.whole_set import OneEpoch, WholeSet
@@ -212,6 +220,7 @@ def _unpacked(
         stop=stop,
         alignment=alignment(args.tensor_model_parallel_size),
         num_workers=args.num_workers,
+        begin_worker=_worker_start(args),
         balance=Balance(batch_sizes(args), seconds) if seconds and is_train else None,
     )
 
@@ -262,7 +271,19 @@ def _packed(
         stop=stop,
         sizes=sizes,
         num_workers=args.num_workers,
+        begin_worker=_worker_start(args),
     )
+
+
+def _worker_start(args) -> WorkerStart:
+    """As of Megatron's own loader: the signal reaches workers too, and their rank needs them."""
+    if not args.exit_signal_handler:
+        return None
+    return functools.partial(_outlive, args.exit_signal)
+
+
+def _outlive(exit_signal: signal.Signals, worker: int) -> None:
+    signal.signal(exit_signal, lambda *of: None)  # PyTorch's own ends the worker, and so the rank
 
 
 def _objective(args, split: str, consumed: int, sizes: BatchSizes) -> Objective:

@@ -56,6 +56,7 @@ def test_rows_are_packed_by_the_window_that_all_layers_have(window, skipped, exp
         **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_workers": 0},
         **{"virtual_pipeline_model_parallel_size": None, "global_batch_size": 8},
         **{"step_batch_size_schedule": None, "micro_batch_size": 1, "data_parallel_size": 1},
+        exit_signal_handler=False,
         paradyse_model="gpt",
         position_embedding_type="rope",
         multi_latent_attention=False,

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.harness import LLAMA, train, write_documents
+from tests.train.harness import LLAMA, run_forked, train, with_defaults, write_documents
 
 LENGTHS = np.random.default_rng(5).integers(2, 90, size=60).tolist()
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -101,3 +101,21 @@ def test_interleaved_pipeline_evaluation_and_trace(data, tmp_path):
     assert "iteration 4/4 | lengths" in run.stdout
     assert "attention kernel torch CPU flash" in run.stdout
     assert "bucketed: each global batch is of one data set" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", 128]]
+)
+def test_a_job_that_is_told_to_end_saves_whatever_its_loaders_workers_hear(flags, data, tmp_path):
+    """SIGTERM of a scheduler reaches the workers too; PyTorch's handler would end them."""
+    saved = ["--save", tmp_path / "saved", "--save-interval", 100, "--exit-signal-handler"]
+    given = ["--micro-batch-size", 1, "--num-workers", 1, "--train-iters", 4, *saved]
+    code, _, stderr = run_forked(
+        "tests.train.signalled",
+        with_defaults([*data, *flags, *given]),
+        ranks=1,
+        folder=tmp_path,
+        timeout_seconds=120,
+    )
+    assert code == 0, stderr[-3000:]
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "2"
