@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from megatron.core import mpu
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
@@ -146,10 +147,13 @@ def derive_batch(tokens: torch.Tensor, lengths: torch.Tensor, *, max_position: i
 def count_lengths(lengths: torch.Tensor, vp_stage: int | None) -> None:
     """Tell Megatron's FLOP statistics and the meter of documents [n] that are trained on.
 
-    Once for all chunks of an interleaved pipeline, of which each reads them. None are told too:
-    the replicas add up their statistics, and Megatron wants to have heard of some on each.
+    Once for all chunks of an interleaved pipeline, of which each reads them, and for an iteration
+    that Megatron runs again to check its results. None are told too: the replicas add up their
+    statistics, and Megatron wants to have heard of some on each.
     """
     if vp_stage or not torch.is_grad_enabled():  # an evaluation does not count
+        return
+    if get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE:  # they were told
         return
     starts = torch.zeros(1 if len(lengths) else 2, dtype=lengths.dtype, device=lengths.device)
     update_seqlen_stats_from_cu_seqlens(torch.cat([starts, lengths.cumsum(0)]).int())

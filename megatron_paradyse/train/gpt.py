@@ -129,9 +129,9 @@ def loss_function(loss_mask: torch.Tensor | None, losses: torch.Tensor):
     if get_args().check_for_spiky_loss:
         state = get_rerun_state_machine()
         state.validate_result(
-            result=loss,
+            result=loss.detach() / num_tokens.clamp(min=1),  # sums are as long as documents
             rejection_func=functools.partial(
-                state.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
+                state.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss per token"
             ),
             message="Spiky loss",
             tolerance=0.0,
