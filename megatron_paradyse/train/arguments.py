@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from megatron_paradyse import prediction
 from megatron_paradyse.errors import UserError
@@ -122,6 +123,9 @@ def before_validation(args: argparse.Namespace) -> None:
         )
     args.spec = spec
     args.paradyse_instead_of = {"spec": None}
+    if not (args.eval_interval and args.eval_interval > 0):  # no evaluation goes by it, but
+        args.paradyse_instead_of["eval_interval"] = args.eval_interval
+        args.eval_interval = sys.maxsize  # Megatron divides by it once a checkpoint is loaded
     args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
     check_packed(args, only_megatron_ts=only_megatron_ts(args))
     if args.paradyse_settings.sequences != FIXED:

@@ -171,6 +171,19 @@ def test_megatron_divides_by_the_interval_of_evaluations(interval, said, monkeyp
         validated(args)
 
 
+@pytest.mark.parametrize("interval", [None, 0])
+@pytest.mark.parametrize("flag", ["--skip-train", "--full-validation"])
+def test_where_no_evaluation_goes_by_an_interval_megatron_has_one(
+    flag, interval, monkeypatch, tmp_path
+):
+    """It divides the iteration of a checkpoint by it; later starts learn what was given."""
+    write_documents(tmp_path / "corpus", [20] * 10)
+    args = parsed(monkeypatch, flag)
+    args.eval_interval, args.data_path = interval, [str(tmp_path / "corpus")]
+    assert 10**9 // validated(args).eval_interval == 0
+    assert args.paradyse_instead_of["eval_interval"] is interval
+
+
 def parsed(monkeypatch, *flags):
     """Megatron's arguments of MODEL with --paradyse, not yet validated."""
     plugin.install()
