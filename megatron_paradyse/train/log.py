@@ -56,6 +56,7 @@ class IterationLog:
         self._telemetry, self._trace, self._summary = telemetry, trace, summary
         self._step_seconds = 0.0
         self._interval = _Interval()
+        self._operations: list[float] = []  # of iterations since Megatron's clock began anew
 
     def install(self) -> None:
         """Wrap train_step and training_log where Megatron's training loop looks them up."""
@@ -101,17 +102,36 @@ class IterationLog:
                 self._trace.iteration(iteration, microbatches, values)
             self._after(iteration, microbatches)
             self._write_scalars(iteration, values, microbatches)
-            print_line = training.print_rank_last
+            print_line, operations = (
+                training.print_rank_last,
+                training.num_floating_point_operations,
+            )
             if tokens is not None:
                 training.print_rank_last = self._print_line(iteration)
+                training.num_floating_point_operations = self._mean_operations(operations, kwargs)
             try:
                 return training_log(
                     loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs
                 )
             finally:
                 training.print_rank_last = print_line
+                training.num_floating_point_operations = operations
+                printed = iteration % get_args().log_interval == 0
+                if printed and not kwargs.get("is_first_iteration"):
+                    self._operations.clear()
 
         return extended
+
+    def _mean_operations(self, of_iteration: Callable[..., float], lengths: dict):
+        """Of the iterations since the last line, whose mean seconds Megatron divides by.
+
+        It would take those of the last one, as if all had its lengths.
+        """
+        names = ("seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
+        counted = {name: lengths[name] for name in names}
+        self._operations.append(of_iteration(get_args(), None, **counted))
+        mean = sum(self._operations) / len(self._operations)
+        return lambda *args, **kwargs: mean
 
     def _print_line(self, iteration: int) -> Callable[[str], None]:
         return lambda line: _print_on_last_rank(self._line(line, iteration))

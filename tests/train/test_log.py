@@ -1,0 +1,56 @@
+"""What Megatron's line per iteration says of documents."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_paradyse.train import plugin
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"), [(1, [1, 1.5, 7]), (3, [1, 1.5, 10 / 3]), (2, [1, 1.5, 7])]
+)
+def test_operations_are_those_of_the_iterations_whose_seconds_they_are_divided_by(
+    interval, expected, monkeypatch
+):
+    """Megatron's clock runs on after the line of the first iteration."""
+    plugin.install()
+    from megatron.training import training
+
+    from megatron_paradyse.train import log
+
+    args = argparse.Namespace(
+        log_interval=interval, paradyse_settings=argparse.Namespace(sequences="documents")
+    )
+    monkeypatch.setattr(log, "get_args", lambda: args)
+    monkeypatch.setattr(log.mpu, "get_data_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(
+        training,
+        "num_floating_point_operations",
+        lambda args, batch_size, **of: of["total_real_tokens_in_batch"],
+    )
+    told = []
+    monkeypatch.setattr(
+        training,
+        "training_log",
+        lambda *of, **how: told.append(training.num_floating_point_operations(args, 4, **how)),
+    )
+    monkeypatch.setattr(training, "train_step", lambda: None)
+    nothing = argparse.Namespace(take=list, add=lambda microbatches: None)
+    iterations = log.IterationLog(
+        style="megatron",
+        telemetry=nothing,
+        trace=None,
+        summary=nothing,
+        margin=0.0,
+        peak_by_file=lambda planned: None,
+        after=lambda *of: None,
+    )
+    iterations.install()
+    for number, tokens in enumerate([1, 2, 7], start=1):
+        lengths = {"seqlen_squared_sum_in_batch": 1, "total_real_tokens_in_batch": tokens}
+        first = number == 1
+        training.training_log({}, {}, 0.0, number, is_first_iteration=first, **lengths)
+    assert told == pytest.approx(expected)
