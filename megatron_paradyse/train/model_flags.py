@@ -130,6 +130,14 @@ def check_prediction(args: argparse.Namespace) -> None:
             "tied embeddings, whose distributed checkpoints Megatron 0.19 neither saves nor loads: "
             "give --ckpt-format torch, or --untie-embeddings-and-output-weights"
         )
+    repeated = number > 1 and args.mtp_use_repeated_layer and args.overlap_grad_reduce
+    if repeated and args.paradyse_settings.policy.startswith("random:"):
+        raise UserError(
+            f"--overlap-grad-reduce with --mtp-num-layers {number}, --mtp-use-repeated-layer and "
+            f"--paradyse-policy {args.paradyse_settings.policy}: Megatron reduces a gradient once "
+            "it came as often as in the first iteration, and with +recompute it comes each time "
+            "that the layer ran: leave --overlap-grad-reduce out"
+        )
     many = args.recompute_num_layers
     full = args.recompute_granularity == "full" and args.recompute_method == "uniform"
     if full and many not in (None, 1):

@@ -58,6 +58,10 @@ REFUSED = {
     "--mtp-use-repeated-layer with --mtp-num-layers 2: costs tell nothing": [
         "--mtp-num-layers", 2, "--mtp-use-repeated-layer", *OPTIMAL,
     ],
+    "--overlap-grad-reduce with --mtp-num-layers 2, --mtp-use-repeated-layer and --paradyse-": [
+        "--mtp-num-layers", 2, "--mtp-use-repeated-layer", "--overlap-grad-reduce",
+        "--paradyse-policy", "random:1",
+    ],
     "--mtp-num-layers 5 with --num-layers 4: costs tell nothing": ["--mtp-num-layers", 5, *OPTIMAL],
     "--load with --mtp-num-layers 1, --pipeline-model-parallel-size 2 and tied embeddings": [
         "--mtp-num-layers", 1, "--pipeline-model-parallel-size", 2, "--load", "here",
