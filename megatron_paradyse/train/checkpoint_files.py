@@ -16,6 +16,7 @@ from megatron_paradyse.whole_file import write_whole
 
 LIST = "paradyse-files.json"
 LAST_WRITTEN = "metadata.json"  # by Megatron, of the sharded format
+HASHES = "integrity.json"  # by Megatron, of --verify-integrity
 TRACKER = "latest_checkpointed_iteration.txt"
 MAX_LIST_BYTES = 64 << 20
 
@@ -71,6 +72,13 @@ def begin_writing(checkpoint: Path) -> None:
     """
     if checkpoint.is_dir():
         write_whole(checkpoint / LIST, "{}\n")
+
+
+def list_has_no_hash(checkpoint: Path) -> None:
+    """Of a checkpoint that is written over: its list is written again when the hashes are there."""
+    hashes = json.loads((checkpoint / HASHES).read_text())
+    if hashes["files"].pop(LIST, None) is not None:
+        write_whole(checkpoint / HASHES, json.dumps(hashes, indent=2))
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import serialization
 from megatron.training import checkpointing, get_args, print_rank_0, training
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -27,6 +28,7 @@ from megatron_paradyse.train.checkpoint_files import (
     folder_of,
     iteration_to_load,
     list_files,
+    list_has_no_hash,
     others,
     unfinished_iterations,
     whole_iterations,
@@ -59,6 +61,7 @@ def install() -> None:
     training.save_checkpoint = _saving(training.save_checkpoint)
     training.load_checkpoint = _loading(training.load_checkpoint)
     training.maybe_finalize_async_save = _finalizing(training.maybe_finalize_async_save)
+    serialization.save_integrity_manifest = _hashing(serialization.save_integrity_manifest)
     checkpointing.check_checkpoint_args = _comparing(checkpointing.check_checkpoint_args)
 
 
@@ -118,6 +121,15 @@ def listed_when_written(checkpoint: Path) -> Iterator[None]:
         yield
     finally:
         checkpointing.schedule_async_save = schedule
+
+
+def _hashing(save_hashes: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save_hashes)
+    def save_hashes_of_megatrons(checkpoint: str) -> None:
+        save_hashes(checkpoint)
+        list_has_no_hash(Path(checkpoint))
+
+    return save_hashes_of_megatrons
 
 
 def _finalizing(finalize: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.train import plugin
 from megatron_paradyse.train.checkpoint_files import (
     LIST,
     TRACKER,
@@ -92,6 +93,26 @@ def test_a_checkpoint_that_is_written_over_is_whole_again_at_the_end_alone(
     assert iteration_to_load(str(folder), None) is None and 12 in whole_iterations(str(folder))
     begin_writing(folder / "iter_0000016")  # a new one
     assert not (folder / "iter_0000016").exists()
+
+
+def test_megatron_hashes_no_list_of_a_checkpoint_that_is_written_over(folder, monkeypatch):
+    """With --verify-integrity: the list is written once more after that."""
+    plugin.install()
+    from megatron.core.dist_checkpointing import serialization, validation
+
+    from megatron_paradyse.train import checkpoints
+
+    names = ("save_checkpoint", "load_checkpoint", "maybe_finalize_async_save")
+    wrapped = [(checkpoints.training, name) for name in names]
+    wrapped += [(checkpoints.checkpointing, "check_checkpoint_args")]
+    for module, name in [*wrapped, (serialization, "save_integrity_manifest")]:
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
+    checkpoints.install()
+    begin_writing(folder / "iter_0000012")
+    serialization.save_integrity_manifest(str(folder / "iter_0000012"))
+    list_files(folder / "iter_0000012")
+    validation._verify_integrity_manifest_impl(str(folder / "iter_0000012"))
+    assert iteration_to_load(str(folder), None) is None
 
 
 def test_a_save_that_was_cut_off_is_told_of(folder):
