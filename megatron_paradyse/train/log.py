@@ -62,6 +62,7 @@ class IterationLog:
         """Wrap train_step and training_log where Megatron's training loop looks them up."""
         training.train_step = self._timed(training.train_step)
         training.training_log = self._extended(training.training_log)
+        training.evaluate = _in_one_line(training.evaluate)
 
     def _timed(self, train_step):
         @functools.wraps(train_step)
@@ -206,14 +207,29 @@ def _is_above_budget(planned: Planned, peak_by_file: int | None) -> bool:
     return not planned.policy.has_room(min(peak, peak_by_file or peak))
 
 
-def not_a_number(reason: str) -> str:
+def _in_one_line(evaluate):
+    """Megatron's evaluation, which checks its losses too."""
+
+    @functools.wraps(evaluate)
+    def evaluate_in_one_line(*args, **kwargs):
+        try:
+            return evaluate(*args, **kwargs)
+        except RuntimeError as error:
+            if "Unexpected result" not in str(error):
+                raise
+            raise UserError(not_a_number(str(error), where="in the evaluation after")) from error
+
+    return evaluate_in_one_line
+
+
+def not_a_number(reason: str, where: str = "at") -> str:
     """What Megatron's check of the losses means; it names the rank in its own lines."""
     iteration = (getattr(get_args(), "curr_iteration", 0) or 0) + 1
     found = re.search(r"message='([^']*)'", reason)  # what is before it names each rank itself
     reason = found[1] if found else " ".join(reason.split())[:200]
     spike = " or a spike" if get_args().check_for_spiky_loss else ""
     return (
-        f"the loss is not a number{spike} at iteration {iteration} ({reason}): "
+        f"the loss is not a number{spike} {where} iteration {iteration} ({reason}): "
         "start again from an earlier checkpoint with a lower --lr; if one machine does it again, "
         "leave that machine out"
     )

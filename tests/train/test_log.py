@@ -6,6 +6,7 @@ import argparse
 
 import pytest
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import plugin
 
 
@@ -37,7 +38,8 @@ def test_operations_are_those_of_the_iterations_whose_seconds_they_are_divided_b
         "training_log",
         lambda *of, **how: told.append(training.num_floating_point_operations(args, 4, **how)),
     )
-    monkeypatch.setattr(training, "train_step", lambda: None)
+    for name in ("train_step", "evaluate"):
+        monkeypatch.setattr(training, name, lambda: None)
     nothing = argparse.Namespace(take=list, add=lambda microbatches: None)
     iterations = log.IterationLog(
         style="megatron",
@@ -54,3 +56,19 @@ def test_operations_are_those_of_the_iterations_whose_seconds_they_are_divided_b
         first = number == 1
         training.training_log({}, {}, 0.0, number, is_first_iteration=first, **lengths)
     assert told == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("reason", ["Unexpected result nan (message='found NaN')", "another"])
+def test_a_loss_of_an_evaluation_that_is_no_number_is_one_line(reason, monkeypatch):
+    plugin.install()
+    from megatron_paradyse.train import log
+
+    def evaluate():
+        raise RuntimeError(reason)
+
+    args = argparse.Namespace(curr_iteration=6, check_for_spiky_loss=False)
+    monkeypatch.setattr(log, "get_args", lambda: args)
+    said = r"^the loss is not a number in the evaluation after iteration 7 \(found NaN\): "
+    known = reason != "another"
+    with pytest.raises(UserError if known else RuntimeError, match=said if known else reason):
+        log._in_one_line(evaluate)()
