@@ -107,6 +107,6 @@ def choices(q: Tensor, k: Tensor, rule: BlockRule) -> dict[str, int | bool]:
 
 def tile_of(q: Tensor) -> dict[str, int]:
     """Rows and columns of scores: what fits with its inputs into 99 KiB of shared memory."""
-    narrow = q.shape[3] <= (64 if q.dtype == torch.float32 else 128)
-    side = 64 if narrow and q.dtype != torch.float32 else 32
+    wide = q.shape[3] > 128
+    side = (16 if wide else 32) if q.dtype == torch.float32 else (32 if wide else 64)
     return {"ROWS": side, "COLUMNS": side, "num_warps": 8, "num_stages": 1}

@@ -104,37 +104,45 @@ def test_a_device_makes_what_float64_does():
     made_both_ways("cuda", (torch.float32, torch.bfloat16, torch.float16))
 
 
-@pytest.mark.parametrize("name", ["forward", "of_queries", "of_keys"])
-@pytest.mark.parametrize(
-    "given", [{"causal": True, "window": 5, **DROPOUT}, DROPOUT], ids=["all masks", "dropout alone"]
-)
-def test_a_kernel_compiles_for_a_gpu_that_is_not_there(name, given):
-    """To machine code of a Hopper; the shared memory of smaller GPUs holds its tiles."""
+def _compiled(name: str, capability: int, dtype: torch.dtype, d: int, **given):
+    """To machine code of a GPU that need not be there."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from megatron_paradyse.strategies import fused_tiles, fused_tiles_kernels
 
-    kernel, q, k = (
-        getattr(fused_tiles_kernels, name),
-        torch.empty(1, 2, 9, 40),
-        torch.empty(1, 1, 9, 40),
-    )
-    rule = BlockRule(scale=1.0, **given)
-    q, k = q.bfloat16(), k.bfloat16()
+    kernel = getattr(fused_tiles_kernels, name)
+    q, k = torch.empty(1, 2, 9, d, dtype=dtype), torch.empty(1, 1, 9, d, dtype=dtype)
     tile = fused_tiles.tile_of(q)
     options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
-    fixed = fused_tiles.choices(q, k, rule) | tile
+    fixed = fused_tiles.choices(q, k, BlockRule(scale=1.0, **given)) | tile
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(fixed, "constexpr")
     types |= {"scale": "fp32", "keep_scale": "fp32", "lse": "*fp32", "sums": "*fp32"}
     types |= dict.fromkeys(
-        ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"), "*bf16"
+        ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"),
+        "*fp32" if dtype == torch.float32 else "*bf16",
     )
     source = ASTSource(
         kernel,
         {argument: types[argument] for argument in kernel.arg_names},
         {(kernel.arg_names.index(argument),): value for argument, value in fixed.items()},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("name", ["forward", "of_queries", "of_keys"])
+@pytest.mark.parametrize(
+    "given", [{"causal": True, "window": 5, **DROPOUT}, DROPOUT], ids=["all masks", "dropout alone"]
+)
+def test_a_kernel_compiles_for_a_gpu_that_is_not_there(name, given):
+    """To machine code of a Hopper."""
+    made = _compiled(name, 90, torch.bfloat16, 40, **given)
     assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 << 10
+
+
+@pytest.mark.parametrize("name", ["forward", "of_queries", "of_keys"])
+@pytest.mark.parametrize(("dtype", "d"), [(torch.float32, 256), (torch.bfloat16, 128)])
+def test_the_shared_memory_of_smaller_gpus_holds_the_tiles_of_wide_heads(name, dtype, d):
+    """Compute capability 8.6, 8.9 and 12 have 99 KiB for a program."""
+    assert _compiled(name, 86, dtype, d, causal=True, **DROPOUT).metadata.shared <= 99 << 10
