@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.row_accuracy import DERIVED, measure_row_accuracy
-from tests.train.harness import run_bounded
+from tests.train.harness import run_forked
 
 FLAGS = ["--num-layers", 2, "--hidden-size", 128, "--num-attention-heads", 8, "--swiglu",
          "--group-query-attention", "--num-query-groups", 4, "--position-embedding-type", "rope",
          "--disable-bias-linear", "--vocab-size", 512]  # fmt: skip
 
 
+TWO = ["--strategies", "ulysses_z,megatron_cz"]
 OPTIONS = {
     "joined": ["--attention-dropout", 0],
-    "windows": ["--attention-dropout", 0, "--window-size", "256,0"],  # joined where shorter
-    "dropout": ["--attention-dropout", 0.1],  # one by one, in tiles that memory never holds
+    "windows": [*TWO, "--attention-dropout", 0, "--window-size", "256,0"],  # joined where shorter
+    "dropout": [*TWO, "--attention-dropout", 0.1],  # one by one, in tiles that memory never holds
 }
 
 
@@ -26,10 +25,15 @@ OPTIONS = {
 def errors(request, tmp_path_factory):
     """Of rows of 2 to 32 documents, on 4 ranks."""
     path = tmp_path_factory.mktemp("costs") / "raw.json"
-    options = ["--gpu", "h100-80g", "--ranks", 4, "--lengths", "1K,2K,4K", "--packed"]
-    command = [sys.executable, "-m", "megatron_paradyse", "simulate", *options, "-o", path, *FLAGS]
-    command += OPTIONS[request.param]
-    code, _, stderr = run_bounded([str(text) for text in command], timeout_seconds=240)
+    simulate = ["simulate", "--gpu", "h100-80g", "--ranks", 4, "--lengths", "1K,2K,4K", "--packed"]
+    argv = [*simulate, "-o", path, *FLAGS, *OPTIONS[request.param]]
+    code, _, stderr = run_forked(
+        "megatron_paradyse.__main__",
+        [str(text) for text in argv],
+        ranks=1,
+        folder=path.parent,
+        timeout_seconds=240,
+    )
     assert code == 0, stderr
     return [one for one in measure_row_accuracy(read_cost_file(path).table) if one.form == DERIVED]
 
@@ -37,7 +41,6 @@ def errors(request, tmp_path_factory):
 def test_no_rank_holds_more_than_predicted(errors):
     """Each document adds rows to what the kernel's backward sums in."""
     assert max(error.documents for error in errors) == 32
-    strategies = {error.strategy for error in errors}
-    assert {"ulysses_z", "megatron_cz", "colossal_z", "metp", "local_z"} < strategies
+    assert {"ulysses_z", "megatron_cz", "local_z"} <= {error.strategy for error in errors}
     for error in errors:
         assert -0.002 < error.peak_bytes < 1, error  # of 256 tokens of a rank, most of all
