@@ -111,7 +111,8 @@ def schema(kind: str, output: str | None) -> None:
     if output is None:
         click.echo(text, nl=False)
         return
-    from megatron_paradyse.whole_file import write_whole
+    from megatron_paradyse.whole_file import check_replaced, write_whole
 
+    check_replaced(output, "a JSON Schema", ('"$schema"',))
     write_whole(output, text)
     click.echo(f"wrote {output}")

@@ -6,11 +6,12 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_paradyse.errors import UserError
 
 FIGURES = (".png", ".svg", ".pdf")
+HEAD_BYTES = 8192
 
 
 @contextlib.contextmanager
@@ -85,6 +86,20 @@ def check_output(path: str | os.PathLike[str]) -> None:
         raise UserError(f"{path}: there is no folder {folder}: make it, or choose another")
     if not os.access(folder or ".", os.W_OK | os.X_OK):
         raise UserError(f"{path}: the folder {folder or '.'} is not yours to write: choose another")
+
+
+def check_replaced(path: str | os.PathLike[str], what: str, marks: Sequence[str]) -> None:
+    """check_output, and that a file of this name is of the kind that takes its place.
+
+    marks: words that stand in the first HEAD_BYTES of every such file. An empty file may go.
+    """
+    check_output(path)
+    if not os.path.exists(path):
+        return
+    with open(path, "rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    if head and not all(mark.encode() in head for mark in marks):
+        raise UserError(f"{path} is another file, not {what}: give the name of a new file")
 
 
 def check_figure(path: str) -> None:

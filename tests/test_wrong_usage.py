@@ -86,7 +86,12 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     (("train", "run.yaml"), "run.yaml, line 2: a run has no 'nodes'", "did you mean nnodes?"),
     (("train", "month-run.yaml"), "month-run.yaml, line 1: rdzv_id: cannot be read", "in quotes"),
     (("train", "zero.yaml"), "line 1: nproc_per_node: '0'", "from 1 to"),
-    # outputs that cannot be
+    # outputs that cannot be, or would replace a file of another kind
+    (("fit", "costs.json", "-o", "trace.jsonl"), "trace.jsonl is another file", "a new file"),
+    (("fit", "costs.json", "-o", "type.yaml"), "type.yaml is another file", "a new file"),
+    ((*GPT, "-o", "trace.jsonl"), "trace.jsonl is another file", "a new file"),
+    (("schema", "train", "-o", "costs.json"), "not a JSON Schema", "a new file"),
+    (("profile", "network", "--nproc", "2", "-o", "costs.json"), "not a network's", "a new file"),
     (("fit", "costs.json", "-o", "folder"), "folder is a folder", "name of a file in it"),
     (("fit", "costs.json", "-o", "pipe"), "pipe is a device, a pipe or", "name of a file"),
     (("schema", "train", "-o", ""), "an output has an empty name", "name of a file"),

@@ -33,11 +33,14 @@ def fit(table: str, output: str, model: str, as_json: bool) -> None:
 
     The output holds the same measurements and the fitted model; it may be FILE itself.
     """
-    from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+    from megatron_paradyse.costs.cost_file import (
+        check_cost_output,
+        read_cost_file,
+        write_cost_file,
+    )
     from megatron_paradyse.costs.fitting import fit_table, unfitted
-    from megatron_paradyse.whole_file import check_output
 
-    check_output(output)
+    check_cost_output(output)
     measured = read_cost_file(table).table
     try:
         fitted = fit_table(measured, model)

@@ -54,7 +54,7 @@ from megatron_paradyse.costs.table import (
 )
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
-from megatron_paradyse.whole_file import write_whole
+from megatron_paradyse.whole_file import check_replaced, write_whole
 
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 8 << 20
@@ -98,6 +98,11 @@ def read_cost_file(path: str | os.PathLike[str]) -> CostFile:
     except (ContentError, UserError) as error:
         raise UserError(f"{path}: {error}: {REMEDY}") from error
     return CostFile(path, table, model, hashlib.sha256(content).hexdigest())
+
+
+def check_cost_output(path: str | os.PathLike[str]) -> None:
+    """UserError where a cost file cannot be written, or would replace a file of another kind."""
+    check_replaced(path, "a cost file", ('"description"', '"constants"'))
 
 
 def write_cost_file(

@@ -76,7 +76,7 @@ def profile(
     from megatron_paradyse.profiler.flags import megatron_flags
     from megatron_paradyse.profiler.points import strategies_to_profile
     from megatron_paradyse.train_command import take_environment
-    from megatron_paradyse.whole_file import check_output
+    from megatron_paradyse.whole_file import check_output, check_replaced
 
     check_output(output)
     take_environment(model)
@@ -114,6 +114,8 @@ def profile(
     if not ranks:
         raise UserError("give --nproc P to start P ranks here, or start it under torchrun")
     network = flags[:1] == ("network",)
+    if network:
+        check_replaced(output, "a network's", ('"collectives"',))
     megatron = [] if network else megatron_flags(flags, model_path=model, ranks=ranks)
     if "RANK" not in os.environ:
         from megatron_paradyse.profiler.start import start_ranks

@@ -89,16 +89,15 @@ def simulate(
     Bytes are those of Megatron's and the strategies' own code over tensors without values; seconds
     follow from FLOPs, bytes and datasheets. Megatron flags win over those of --model.
     """
-    from megatron_paradyse.costs.cost_file import write_cost_file
+    from megatron_paradyse.costs.cost_file import check_cost_output, write_cost_file
     from megatron_paradyse.profiler.lengths import check_lengths, default_lengths
     from megatron_paradyse.profiler.run import strategies_to_profile
     from megatron_paradyse.simulator.hardware import find_device
     from megatron_paradyse.simulator.models import model_flags
     from megatron_paradyse.simulator.network import find_network
     from megatron_paradyse.simulator.run import Options
-    from megatron_paradyse.whole_file import check_output
 
-    check_output(output)
+    check_cost_output(output)
     device = find_device(gpu)
     names = strategies_to_profile(None if strategies is None else strategies.split(","))
     for name in filter(offloads, names):
