@@ -41,7 +41,8 @@ def _counts(text: str, high: int, example: str, most: int = MOST) -> tuple[int, 
     counts = tuple(parse_count(part) for part in text.split(",") if part.strip())
     if not 1 <= len(counts) <= most or not all(1 <= count <= high for count in counts):
         raise UserError(
-            f"expected 1 to {most} numbers from 1 to {high:,}, such as {example}, got {text[:60]!r}"
+            f"expected 1 to {most:,} numbers from 1 to {high:,}, such as {example}, "
+            f"got {text[:60]!r}"
         )
     return counts
 
@@ -71,6 +72,7 @@ class _Range(click.FloatRange):
 
 
 COUNT = Parsed("count", parse_count)
+REPLICAS = click.IntRange(2, 1024)
 SHARE, POSITIVE_SHARE = _Range(0, 1), _Range(0, 1, min_open=True)
 SECONDS, POSITIVE = _Range(0, MAX_NUMBER), _Range(0, MAX_NUMBER, min_open=True)
 RATIO = Parsed("factor", parse_ratio)

@@ -49,6 +49,18 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PLAN, "--pipeline-stages", "3"), "3 pipeline stages", "that divides them"),
     ((*PLAN, "--microbatches", "8"), "--microbatches 8 is of a pipeline", "--pipeline-stages"),
     ((*PLAN, "--pipeline-stage", "2"), "stage 2 of 1", "give --pipeline-stage 1 to 1"),
+    (
+        ("plan", "costs.json", "--documents", "512,1K", "--batch-size", "2"),
+        "--batch-size 2 with --documents",
+        "leave it out, or give --lengths",
+    ),
+    (
+        ("plan", "costs.json", "--documents", "512", "--spread", "100000000"),
+        "100000000 is not in the range",
+        "2<=x<=1024",
+    ),
+    ((*LONGEST, "--spread", "1000000000"), "1000000000 is not in the range", "2<=x<=1024"),
+    (("plan", "", "--lengths", "1K"), "'' does not exist", "check the path"),
     (("max-length", "costs.json"), "without a memory budget", "give --memory-budget"),
     ((*LONGEST, "--resolution", "nan"), "nan is not in the range", "0<x<=1"),
     ((*LONGEST, "--resolution", "0.1"), "--resolution is for measuring", "give --measure FILE"),
@@ -146,7 +158,18 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*PREPARE, "trace.jsonl", "--kmer", "4"), "--kmer with --tokenizer bytes", "--tokenizer kmer"),
     ((*PREPARE[:-1], "out.bin", "trace.jsonl"), "out.bin is no PREFIX", "are added: give out"),
-    ((*SYNTHESIZE, "0"), "--documents 0", "at least"),
+    (("data", "prepare", "-o", "", "trace.jsonl"), "'' is a folder", "folder/name"),
+    ((*PREPARE[:-1], "/proc/x", "run.jsonl"), "/proc/x.bin cannot be", "choose another place"),
+    (
+        (*PREPARE, "run.jsonl", "--tokenizer", "HuggingFaceTokenizer", "--tokenizer-model", "."),
+        "cannot be built from . (",
+        "give the files of such a tokenizer",
+    ),
+    ((*SYNTHESIZE, "0"), "--documents 0", "1 to 10,000,000"),
+    ((*SYNTHESIZE, "1000000000000"), "--documents 1000000000000", "1 to 10,000,000"),
+    ((*SYNTHESIZE, "9", "--scale", "1e9"), "--scale 1e+09 makes", "or --max-tokens"),
+    ((*SYNTHESIZE, "9", "--scale", "1e15", "--max-tokens", "9"), "scale of 1e+15", "smaller"),
+    ((*SYNTHESIZE, "9", "--vocab-size", "2"), "--vocab-size 2", "another number"),
     ((*SYNTHESIZE, "5", "--scale", "0/3"), "'0/3'", "written like 1/32"),
 ]
 IN_A_PROCESS = [
@@ -155,6 +178,7 @@ IN_A_PROCESS = [
     (("train", "tabs.yaml"), "tabs.yaml, line 3", "indent with spaces"),
     # Megatron's own parser, put into this process, would stay there
     ((*GPT, "--num-attention-heads", "90"), "90 is not", "use --tensor-model-parallel-size 6"),
+    ((*GPT, "--num-attention-heads", "0"), "Megatron refuses", "args.num_attention_heads == 0"),
 ]
 
 
@@ -175,6 +199,7 @@ def folder(tmp_path_factory):
         "negative.json": json.dumps({**costs, "measurements": negative, "model": None}),
         "empty.jsonl": "",
         "empty.py": "",
+        "run.jsonl": '{"text": "a"}\n',
         "starts.jsonl": (root / "trace.jsonl").read_text().splitlines()[0] + "\n",
         "tabs.yaml": "policy: optimal\nlayers:\n\t1: metp\n",
         "unknown.yaml": "order: shuffled\npolcy: optimal\n",

@@ -21,7 +21,7 @@ class ContentError(ValueError):
 def load_json(path: str, *, max_bytes: int, remedy: str) -> tuple[Any, bytes]:
     """The value and the bytes of a JSON file of at most max_bytes; UserError for anything else."""
     if not os.path.lexists(path):
-        raise UserError(f"{path} does not exist: check the path, or {remedy}")
+        raise UserError(f"{path or repr(path)} does not exist: check the path, or {remedy}")
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a regular file: check the path, or {remedy}")
     with open(path, "rb") as stream:

@@ -20,6 +20,7 @@ PAPER = "ParaDySe, AAAI-26, arXiv 2511.13198"
 BUCKET_EDGES = (0, 4 * KIBI, 8 * KIBI, 16 * KIBI, 32 * KIBI, 64 * KIBI, 128 * KIBI)
 # The paper says that lengths start at tens of tokens; it publishes no minimum. Ours, for drawing.
 SHORTEST_DRAWN_TOKENS = 32
+LONGEST_DRAWN_TOKENS = 1 << 60  # far within int64
 # A document of one token has nothing to predict.
 MIN_DOCUMENT_TOKENS = 2
 
@@ -90,6 +91,11 @@ def draw_lengths(
         distribution = DISTRIBUTIONS[distribution]
     if count < 0 or not 0 < scale < float("inf"):
         raise UserError(f"lengths need count >= 0 and scale > 0, got {count} and {scale}")
+    longest = distribution.max_tokens * scale
+    if longest > LONGEST_DRAWN_TOKENS:
+        raise UserError(
+            f"a scale of {scale:g} makes documents of {longest:.3g} tokens: give a smaller one"
+        )
     generator = np.random.default_rng(rng)
     low = scaled_edges(scale)
     low[0] = SHORTEST_DRAWN_TOKENS * scale

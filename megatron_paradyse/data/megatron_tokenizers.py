@@ -156,9 +156,10 @@ def _build(name: str, files: dict[str, str]) -> Any:
         raise
     except Exception as error:
         # Each library raises errors of its own; the user needs the file and the reason.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(" .:")
         raise UserError(
-            f"{name} cannot be built from {', '.join(files.values())}: {reason}"
+            f"{name} cannot be built from {', '.join(files.values())} ({reason}): give the files "
+            "of such a tokenizer"
         ) from error
 
 

@@ -18,12 +18,13 @@ from megatron_paradyse.data.distributions import DISTRIBUTIONS, MIN_DOCUMENT_TOK
 from megatron_paradyse.data.metadata import DatasetMetadata
 from megatron_paradyse.data.progress import Progress
 from megatron_paradyse.data.tokenizers import TokenArray
-from megatron_paradyse.data.writer import DatasetWriter
+from megatron_paradyse.data.writer import MAX_DOCUMENT_TOKENS, DatasetWriter
 from megatron_paradyse.errors import UserError
 
 NUM_STEPS = 6
 CHUNK_TOKENS = 1 << 20
 MAX_VOCAB_SIZE = 1 << 20
+MAX_DOCUMENTS = 10_000_000  # whose index takes about 1 GB of memory
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,15 @@ def synthesize(
     Lengths (draw_lengths) include the end-of-document token; longer ones are cut to max_tokens.
     The same arguments give the same bytes. Raises UserError for arguments that cannot be.
     """
-    if num_documents < 1:
-        raise UserError(f"at least 1 document is needed, got --documents {num_documents}")
+    if not 1 <= num_documents <= MAX_DOCUMENTS:
+        raise UserError(
+            f"1 to {MAX_DOCUMENTS:,} documents can be made, got --documents {num_documents}: give "
+            "another number"
+        )
     if not 3 <= vocab_size <= MAX_VOCAB_SIZE:
         raise UserError(
-            f"synthetic text needs 3 <= vocab_size <= {MAX_VOCAB_SIZE}, got {vocab_size}"
+            f"synthetic text has 3 to {MAX_VOCAB_SIZE:,} ids, got --vocab-size {vocab_size}: give "
+            "another number"
         )
     if max_tokens is not None and max_tokens < MIN_DOCUMENT_TOKENS:
         raise UserError(
@@ -94,6 +99,11 @@ def synthesize(
     lengths = draw_lengths(distribution, num_documents, scale, rng)
     if max_tokens is not None:
         lengths = np.minimum(lengths, max_tokens)
+    if lengths.max() > MAX_DOCUMENT_TOKENS:
+        raise UserError(
+            f"--scale {scale:g} makes a document of {lengths.max():,} tokens, and Megatron's index "
+            f"holds at most {MAX_DOCUMENT_TOKENS:,}: give a smaller one, or --max-tokens"
+        )
     eod = vocab_size - 1
     chain = MarkovChain.create(eod, rng)
     with (

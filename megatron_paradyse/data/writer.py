@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -60,7 +61,9 @@ class DatasetWriter:
         if bare != self.prefix:
             raise UserError(f"{self.prefix} is no PREFIX: .bin and .idx are added: give {bare}")
         if not name:
-            raise UserError(f"{self.prefix} is a folder: give PREFIX as folder/name")
+            raise UserError(
+                f"{self.prefix or repr(self.prefix)} is a folder: give PREFIX as folder/name"
+            )
         existing = [self.prefix + s for s in SUFFIXES if os.path.lexists(self.prefix + s)]
         if existing and not overwrite:
             raise UserError(f"{existing[0]} exists: choose another prefix, or give --overwrite")
@@ -77,11 +80,25 @@ class DatasetWriter:
     @functools.cached_property
     def _builder(self) -> Any:
         """Made with the first tokens, so that input without any is refused before torch loads."""
-        return _import_builder()(self._temporary[".bin"], dtype=self.dtype)
+        builder = _import_builder()
+        with self._naming_the_prefix():
+            return builder(self._temporary[".bin"], dtype=self.dtype)
 
     @functools.cached_property
     def _targets(self) -> BinaryIO:
-        return open(self._temporary[targets.SUFFIX], "xb")  # closed by commit() or on leaving
+        with self._naming_the_prefix():
+            return open(self._temporary[targets.SUFFIX], "xb")  # closed by commit() or on leaving
+
+    @contextlib.contextmanager
+    def _naming_the_prefix(self) -> Iterator[None]:
+        """An error of the first file tells the name that was given, not the temporary one."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.prefix}.bin cannot be written: {error.strerror or error}: choose another "
+                "place"
+            ) from error
 
     def __exit__(
         self,

@@ -15,6 +15,7 @@ from megatron_paradyse.option_types import (
     LENGTHS,
     POSITIVE,
     POSITIVE_SHARE,
+    REPLICAS,
     SHARE,
     json_option,
 )
@@ -68,7 +69,7 @@ def policy_options(command: Callable) -> Callable:
 @click.option("--documents", type=DOCUMENTS, help="Packed into one microbatch, such as 512,1K,4K.")
 @click.option(
     "--spread",
-    type=click.IntRange(2),
+    type=REPLICAS,
     metavar="REPLICAS",
     help="--documents: over so many replicas (--paradyse-spread).",
 )
@@ -118,6 +119,11 @@ def plan(
         raise UserError("nothing to plan: give --lengths, --documents, or both")
     if spread is not None and documents is None:
         raise UserError(f"--spread {spread} is of packed documents: give --documents too")
+    if batch_size > 1 and not lengths:
+        raise UserError(
+            f"--batch-size {batch_size} with --documents: a packed microbatch is one row: leave it "
+            "out, or give --lengths too"
+        )
     if microbatches is not None and pipeline_stages == 1:
         raise UserError(
             f"--microbatches {microbatches} is of a pipeline: give --pipeline-stages too"
@@ -161,7 +167,7 @@ def _refuse(given: list[str]) -> None:
 @click.option("--figure", metavar="FILE", help="Draw it as bars (.png, .svg or .pdf).")
 @click.option(
     "--spread",
-    type=click.IntRange(2),
+    type=REPLICAS,
     metavar="REPLICAS",
     help="Also of a document over so many replicas (--paradyse-spread).",
 )

@@ -202,7 +202,7 @@ def read_trace(path: str, costs: CostFile | None = None) -> Trace:
     """
     if not os.path.isfile(path):
         what = "is not a regular file" if os.path.lexists(path) else "does not exist"
-        raise UserError(f"{path} {what}: give the file that --paradyse-trace wrote")
+        raise UserError(f"{path or repr(path)} {what}: give the file that --paradyse-trace wrote")
     trace = Trace(path, costs)
     with open(path, encoding="utf-8", errors="replace") as stream:
         for number, line in _lines(stream):

@@ -131,8 +131,10 @@ def _refusing_in_one_line(checks_flags):
     def check(*args, **kwargs):
         try:
             return checks_flags(*args, **kwargs)
-        except (AssertionError, ValueError) as error:
-            reason = " ".join(str(error).split()) or _failed_line(error)
+        except (AssertionError, ValueError, ZeroDivisionError) as error:
+            reason = " ".join(str(error).split())
+            if not reason or isinstance(error, ZeroDivisionError):  # --num-attention-heads 0
+                reason = _failed_line(error)
             raise UserError(f"Megatron refuses these flags: {reason}") from error
 
     return check

@@ -10,7 +10,7 @@ import torch
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.cost_settings import check_policy, read_costs
-from megatron_paradyse.policy import PlanFilePolicy, cost_policy_kind, make_policy
+from megatron_paradyse.policy import PlanFilePolicy, RandomPolicy, cost_policy_kind, make_policy
 from megatron_paradyse.settings import BY_COST, PACKED, WITHOUT_FLAG, Settings
 from megatron_paradyse.strategies import (
     PACKED_ONLY,
@@ -115,6 +115,11 @@ def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple
         raise UserError(
             f"{_flag_of(settings, ineffective[0])} has no effect with --paradyse-policy "
             f"{settings.policy}, which does not choose by cost: leave it out"
+        )
+    if settings.strategies is not None and not isinstance(policy, RandomPolicy):
+        raise UserError(
+            f"--paradyse-strategies has no effect with --paradyse-policy {settings.policy}, which "
+            "names what runs: leave it out"
         )
     if isinstance(policy, PlanFilePolicy) and args.num_layers:
         policy.check_layers(count_layers(args))

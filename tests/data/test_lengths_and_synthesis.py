@@ -95,7 +95,7 @@ def test_synthetic_tokens_are_predictable_from_the_token_before(tmp_path):
     ("change", "message"),
     [
         ({"num_documents": 0}, "--documents 0"),
-        ({"vocab_size": 2}, "got 2"),
+        ({"vocab_size": 2}, "--vocab-size 2"),
         ({"max_tokens": 1}, "--max-tokens 1"),
         ({"seed": -1}, "got -1"),
         ({"scale": 0.0}, "scale > 0"),

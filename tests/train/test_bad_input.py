@@ -76,6 +76,10 @@ CASES = {
         [*TP2, "--paradyse-smoothing", "0.1"],
         "--paradyse-smoothing has no effect with --paradyse-policy fixed:megatron_ts",
     ),
+    "strategies of no choice": (
+        [*TP2, "--paradyse-strategies", "metp"],
+        "--paradyse-strategies has no effect with --paradyse-policy fixed:megatron_ts, which names",
+    ),
     "all logits wanted": (
         [*TP2, "--config-logger-dir", "/tmp/logits"],
         "--config-logger-dir writes all logits, which the loss head in tiles never has: leave it "
