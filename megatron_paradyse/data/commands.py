@@ -220,7 +220,8 @@ def _report(prefix: str, metadata: DatasetMetadata, as_json: bool) -> None:
     left_out = f"; left out {empty:,} empty" if empty else ""
     click.echo(
         f"{prefix}{suffixes}: {counted(metadata.num_documents, 'document')}, "
-        f"{metadata.num_tokens:,} tokens, longest {metadata.max_document_tokens:,}{left_out}"
+        f"{counted(metadata.num_tokens, 'token')}, "
+        f"longest {metadata.max_document_tokens:,}{left_out}"
     )
     if metadata.num_target_tokens is not None:
         share = metadata.num_target_tokens / metadata.num_tokens

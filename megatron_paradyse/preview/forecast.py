@@ -62,10 +62,10 @@ class Forecast:
     def title(self) -> str:
         """What is planned for."""
         if self.row is None:
-            return f"{self.seq_length:,} tokens"
-        where = f", over {self.row.groups} replicas" if self.row.groups > 1 else ""
+            return counted(self.seq_length, "token")
+        where = f", over {self.row.groups:,} replicas" if self.row.groups > 1 else ""
         documents = counted(len(self.row.lengths), "document")
-        return f"{self.row.num_tokens:,} tokens in {documents}{where}"
+        return f"{counted(self.row.num_tokens, 'token')} in {documents}{where}"
 
     @property
     def seconds(self) -> float:

@@ -94,7 +94,8 @@ def why_it_lost(one: Forecast, other: Outcome) -> str:
         more = other.peak_bytes - one.outcome.peak_bytes
         size = f"peak {bytes_text(abs(more))} {'higher' if more > 0 else 'lower'}"
         return f"{speed}, {size}" if more else speed
-    return f"{speed}, but exceeds the budget by {bytes_text(other.exceeds_bytes)}"
+    joint = "and" if speed.endswith("slower") else "but"
+    return f"{speed}, {joint} exceeds the budget by {bytes_text(other.exceeds_bytes)}"
 
 
 def _speed(seconds: float, chosen: float) -> str:

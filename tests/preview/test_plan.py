@@ -20,7 +20,7 @@ from megatron_paradyse.preview.forecast import UNIFORM, UNLIMITED_MEMORY, WITHOU
 from megatron_paradyse.preview.layout import WIDTH
 from megatron_paradyse.preview.longest import find_longest
 from megatron_paradyse.preview.peak_parts import peak_parts
-from megatron_paradyse.preview.plan_text import plan_report
+from megatron_paradyse.preview.plan_text import plan_report, rival_text
 from megatron_paradyse.preview.setup import Grid, make_setup
 from megatron_paradyse.settings import GRANULARITY_CHOICES
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION
@@ -67,6 +67,8 @@ def test_rivals_lose_by_time_or_by_memory(costs):
             for rival in one.rivals:
                 kinds.add(rival.kind)
                 assert rival.outcome.plan != one.outcome.plan
+                said = rival_text(one, rival)
+                assert ("slower, but" not in said) and ("faster, and exceeds" not in said), said
                 if rival.kind == UNLIMITED_MEMORY:
                     assert not rival.outcome.fits
                 elif one.outcome.fits and rival.outcome.fits:
@@ -242,6 +244,7 @@ def test_documents_are_planned_as_the_row_that_training_would_make(costs):
     printed = run("plan", costs, "--documents", text, "--explain").output
     assert f"{sum(documents)} tokens in 6 documents" in printed
     assert "20 tokens in 1 document:" in run("plan", costs, "--documents", "20").output
+    assert "1 token in 1 document:" in run("plan", costs, "--documents", "1").output
 
 
 def test_documents_over_replicas_are_planned_as_the_wide_row_of_training(costs):
