@@ -12,6 +12,7 @@ from megatron_paradyse.units import format_count
 
 # Written out here, because help must not import numpy; a test compares.
 MODELS = ("hybrid", "paper")
+MAX_WIDTH = 1000
 
 
 @click.command(
@@ -123,14 +124,18 @@ def accuracy(
     d = measured.description
     if as_json:
         origin = {"source": d.source, "hardware": d.hardware.name, "date": d.date}
-        rows = {"packed_rows": summarize_rows(of_rows)} if of_rows else {}
-        click.echo(json.dumps({**origin, **to_json_values(errors), **rows}))
+        packed = {"packed_rows": summarize_rows(of_rows)} if of_rows else {}
+        click.echo(json.dumps({**origin, **to_json_values(errors), **packed}))
         return
     from rich.console import Console
+    from rich.measure import Measurement
 
     console = Console()
     if details:
-        console.print(detail_table(errors))
+        rows = detail_table(errors)
+        # As wide as it is: cut off, forward_seconds and forward_bytes would be one name.
+        whole = Measurement.get(console, console.options.update(width=MAX_WIDTH), rows).maximum
+        Console(width=max(console.width, whole)).print(rows)
     console.print(summary_table(errors))
     for line in row_lines(of_rows):
         click.echo(line)

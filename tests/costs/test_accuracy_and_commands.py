@@ -82,6 +82,8 @@ def test_accuracy_prints_a_table_json_and_a_figure(tmp_path):
     assert result.exit_code == 0, result.output
     assert "Relative error at lengths not fitted" in result.output
     assert "simulated on synthetic" in result.output
+    names = {line.split("│")[3].strip() for line in result.output.splitlines() if "│ 4x" in line}
+    assert {"forward_seconds", "forward_bytes", "backward_seconds", "backward_bytes"} <= names
     assert figure.read_bytes().startswith(b"\x89PNG")
     values = json.loads(run("accuracy", profile, "--json").output)
     assert set(values["summary"]) == {"hybrid", "paper"}
