@@ -73,6 +73,11 @@ def format_count(count: float) -> str:
     return f"{count:.3g}" if count < 1000 else f"{count:.0f}"
 
 
+def short_number(value: float) -> str:
+    """1,234.5, and below 100 three digits: 12.3, 0.473."""
+    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def bytes_text(count: float) -> str:
     """71.25 GiB, or 119.0 MiB below one GiB."""
     if abs(count) >= KIBI**3:

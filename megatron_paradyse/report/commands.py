@@ -73,4 +73,5 @@ def report(traces: tuple[str, ...], costs: str | None, output: str, as_json: boo
     for figure in figures:
         if figure.missing:
             click.echo(f"not drawn: {figure.title}: {figure.missing}", err=True)
-    click.echo(f"{counted(len(drawn), 'figure')} in {folder}/, the page is {output}")
+    where = f" in {folder}/" if drawn else ""
+    click.echo(f"{counted(len(drawn), 'figure')}{where}, the page is {output}")

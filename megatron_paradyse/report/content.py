@@ -137,14 +137,23 @@ class Content:
 
     def warnings(self) -> list[str]:
         """What of the traces and the costs does not go together."""
+        found = []
+        first: dict[tuple[int, int], str] = {}
+        for trace in self.traces:
+            place = trace.runs[-1].place if trace.runs else None
+            if place is not None and first.setdefault(place, trace.path) != trace.path:
+                found.append(
+                    f"{trace.path} is of the same replica and pipeline stage as {first[place]}: "
+                    "another training or start, and iterations are those of one of them"
+                )
         if self.costs is None or self.run is None:
-            return []
+            return found
         if self.run.fingerprint not in ("", self.costs.fingerprint):
-            return [
+            found.append(
                 f"{self.costs.path} is not the cost file that this run planned by: estimates and "
                 "the run's predictions do not compare"
-            ]
-        return []
+            )
+        return found
 
     @property
     def num_out_of_memory(self) -> int:

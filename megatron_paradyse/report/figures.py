@@ -68,12 +68,17 @@ def _plan_words(content: Content) -> str:
     columns, shown = plan_figures.plans_by_length(content, plan_figures.MOST_COLUMNS)
     if not columns:
         return "No plan is known."
-    ends = [sorted({c.attention for c in shown[i].values()}) for i in (0, len(columns) - 1)]
-    first, last = (", ".join(short(name) for name in names[:3]) for names in ends)
-    return (
+    ran = [sorted({c.attention for c in shown[i].values()}) for i in range(len(columns))]
+    first, last = (", ".join(short(name) for name in ran[i][:3]) for i in (0, -1))
+    said = (
         f"At up to {format_count(columns[0])} tokens attention runs {first}; at up to "
-        f"{format_count(columns[-1])} tokens {last}. Where a length ran several plans, the most "
-        "frequent is shown; hatched strategies recompute, crosshatched ones offload."
+        f"{format_count(columns[-1])} tokens {last}"
+    )
+    if all(names == ran[0] for names in ran):
+        said = f"At every length attention runs {first}"
+    return (
+        f"{said}. Where a length ran several plans, the most frequent is shown; hatched strategies "
+        "recompute, crosshatched ones offload."
     )
 
 
@@ -91,8 +96,10 @@ def _cumulative_words(content: Content) -> str:
     alone = [curve for name, curve in content.cumulative.items() if name not in THIS_RUN]
     unfit = sum(curve.oom_length is not None for curve in alone)
     said = f"{unfit} of {len(alone)} single strategies do not fit every microbatch"
+    if not unfit:
+        said = "Every single strategy fits every microbatch"
     if content.best_fixed is not None:
-        said += f"; the fastest that does is {short(content.best_fixed.name)}"
+        said += f"; the fastest {'that does ' if unfit else ''}is {short(content.best_fixed.name)}"
     return (
         f"{said}. Curves of single strategies are estimates by the cost model, to be compared "
         "with this run's prediction; each ends where the next peak is predicted over the budget."

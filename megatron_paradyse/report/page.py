@@ -12,6 +12,7 @@ from megatron_paradyse.report.content import Content
 from megatron_paradyse.report.estimates import NO_LOAD
 from megatron_paradyse.report.figures import Drawn
 from megatron_paradyse.report.style import short
+from megatron_paradyse.units import bytes_text, short_number
 
 TEMPLATE = Path(__file__).with_name("page.html")
 TITLE = "Training report"
@@ -36,7 +37,7 @@ def facts(content: Content) -> list[Fact]:
         Fact(
             "tokens/s",
             "not in the trace" if rate is None else f"{rate:,.0f}",
-            f"{numbers['seconds']:,.1f} s of iterations",
+            f"{short_number(numbers['seconds'])} s of iterations",
         ),
         Fact("longest document", "not in the trace" if longest is None else f"{longest:,} tokens"),
         Fact(
@@ -71,8 +72,9 @@ def _saved(content: Content) -> Fact:
     return Fact(
         name,
         f"{saved / best.seconds:.1%}",
-        f"estimate by the cost model: {content.predicted_seconds:.1f} s of the layers where "
-        f"{short(best.name)}, the best single strategy that fits, takes {best.seconds:.1f} s"
+        f"estimate by the cost model: {short_number(content.predicted_seconds)} s of the layers "
+        f"where {short(best.name)}, the best single strategy that fits, takes "
+        f"{short_number(best.seconds)} s"
         + (f"; without {packed:,} packed rows: {NO_LOAD}" if packed else ""),
     )
 
@@ -106,7 +108,7 @@ def origin(content: Content) -> str:
     return (
         f"{last} {run.policy} on {ranks['world']} ranks ({layout}) of {run.hardware.name}; "
         f"{run.model['num_layers']} layers, hidden size {run.model['hidden_size']}, {run.dtype}; "
-        f"memory budget {'none' if budget is None else f'{budget / 2**20:,.0f} MiB a rank'}; "
+        f"memory budget {'none' if budget is None else f'{bytes_text(budget)} a rank'}; "
         f"started {started}, megatron_paradyse {run.version}. From {files}."
     )
 
@@ -121,7 +123,7 @@ def render(content: Content, figures: Sequence[Drawn], warnings: Sequence[str]) 
     fixed = [
         {
             "name": one.name,
-            "seconds": "" if one.num_unfit else f"{one.seconds:,.1f}",
+            "seconds": "" if one.num_unfit else short_number(one.seconds),
             "over": "" if one.num_unfit or not ours else f"{one.seconds / ours:.2f}",
             "unfit": f"{one.num_unfit:,}" if one.num_unfit else "",
         }

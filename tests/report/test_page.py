@@ -16,6 +16,7 @@ from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.report.content import Content, Curve
 from megatron_paradyse.report.figures import KINDS
+from megatron_paradyse.report.page import render
 from megatron_paradyse.report.run_figures import draw_cumulative
 from megatron_paradyse.report.style import Look, styles_of
 from megatron_paradyse.report.trace_file import read_trace
@@ -179,6 +180,40 @@ def test_several_grids_are_added_and_iterations_counted_once(tmp_path):
     assert numbers["iterations"] == 4 and numbers["tokens"] == 4000
     assert numbers["microbatches"] == 8
     assert sum(numbers["layer_shares"].values()) == pytest.approx(1)
+
+
+def test_traces_of_two_trainings_are_warned_of(tmp_path):
+    run = {**RUN, "place": {"data": 0, "pipeline": 0}}
+    lines = [run, *records(2)[1:]]
+    first, second = (write_trace(tmp_path / f"{name}.jsonl", lines) for name in ("a", "b"))
+    found = Content([read_trace(str(path)) for path in (first, second)], None).warnings()
+    assert found == [
+        f"{second} is of the same replica and pipeline stage as {first}: another training or "
+        "start, and iterations are those of one of them"
+    ]
+    assert not Content([read_trace(str(first))], None).warnings()
+
+
+def test_a_short_run_of_one_strategy_is_told_in_full_digits_and_said_once(tmp_path, costs):
+    lines = [RUN, *(microbatch(1, s, seconds=0.0123) for s in LENGTHS), iteration(1, seconds=0.25)]
+    content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)], costs)
+    said = {kind.name: kind.words(content) for kind in KINDS}
+    assert said["plans"].startswith("At every length attention runs megatron_ts. Where"), said
+    page = render(content, [], [])
+    assert "0.25 s of iterations" in page and "memory budget 476.8 MiB a rank" in page
+
+
+def test_that_every_single_strategy_fits_is_said_as_such(tmp_path, costs):
+    lines = [RUN, microbatch(1, 1000), iteration(1)]
+    content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)], costs)
+    (words,) = (kind.words for kind in KINDS if kind.name == "cumulative")
+    assert words(content).startswith("Every single strategy fits every microbatch; the fastest is")
+
+
+def test_a_trace_without_a_figure_names_no_folder_of_them(tmp_path):
+    trace = write_trace(tmp_path / "t.jsonl", [RUN, iteration(1)])
+    said = report(trace, "-o", tmp_path / "page.html").stdout
+    assert said == f"0 figures, the page is {tmp_path / 'page.html'}\n"
 
 
 @pytest.mark.parametrize("told", [True, False])
