@@ -72,7 +72,7 @@ class Settings:
         True,
         kinds.SWITCH,
         "without a cost file measure at the start, for about a minute on an idle machine; given up "
-        "after 150 s (default)",
+        "after 300 s (default)",
         off="without a cost file measure nothing at the start: simulate, if the GPU is known",
     )
     accept_costs: bool = _setting(

@@ -16,7 +16,7 @@ from megatron_paradyse.costs.table import Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.profiler.flags import megatron_flags
-from megatron_paradyse.settings import Settings
+from megatron_paradyse.settings import FIELDS, Settings
 from megatron_paradyse.simulator.models import model_flags
 from megatron_paradyse.train import auto_costs, cost_cache, plugin
 from megatron_paradyse.train.megatron_version import megatron_version
@@ -68,6 +68,11 @@ def test_a_tokenizer_has_costs_of_its_own(name, names):
 )
 def test_a_learning_rate_leaves_costs_as_they_are(name, names):
     assert name in names and cost_cache.WITHOUT_EFFECT.fullmatch(name)
+
+
+def test_the_help_tells_when_a_quick_profile_is_given_up():
+    about = FIELDS["profile"].metadata["about"]
+    assert f"given up after {auto_costs.LIMIT_SECONDS} s" in about
 
 
 def search(folder, monkeypatch, **settings) -> auto_costs.Search:
