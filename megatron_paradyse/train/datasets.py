@@ -183,6 +183,8 @@ def _stream(args, split: str, source: Source, num_samples: int | None) -> Sample
         unlearnt = any(len(d) == 0 and d.samples.num_unlearnt for d in datasets)
         lacking = "with a token to learn" if unlearnt else "of two tokens or more"
         without = "drop --full-validation" if args.full_validation else "set --eval-iters 0"
+        if split == "train":
+            without = "give another --data-path"
         raise UserError(
             f"the {split} split has no document {lacking}: {change}add data, or {without}"
         )

@@ -26,7 +26,7 @@ from megatron_paradyse.train.memory_record import keep_beside_checkpoints
 from megatron_paradyse.train.summary import Summary
 from megatron_paradyse.train.telemetry import Microbatch, Telemetry
 from megatron_paradyse.train.trace import Trace, out_of_memory_record
-from megatron_paradyse.units import bytes_text
+from megatron_paradyse.units import bytes_text, counted
 
 MOST_PLANS = 2  # on a line
 
@@ -279,8 +279,11 @@ class _Interval:
 
     def compact(self) -> str:
         loss = sum(self.losses) / len(self.losses) if self.losses else float("nan")
+        lengths = f"lengths {self.shortest:,} to {self.longest:,}"
+        if self.shortest == self.longest:
+            lengths = f"length {self.longest:,}"
         return (
-            f"lengths {self.shortest:,} to {self.longest:,}, {self.tokens:,} tokens | "
+            f"{lengths}, {counted(self.tokens, 'token')} | "
             f"loss {loss:.4f} | {self.seconds / self.iterations:.2f} s | "
             f"{self.tokens / self.seconds:,.0f} tokens/s{self._plans()}"
         )

@@ -87,6 +87,7 @@ def test_data_of_which_nothing_is_learnt_are_refused_as_such(tmp_path):
     run = attempt(tmp_path / "run", *flags, ranks=1)
     assert run.code == 2
     assert "error: the train split has no document with a token to learn: change" in run.stderr
+    assert "add data, or give another --data-path" in run.stderr
 
 
 def test_loaders_that_would_learn_every_token_are_refused(data, tmp_path):

@@ -1,4 +1,4 @@
-"""What Megatron's line per iteration says of documents."""
+"""What lines per iteration say of documents."""
 
 from __future__ import annotations
 
@@ -72,3 +72,20 @@ def test_a_loss_of_an_evaluation_that_is_no_number_is_one_line(reason, monkeypat
     known = reason != "another"
     with pytest.raises(UserError if known else RuntimeError, match=said if known else reason):
         log._in_one_line(evaluate)()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "begins"),
+    [
+        (300, (100, 200), "lengths 100 to 200, 300 tokens | loss 2.0000 | 0.50 s"),
+        (2048, (1024, 1024), "length 1,024, 2,048 tokens | loss"),
+        (1, (1, 1), "length 1, 1 token | loss"),
+    ],
+)
+def test_one_length_is_no_range(tokens, lengths, begins):
+    plugin.install()
+    from megatron_paradyse.train.log import _Interval
+
+    interval = _Interval()
+    interval.add(tokens, lengths, 0.5, {"lm loss": 2.0})
+    assert interval.compact().startswith(begins)
