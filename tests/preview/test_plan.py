@@ -20,7 +20,7 @@ from megatron_paradyse.preview.forecast import UNIFORM, UNLIMITED_MEMORY, WITHOU
 from megatron_paradyse.preview.layout import WIDTH
 from megatron_paradyse.preview.longest import find_longest
 from megatron_paradyse.preview.peak_parts import peak_parts
-from megatron_paradyse.preview.plan_text import plan_report, rival_text
+from megatron_paradyse.preview.plan_text import plan_report, why_it_lost
 from megatron_paradyse.preview.setup import Grid, make_setup
 from megatron_paradyse.settings import GRANULARITY_CHOICES
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION
@@ -67,8 +67,6 @@ def test_rivals_lose_by_time_or_by_memory(costs):
             for rival in one.rivals:
                 kinds.add(rival.kind)
                 assert rival.outcome.plan != one.outcome.plan
-                said = rival_text(one, rival)
-                assert ("slower, but" not in said) and ("faster, and exceeds" not in said), said
                 if rival.kind == UNLIMITED_MEMORY:
                     assert not rival.outcome.fits
                 elif one.outcome.fits and rival.outcome.fits:
@@ -78,6 +76,18 @@ def test_rivals_lose_by_time_or_by_memory(costs):
                     choices = rival.outcome.plan.layers.values()
                     assert name not in {getattr(c, half.lower()) for c in choices}
     assert kinds == {UNIFORM, UNLIMITED_MEMORY, WITHOUT}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.5, "50.0% faster, but"), (1.0, "as fast, but"), (2.0, "100.0% slower, and")],
+)
+def test_a_rival_that_is_too_large_is_that_besides_being_slower(seconds, said, costs):
+    one = forecast(make_setup(costs, {"memory_budget": "150MB"}), LENGTHS[0])
+    other = dataclasses.replace(
+        one.outcome, seconds=seconds * one.seconds - one.edge_seconds, exceeds_bytes=1 << 30
+    )
+    assert why_it_lost(one, other) == f"{said} exceeds the budget by 1.00 GiB"
 
 
 def test_a_plan_of_one_strategy_that_mixing_gains_too_little_over_says_so(costs):
