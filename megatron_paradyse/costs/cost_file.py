@@ -102,7 +102,7 @@ def read_cost_file(path: str | os.PathLike[str]) -> CostFile:
 
 def check_cost_output(path: str | os.PathLike[str]) -> None:
     """UserError where a cost file cannot be written, or would replace a file of another kind."""
-    check_replaced(path, "a cost file", ('"description"', '"constants"'))
+    check_replaced(path, "a cost file", ('"description"', '"attention_kernel"'))
 
 
 def write_cost_file(
