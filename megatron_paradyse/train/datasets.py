@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +39,7 @@ from megatron_paradyse.packing.wide import pack_wide
 from megatron_paradyse.settings import PACKED
 from megatron_paradyse.train.batch import masking_of
 from megatron_paradyse.train.batch_sizes import batch_sizes, group_size
+from megatron_paradyse.train.helper_processes import begin_worker
 from megatron_paradyse.train.masking import Masking, mask_document
 from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.train.model_layers import ModelLayers, count_layers
@@ -278,14 +278,8 @@ def _packed(
 
 
 def _worker_start(args) -> WorkerStart:
-    """As of Megatron's own loader: the signal reaches workers too, and their rank needs them."""
-    if not args.exit_signal_handler:
-        return None
-    return functools.partial(_outlive, args.exit_signal)
-
-
-def _outlive(exit_signal: signal.Signals, worker: int) -> None:
-    signal.signal(exit_signal, lambda *of: None)  # PyTorch's own ends the worker, and so the rank
+    """As of Megatron's own loader."""
+    return functools.partial(begin_worker, args.exit_signal if args.exit_signal_handler else None)
 
 
 def _objective(args, split: str, consumed: int, sizes: BatchSizes) -> Objective:

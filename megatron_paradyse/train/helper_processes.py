@@ -1,7 +1,8 @@
-"""Helper processes end with the rank that started them, without a word.
+"""Helper processes end with the rank that started them, without a word, and not before it.
 
 Megatron's first save starts one that collects what writers did (a multiprocessing manager). Of a
 rank that is killed it would stay for ever, or end with a traceback where it had just begun.
+Workers of data loaders are forked from the rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +18,22 @@ from multiprocessing.connection import wait
 from multiprocessing.managers import BaseManager
 from multiprocessing.process import BaseProcess
 from typing import Any, TextIO
+
+DEVICES = "/dev/nvidia"
+
+
+def begin_worker(exit_signal: int | None, worker: int) -> None:
+    """In a worker of a data loader, as in those of Megatron's.
+
+    exit_signal: of --exit-signal-handler. A scheduler sends it to workers too, and their rank needs
+    them until its checkpoint is written; PyTorch's handler would end the worker, and so the rank.
+    """
+    if exit_signal is not None:
+        signal.signal(exit_signal, lambda *of: None)
+    for descriptor in os.listdir("/proc/self/fd"):  # a worker that hangs shall hold no GPU memory
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(DEVICES):
+                os.close(int(descriptor))
 
 
 @contextlib.contextmanager
