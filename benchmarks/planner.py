@@ -98,6 +98,13 @@ def of_two_kinds(rng: random.Random, *, every: int) -> Problem:
     return replace(problem, layers=layers)
 
 
+def in_any_order(rng: random.Random) -> Problem:
+    """of_two_kinds(), each layer one of them at random."""
+    problem = of_two_kinds(rng, every=2)
+    kinds = (problem.layers[1], problem.layers[2])
+    return replace(problem, layers={number: rng.choice(kinds) for number in problem.layers})
+
+
 def adversarial(rng: random.Random) -> Problem:
     return random_problem(rng, strategies=15, layers=NUM_LAYERS)
 
@@ -201,6 +208,7 @@ def main() -> None:
         "subset_sums": measure(subset_sums, 5 if arguments.quick else 20),
         "every_other": measure(partial(of_two_kinds, every=2), 5 if arguments.quick else 40),
         "one_in_six": measure(partial(of_two_kinds, every=6), 5 if arguments.quick else 40),
+        "any_order": measure(in_any_order, 5 if arguments.quick else 40),
     }
     result = {
         "cold_milliseconds": rows["realistic"]["all"]["median"],

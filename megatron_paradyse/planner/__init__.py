@@ -3,7 +3,8 @@
 problem    what a planner is given (Choice, LayerOptions, Problem) and answers (Outcome)
 peak       the peak of a plan: the walk, and the same in one pass
 pipeline   what other microbatches hold meanwhile
-optimal    the fastest plan that fits; tables, reduce, bounds, blocks, labels, least_peak
+optimal    the fastest plan that fits; tables, reduce, least_peak; alike layers: bounds,
+           blocks, labels; layers of several kinds: kind_bounds, backward
 heuristic  the paper's Algorithm 1; uniform
 cache      remembered and smoothed plans
 policies   the same behind megatron_paradyse.policy.Policy

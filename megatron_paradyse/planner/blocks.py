@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_paradyse.planner.labels import Bound, Combinations, Counts, Pair, StepBound
+from megatron_paradyse.planner.labels import Bound, Combinations, Counts, Pair
 from megatron_paradyse.planner.reduce import Group
 
 _FEW = 3  # layers that a pair of a combination may run at most
@@ -18,15 +18,13 @@ _EMPTY: _Combination = (0, 0.0, 0.0, float("inf"), 0.0, ())
 
 
 def make_blocks(
-    run: int,
     group: Group,
     most: np.ndarray,
     excess: np.ndarray,
     slack: float,
-    bounds: Sequence[Bound | StepBound],
-    next_layers: int,
+    bounds: Sequence[Bound],
 ) -> list[Pair | Combinations]:
-    """Blocks of one run; the last ends it.
+    """Blocks of alike layers; the last ends the run.
 
     excess is the reduced cost of one layer of a pair: a combination whose sum passes the slack is
     left out. bounds[j] holds for labels after pair j.
@@ -51,26 +49,23 @@ def make_blocks(
             open_ = grown
         full = not few or j == last or len(open_) > _MAX_COMBINATIONS
         if full and len(open_) > 1 and group.num_layers > 1:
-            blocks.append(_combinations(run, open_, bounds[j if few else j - 1]))
+            blocks.append(_combinations(open_, bounds[j if few else j - 1]))
             open_ = [_EMPTY]
         if not few:
             ends = j == last
-            follows = next_layers if ends else 0
             number = (rows[j], ticks[j], kept[j], deadline[j], limits[j])
-            blocks.append(Pair(run, *number, follows, ends, bounds[j]))
+            blocks.append(Pair(*number, ends, bounds[j]))
     if group.num_layers == 1:
-        blocks.append(_combinations(run, open_[1:], bounds[last], next_layers, ends_run=True))
+        blocks.append(_combinations(open_[1:], bounds[last], ends_run=True))
     return blocks
 
 
 def _combinations(
-    run: int,
     combinations: list[_Combination],
-    bound: Bound | StepBound,
-    next_layers: int = 0,
+    bound: Bound,
     ends_run: bool = False,
 ) -> Combinations:
     numbers = np.array([item[:4] for item in combinations]).T
     counts = [item[5] for item in combinations]
     added, kept, ticks, room = numbers
-    return Combinations(run, counts, added, kept, ticks, room, next_layers, ends_run, bound)
+    return Combinations(counts, added, kept, ticks, room, ends_run, bound)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_paradyse.planner.blocks import make_blocks
-from megatron_paradyse.planner.labels import ROUNDING, Bound, Combinations, Pair
+from megatron_paradyse.planner.labels import ROUNDING, Bound, Combinations, Found, Pair, search
 from megatron_paradyse.planner.reduce import Group
 
 _MAX_PRICES = 24
@@ -90,6 +90,10 @@ class NestedRelaxation:
         self.value, gain = _value(group, price)
         self._excess = group.ticks - price + gain * group.kept
 
+    def search(self, limit: float, beam: int | None = None) -> tuple[float, Found] | None:
+        """As labels.search."""
+        return search(self.blocks(limit), self.group.num_layers, limit, beam)
+
     def blocks(self, limit: float) -> list[Pair | Combinations]:
         """What to search for every plan that takes at most `limit` ticks.
 
@@ -105,7 +109,7 @@ class NestedRelaxation:
         slope, rest = _after(group, self._prices)
         price = self._prices[:, None]
         bounds = [Bound(price, slope[:, j, None], rest[:, j, None]) for j in range(len(useful))]
-        return make_blocks(0, group, most[useful], self._excess[useful], slack, bounds, 0)
+        return make_blocks(group, most[useful], self._excess[useful], slack, bounds)
 
 
 def most_layers(excess: np.ndarray, slack: float, num_layers: int) -> np.ndarray:

@@ -1,105 +1,66 @@
-"""Lower bounds on the time of what is left to place, where layers are of several kinds.
+"""Lower bounds on the time of the first layers, where layers are of several kinds.
 
-As in bounds.py kept bytes fill an axis x, and a layer that runs pair j lies on it before d_j. For
-any V(x) >= 0 that never rises its bytes are worth V(d_j) k_j at least, and all layers together are
-worth the integral of V at most, whatever their order. So with L_g layers of kind g and
+As in bounds.py kept bytes fill an axis x, and a layer that runs pair j lies on it before d_j. Of
+the first i layers, which keep S bytes at most, all lie before S too. For any V(x) >= 0 that never
+rises the bytes of a layer are worth V(min(d_j, S)) k_j at least, and all together the integral of V
+up to S at most, whatever the order. So with, for each kind g,
 
-    nu_g = min over the pairs j of g of (t_j + V(d_j) k_j)
+    nu_g(S) = min over the pairs j of g of (t_j + V(min(d_j, S)) k_j)
 
-sum over g of L_g nu_g - integral of V is a lower bound. Given prices nu_g, the best V is that of
-bounds.py over the pairs of all kinds, and the bound is concave in the prices. With K bytes kept the
-integral is from K on, and only pairs with d_j >= K remain: V and nu are steps that end at the
-deadlines.
+sum over the layers of nu_g(S) - integral of V from 0 to S is a lower bound. Given prices nu_g, the
+best V for all layers is that of bounds.py over the pairs of all kinds, and the bound is concave in
+the prices. V and nu are steps that end at deadlines.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from megatron_paradyse.planner.blocks import make_blocks
-from megatron_paradyse.planner.bounds import most_layers
-from megatron_paradyse.planner.labels import NEVER, ROUNDING, Combinations, Pair, StepBound
 from megatron_paradyse.planner.reduce import Group
 
-_STEPS = 50  # towards the best prices
+_STEPS = 256  # towards the best prices, at most; two kinds need about 60
+_NEAR = 1 / 256  # of the spread of times: how near to the best bound is near enough
 
 
 class KindsRelaxation:
-    """The relaxation of several runs: `order` has (kind, layers) of each."""
+    """The relaxation of layers in their order, which has the kind of each.
 
-    def __init__(self, kinds: list[Group], order: list[tuple[int, int]]):
-        self._kinds, self._order = kinds, order
-        totals = np.zeros(len(kinds))
-        for kind, num_layers in order:
-            totals[kind] += num_layers
-        self._ends = np.unique(np.concatenate([group.deadline for group in kinds]))
-        widths = np.diff(self._ends, prepend=0.0)
-        self._value = _best_value(kinds, totals, self._ends, widths)
-        self._steps = [np.searchsorted(self._ends, group.deadline) for group in kinds]
-        costs = [
-            group.ticks + self._value[steps] * group.kept
-            for group, steps in zip(kinds, self._steps, strict=True)
-        ]
-        nu = np.array([cost.min() for cost in costs])
-        self._excess = [cost - least for cost, least in zip(costs, nu, strict=True)]
-        self._least = [self._least_after(*of_kind) for of_kind in zip(kinds, costs, strict=True)]
-        areas = self._value * widths
-        self.value = float((totals * nu).sum() - areas.sum())
-        after = np.cumsum(areas[::-1])[::-1] - areas  # the integral from each end on
-        rest = -after - self._value * self._ends
-        self._rests = [rest]  # of the layers after each run
-        for kind, num_layers in order[:0:-1]:
-            rest = rest + num_layers * self._least[kind][0]
-            self._rests.append(rest)
-        self._rests.reverse()
+    value   of all layers, ticks
+    ends    [steps] where the steps of kept bytes end, ascending
+    slopes  [steps] V, ticks a byte; falls
+    rest    [layers + 1, steps] the bound of the first i layers is rest - slopes * S, at S's step
+    excess  of each kind [pairs, steps] what a pair adds to the bound of a plan, at least, where S
+            is what the layers may keep with it
+    """
 
-    def _least_after(self, group: Group, cost: np.ndarray) -> np.ndarray:
-        """[n + 1, steps]: the least of the pairs from each on that remain at each step."""
-        least = np.minimum.accumulate(np.append(cost, NEVER)[::-1])[::-1]
-        first = np.searchsorted(group.deadline, self._ends)
-        return least[np.maximum(np.arange(len(least))[:, None], first)]
-
-    def blocks(self, limit: float) -> list[Pair | Combinations]:
-        """As NestedRelaxation.blocks."""
-        slack = max(limit - self.value, 0.0) + ROUNDING * limit + 1
-        made = {alike: self._blocks_of_run(*alike, slack) for alike in set(self._order)}
-        if not all(made.values()):
-            return []
-        follows = [num_layers for _, num_layers in self._order[1:]] + [0]
-        return [
-            replace(
-                block,
-                run=run,
-                next_layers=follows[run] if block.ends_run else 0,
-                bound=replace(block.bound, rest=self._rests[run]),
-            )
-            for run, alike in enumerate(self._order)
-            for block in made[alike]
-        ]
-
-    def _blocks_of_run(self, kind: int, num_layers: int, slack: float) -> list[Pair | Combinations]:
-        """As of the first run: which one it is, and what comes after, is to be filled in."""
-        most = most_layers(self._excess[kind], slack, num_layers)
-        useful = np.flatnonzero(most)
-        if not len(useful):
-            return []
-        group = replace(self._kinds[kind].take(useful), num_layers=num_layers)
-        slopes = self._value[self._steps[kind][useful]].tolist()
-        bounds = [
-            StepBound(self._ends, self._least[kind][j + 1], self._value, slope, self._rests[0])
-            for j, slope in zip(useful.tolist(), slopes, strict=True)
-        ]
-        return make_blocks(0, group, most[useful], self._excess[kind][useful], slack, bounds, 0)
+    def __init__(self, kinds: list[Group], order: list[int]):
+        totals = np.bincount(order, minlength=len(kinds)).astype(np.float64)
+        ends = np.unique(np.concatenate([group.deadline for group in kinds]))
+        value = _best_value(kinds, totals, ends, np.diff(ends, prepend=0.0))
+        falls = np.flatnonzero(np.append(value[1:] < value[:-1], True))
+        self.ends, self.slopes = ends[falls], value[falls]
+        numbers = np.arange(len(self.ends))
+        least = np.empty((len(kinds), len(self.ends)))
+        self.excess = []
+        for kind, group in enumerate(kinds):
+            before = np.minimum(np.searchsorted(self.ends, group.deadline)[:, None], numbers)
+            cost = group.ticks[:, None] + self.slopes[before] * group.kept[:, None]
+            least[kind] = cost.min(axis=0)
+            self.excess.append(cost - least[kind])
+        areas = self.slopes * np.diff(self.ends, prepend=0.0)
+        self.rest = np.empty((len(order) + 1, len(self.ends)))
+        self.rest[0] = self.slopes * self.ends - np.cumsum(areas)
+        self.rest[1:] = self.rest[0] + np.cumsum(least[order], axis=0)
+        self.value = float(self.rest[-1, -1] - self.slopes[-1] * self.ends[-1])
 
 
 def _best_value(
     kinds: list[Group], totals: np.ndarray, ends: np.ndarray, widths: np.ndarray
 ) -> np.ndarray:
-    """[steps]: V for about the best prices, by the ellipsoid method.
+    """[steps]: V for about the best prices, by the ellipsoid method with deep cuts.
 
-    Its centre goes along the slope of the bound, and half of it is cut off each time.
+    What lies below the best bound so far is cut off along the slope of the bound at the centre
+    (Bland, Goldfarb and Todd, The Ellipsoid Method: A Survey, Operations Research 29, 1981).
     """
     n = len(kinds)
     low = np.array([kind.ticks.min() for kind in kinds])
@@ -110,16 +71,22 @@ def _best_value(
     best, found = -np.inf, np.zeros_like(ends)
     for _ in range(_STEPS):
         slope = -(centre > free).astype(np.float64)
-        if not slope.any():
+        above = bool(slope.any())
+        if above:
+            behind = float((centre - free)[centre > free].sum())
+        else:
             value, slope, at_price = bound(centre)
             if value > best:
                 best, found = value, at_price
+            behind = best - value
         ahead = (shape * slope).sum(axis=1)
-        size = float((slope * ahead).sum())
-        if size <= 0:
+        size = float(np.sqrt(max((slope * ahead).sum(), 0.0)))
+        if size <= behind or (not above and size - behind <= _NEAR * spread.max()):
             break
-        centre = centre + ahead / ((n + 1) * np.sqrt(size))
-        shape = n * n / (n * n - 1) * (shape - 2 / (n + 1) * ahead[:, None] * ahead / size)
+        depth = behind / size
+        centre = centre + (1 + n * depth) / (n + 1) * ahead / size
+        less = 2 * (1 + n * depth) / ((n + 1) * (1 + depth)) / size**2
+        shape = n * n / (n * n - 1) * (1 - depth**2) * (shape - less * ahead[:, None] * ahead)
     return found
 
 

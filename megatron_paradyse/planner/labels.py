@@ -1,8 +1,8 @@
 """Dynamic programming over (layers left, bytes kept, time), pruned by lower bounds.
 
-A run of layers uses its pairs in order; a block is one pair, any number of times, or a few pairs
-that can each run only a few layers, with every combination of counts. A label says how many layers
-of the run are left, what all layers so far keep, and how long they take. Of two labels with as
+Alike layers use their pairs in order; a block is one pair, any number of times, or a few pairs that
+can each run only a few layers, with every combination of counts. A label says how many layers are
+left, what all layers so far keep, and how long they take. Of two labels with as
 many layers left, one that keeps no less and takes no less is dropped; so is one whose bound passes
 the limit. Element-wise arithmetic only, so that every machine rounds alike.
 """
@@ -39,64 +39,31 @@ class Bound:
         """What each label still needs, under each price: [m, n]."""
         return self.price * left + self.slope * kept + self.rest
 
-    def price_at(self, _kept: np.ndarray) -> np.ndarray:
-        return self.price
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class StepBound:
-    """A line for each step of what is kept. Each step ends at one of `ends`, in it.
-
-    slope: of the last bytes that the pair before may add. What it adds costs as much at least, and
-    the layers left no less with it.
-    """
-
-    ends: np.ndarray  # [steps] ascending
-    prices: np.ndarray  # [steps] of a layer left; rises
-    slopes: np.ndarray  # [steps] falls
-    slope: float
-    rest: np.ndarray  # [steps]
-
-    def above(self, left: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """As Bound.above: [1, n]."""
-        step = self._step(kept)
-        return (self.prices[step] * left + self.slopes[step] * kept + self.rest[step])[None]
-
-    def price_at(self, kept: np.ndarray) -> np.ndarray:
-        return self.prices[self._step(kept)]
-
-    def _step(self, kept: np.ndarray) -> np.ndarray:
-        return np.minimum(np.searchsorted(self.ends, kept), len(self.ends) - 1)
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pair:
     """One pair, on 0 to `most` layers; on all layers that are left where it ends the run."""
 
-    run: int
     row: int
     ticks: float
     kept: float
     deadline: float
     most: int
-    next_layers: int  # of the run after it, where it ends its run
     ends_run: bool
-    bound: Bound | StepBound
+    bound: Bound
 
     def expand(self, left, kept, ticks, limit):
         """Parents, and the layers that the pair adds to them, within limit and deadline."""
         if self.ends_run:
-            fits = (left <= self.most) & ((kept + left * self.kept <= self.deadline) | (left == 0))
+            fits = (left <= self.most) & (kept + left * self.kept <= self.deadline)
             parent = np.flatnonzero(fits)
             return parent, left[parent]
         high = np.minimum(left, self.most)
         if self.kept > 0:
             high = np.minimum(high, np.floor(np.maximum(self.deadline - kept, 0) / self.kept))
-        else:  # earlier runs may keep more already than it may run beside
-            high = np.where(kept <= self.deadline, high, 0)
         # The bound of n layers is a maximum of lines in n: each line limits n from one side.
         free = limit - ticks - self.bound.above(left, kept)
-        rise = self.ticks - self.bound.price_at(kept) + self.bound.slope * self.kept
+        rise = self.ticks - self.bound.price + self.bound.slope * self.kept
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             crossing = free / rise
         high = np.minimum(high, np.where(rise > 0, np.floor(crossing), np.inf).min(axis=0))
@@ -117,15 +84,13 @@ class Pair:
 class Combinations:
     """Several pairs in order, as a list of their combinations."""
 
-    run: int
     combinations: list[Counts]
     added: np.ndarray  # [c] layers
     kept: np.ndarray  # [c]
     ticks: np.ndarray  # [c]
     room: np.ndarray  # [c] what may be kept before, for every deadline to be met
-    next_layers: int
     ends_run: bool
-    bound: Bound | StepBound
+    bound: Bound
 
     def expand(self, left, kept, ticks, limit):
         """Parents, and which combination is added to them, within limit and deadlines."""
@@ -144,10 +109,10 @@ class Combinations:
 def search(
     blocks: list[Pair | Combinations], num_layers: int, limit: float, beam: int | None = None
 ) -> tuple[float, Found] | None:
-    """The fastest filling of all runs that takes at most `limit` ticks, or None.
+    """The fastest filling of the layers that takes at most `limit` ticks, or None.
 
-    num_layers is that of the first run. With a beam only so many labels, those of least bound, go
-    on after each block: not exact. Raises TooManyLabelsError rather than fill the memory.
+    With a beam only so many labels, those of least bound, go on after each block: not exact. Raises
+    TooManyLabelsError rather than fill the memory.
     """
     if not blocks:
         return None
@@ -176,8 +141,6 @@ def search(
             best = np.sort(np.argsort(least, kind="stable")[:beam])
             left, kept, ticks = left[best], kept[best], ticks[best]
             parent, which = parent[best], which[best]
-        if block.ends_run:
-            left = np.full(len(left), float(block.next_layers))
         history.append((parent, which))
     last = int(np.lexsort((kept, ticks))[0])
     if ticks[last] > limit:
@@ -215,6 +178,6 @@ def _trace(blocks, history, label: int) -> Found:
             counts = block.counts(chosen)
         else:
             counts = block.combinations[int(chosen)]
-        found += [(block.run, row, count) for row, count in reversed(counts)]
+        found += [(0, row, count) for row, count in reversed(counts)]
         label = int(parent[label])
     return found[::-1]

@@ -59,7 +59,7 @@ def _least_kept(fronts: list[tuple[int, Front]], room: float) -> tuple[float, Fo
 
 
 def _fronts(runs: list[Run]) -> list[tuple[int, Front]]:
-    fronts = {run.table: _front(run.table) for run in runs}
+    fronts = {table: _front(table) for table in {run.table: run for run in runs}}
     return [(run.num_layers, fronts[run.table]) for run in runs]
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_paradyse.plan import LayerChoice, Plan
+from megatron_paradyse.planner.backward import Layers
 from megatron_paradyse.planner.bounds import NestedRelaxation
-from megatron_paradyse.planner.kind_bounds import KindsRelaxation
-from megatron_paradyse.planner.labels import Found, TooManyLabelsError, search
+from megatron_paradyse.planner.labels import Found, TooManyLabelsError
 from megatron_paradyse.planner.least_peak import fits, least_room, smallest
 from megatron_paradyse.planner.peak import evaluate
 from megatron_paradyse.planner.problem import Outcome, Problem, preference, problem_less
@@ -85,36 +85,34 @@ def fastest(runs: list[Run], *, room: int, reserve: int) -> tuple[Found, float |
     scale = tick_scale(runs)
     tables = {run.table: run for run in runs}
     groups = [make_group(run, room=room, reserve=reserve, scale=scale) for run in tables.values()]
-    relaxation: NestedRelaxation | KindsRelaxation
-    if len(runs) == 1:
-        relaxation = NestedRelaxation(groups[0])
-    else:
-        numbers = {table: number for number, table in enumerate(tables)}
-        order = [(numbers[run.table], run.num_layers) for run in runs]
-        relaxation = KindsRelaxation(groups, order)
     spread = max(float(group.ticks.max() - group.ticks.min()) for group in groups)
     slowest = {table: float(group.ticks.max()) for table, group in zip(tables, groups, strict=True)}
     longest = sum(slowest[run.table] * run.num_layers for run in runs)
     slack = spread * _FIRST_SLACK + 1
-    num_layers = runs[0].num_layers
+    space: NestedRelaxation | Layers
+    if len(runs) == 1:
+        space = NestedRelaxation(groups[0])
+    else:
+        numbers = {table: number for number, table in enumerate(tables)}
+        space = Layers(groups, [(numbers[run.table], run.num_layers) for run in runs])
     try:
         while True:
-            limit = min(relaxation.value + slack, longest)
-            best = search(relaxation.blocks(limit), num_layers, limit)
+            limit = min(space.value + slack, longest)
+            best = space.search(limit)
             if best is not None:
                 return best[1], None
             assert limit < longest, "some plan fits, and none takes longer"
             slack *= _NEXT_SLACK
     except TooManyLabelsError:
         found = smallest(runs, room=room)
-        near = search(relaxation.blocks(longest), num_layers, longest, beam=_BEAM)
+        near = space.search(longest, beam=_BEAM)
         if near is None:
-            return found, relaxation.value / scale
+            return found, space.value / scale
     try:
-        best = search(relaxation.blocks(near[0]), num_layers, near[0])
+        best = space.search(near[0])
         return (best or near)[1], None
     except TooManyLabelsError:
-        return near[1], relaxation.value / scale
+        return near[1], space.value / scale
 
 
 def _outcome(
