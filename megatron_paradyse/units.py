@@ -79,7 +79,9 @@ def short_number(value: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """71.25 GiB, or 119.0 MiB below one GiB."""
+    """71.25 GiB, 119.0 MiB below one GiB, and 12 bytes where that would be 0.0 MiB."""
     if abs(count) >= KIBI**3:
         return f"{count / KIBI**3:,.2f} GiB"
+    if 0 < abs(count) < KIBI**2 / 20:
+        return f"{count:,.0f} bytes"
     return f"{count / KIBI**2:,.1f} MiB"
