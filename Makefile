@@ -30,4 +30,4 @@ bench: $(STAMP)
 
 bench-gpu: $(STAMP)
 	$(PYTHON) -m pytest -m gpu
-	$(PYTHON) -m megatron_paradyse bench gpu_ring strategies gpu_limits --save --time-limit 36000
+	$(PYTHON) -m megatron_paradyse bench gpu_ring gpu_dropout strategies gpu_limits --save --time-limit 36000

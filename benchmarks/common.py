@@ -11,6 +11,8 @@ import os
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_paradyse.doctor.tool import output_of
@@ -48,6 +50,26 @@ def finish(name: str, result: dict, configuration: dict, arguments: argparse.Nam
         write_whole(path, json.dumps(document, indent=1) + "\n")
         print(f"wrote {path}", file=sys.stderr)
     print(json.dumps(document))
+
+
+def interleaved(
+    sides: dict[str, Callable[[], object]], rounds: int, device: str
+) -> dict[str, list[float]]:
+    """Seconds of each side in each round, in which they take turns; two rounds before warm up."""
+    import torch
+
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(-2, rounds):
+        for name in list(sides)[:: 1 if i % 2 else -1]:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            sides[name]()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if i >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def hardware() -> dict:

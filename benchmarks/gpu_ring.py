@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.common import finish, options
+from benchmarks.common import finish, interleaved, options
 from megatron_paradyse.strategies.blocks import balanced_spans, whole
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 from megatron_paradyse.strategies.kernels import choose_kernel
@@ -108,7 +107,7 @@ def run(*, s: int, n: int, d: int, dtype: torch.dtype, device: str, rounds: int)
     }
     out = ring.whole([out for out, _ in ring.forward()])
     error = (out - single()).float().norm() / single().float().norm()
-    seconds = _interleaved(sides, rounds, device)
+    seconds = interleaved(sides, rounds, device)
     result = {"kernel": choose_kernel(q).name, "relative_difference": error.item()}
     for name in ("forward", "forward_backward"):
         pairs = zip(seconds[f"single_{name}"], seconds[f"ring_{name}"], strict=True)
@@ -119,21 +118,6 @@ def run(*, s: int, n: int, d: int, dtype: torch.dtype, device: str, rounds: int)
     medians = {f"{name}_seconds": statistics.median(times) for name, times in seconds.items()}
     ratio = min(result[f"ratio_to_single_call_{name}"] for name in ("forward", "forward_backward"))
     return {"ratio_to_single_call": ratio} | result | medians
-
-
-def _interleaved(sides: dict[str, Callable], rounds: int, device: str) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(-2, rounds):  # the first two warm up
-        for name in list(sides)[:: 1 if i % 2 else -1]:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            sides[name]()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if i >= 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 ON_GPU = [

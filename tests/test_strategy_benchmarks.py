@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {
     "edges": {"rows"},
+    "gpu_dropout": {"both_over_none", "sizes"},
     "gpu_ring": {"ratio_to_single_call", "sizes"},
     "placement": {
         "imbalance_max",
