@@ -16,11 +16,12 @@ from dataclasses import replace
 
 from megatron_paradyse.costs.description import CAUSAL, ELEMENT_BYTES, Description
 from megatron_paradyse.costs.packed import LOCAL, WHOLE_COLUMNS, Packed
-from megatron_paradyse.costs.table import OperationCosts
+from megatron_paradyse.costs.table import ATTENTION, OperationCosts
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.strategies import base_name, recomputes
-from megatron_paradyse.strategies.accounting import SPLIT_HEADS, attention_bytes
+from megatron_paradyse.strategies.accounting import RANKS_DIFFER, SPLIT_HEADS, attention_bytes
 from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS, LayerSizes, accumulated_head_dim
+from megatron_paradyse.strategies.walks.rings import swaps
 from megatron_paradyse.strategies.walks.rows import index_bytes
 
 WIDEST = 8  # of a dtype that is none of these
@@ -97,6 +98,8 @@ def walked_row_bytes(
     )
     measured = _peaks(one.kept_bytes, one.forward_bytes, one.backward_bytes)
     walked_one = _peaks(*attention_bytes(like, alone))
+    if recomputes(like):
+        walked_one = (*walked_one[:2], walked_one[2] - _let_go(like, alone))
     if any(found < (1 - TRUSTED) * told for found, told in zip(measured, walked_one, strict=True)):
         return None
     walked_row = _peaks(*attention_bytes(strategy, of_row))
@@ -109,10 +112,17 @@ def walked_row_bytes(
     if in_one_call and load.documents > 1:
         of_kernel = replace(of_row, kernel_bytes=_kernel_bytes(base, alone, load))
         _, _, with_kernel = attention_bytes(strategy, of_kernel)
-        backward = max(backward, kept + with_kernel)
+        made_anew = norm if recomputes(strategy) else 0  # what else is kept
+        backward = max(backward, kept + with_kernel + made_anew)
     return replace(
         one, kept_bytes=kept, forward_bytes=forward - kept, backward_bytes=backward - kept
     )
+
+
+def _let_go(like: str, z: LayerSizes) -> int:
+    """Of the walk of a second run: in a layer the norm is run again too, and what it gave is gone
+    once its halves are swapped."""
+    return z.x if (base_name(like), ATTENTION) in RANKS_DIFFER and swaps(0, z) else 0
 
 
 def _of_length(sizes: LayerSizes, load: Load) -> LayerSizes:

@@ -50,7 +50,8 @@ def simulated_rows(
 
 
 def ranks_of_row(row: Row, shape: AttentionShape) -> tuple[int, ...]:
-    """The one with the most scores, and the one that gets the most keys."""
+    """The one with the most scores, that which gets the most keys, that with most pieces."""
     scores = scores_per_rank(row, causal=shape.causal, window=shape.window)
     keys = keys_received(row, causal=shape.causal, window=shape.window)
-    return tuple(sorted({scores.index(max(scores)), keys.index(max(keys))}))
+    pieces = [len(held) for held in row.pieces]
+    return tuple(sorted({of.index(max(of)) for of in (scores, keys, pieces)}))
