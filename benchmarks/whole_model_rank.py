@@ -18,6 +18,7 @@ from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner import evaluate
 from megatron_paradyse.planner.from_costs import Stage, cost_source, model_seconds, stage_memory
 from megatron_paradyse.planner.policies import OperationsOf, OptimalPolicy
+from megatron_paradyse.planner.problem import Outcome
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
 
 TURN_SECONDS = 0.3
@@ -106,6 +107,21 @@ class Check:
             for plan in plans
         ]
 
+    def compare_evaluations(self, length: int, plans: list[Plan]) -> list[tuple[str, float, float]]:
+        """The same of forwards without gradient; plans: of halves that all recompute."""
+        costs = {
+            key: OperationCosts(*once, **dataclasses.asdict(sizes))
+            for key, (sizes, once) in self._measure(length, plans).items()
+        }
+        return [
+            (
+                plan.runs(),
+                self._outcome(plan, length, costs, forward_only=True).peak_bytes,
+                self._peak(plan, length, forward_only=True),
+            )
+            for plan in plans
+        ]
+
     def _measure(self, length: int, plans: list[Plan]) -> dict:
         """Bytes, and seconds under the meter, of all operations that the plans need."""
         from megatron_paradyse.profiler.measure import measure_bytes
@@ -161,10 +177,13 @@ class Check:
 
     def _predicted(self, plan: Plan, length: int, costs) -> tuple[float, float]:
         """Seconds of the model; peak bytes, static ones and the optimizer's step included."""
+        outcome = self._outcome(plan, length, costs)
+        edges = model_seconds(_costs_of(costs), self._stage, length, 1)
+        peak_bytes = max(outcome.peak_bytes, self._static_bytes + self._optimizer_bytes)
+        return outcome.seconds + edges, peak_bytes
 
-        def costs_of(name, operation, s, b):
-            return costs[name, operation]
-
+    def _outcome(self, plan: Plan, length: int, costs, *, forward_only: bool = False) -> Outcome:
+        costs_of = _costs_of(costs)
         names = tuple({name for c in plan.layers.values() for name in (c.attention, c.mlp)})
         memory = stage_memory(costs_of, self._stage)
         policy = OptimalPolicy(
@@ -174,11 +193,9 @@ class Check:
             allowed=lambda number, operation: (getattr(plan[number], operation),),
             operations=self._operations,
         )
-        outcome = evaluate(policy.problem(tuple(plan.layers), 1, length, False), plan)
+        outcome = evaluate(policy.problem(tuple(plan.layers), 1, length, forward_only), plan)
         assert outcome is not None
-        seconds = outcome.seconds + model_seconds(costs_of, self._stage, length, 1)
-        peak_bytes = max(outcome.peak_bytes, self._static_bytes + self._optimizer_bytes)
-        return seconds, peak_bytes
+        return outcome
 
     def _seconds(self, needed, plans, length, rounds):
         """Medians of the operations, of the step around them; all times of the iterations."""
@@ -237,21 +254,25 @@ class Check:
 
         step_without_microbatches(self._model)
 
-    def _step(self, plan: Plan, length: int) -> None:
-        """One iteration of training: one microbatch of s tokens under the plan."""
-        from megatron_paradyse.profiler.iterations import train_one
+    def _step(self, plan: Plan, length: int, *, forward_only: bool = False) -> None:
+        """One iteration of training, or of an evaluation: one microbatch of s tokens."""
+        from megatron_paradyse.profiler.iterations import evaluate_one, train_one
 
         self._model.policy.chosen = plan
-        train_one(self._model, length)
+        (evaluate_one if forward_only else train_one)(self._model, length)
 
-    def _peak(self, plan: Plan, length: int) -> float:
+    def _peak(self, plan: Plan, length: int, *, forward_only: bool = False) -> float:
         from megatron_paradyse.profiler.model import largest_over_ranks
 
         with self._meter:
             gc.collect()
             self._meter.reset_peak()
-            self._step(plan, length)
+            self._step(plan, length, forward_only=forward_only)
             return largest_over_ranks([self._meter.peak_bytes - self._before_bytes])[0]
+
+
+def _costs_of(costs):
+    return lambda name, operation, s, b: costs[name, operation]
 
 
 def _num_runs(once_seconds: float) -> int:

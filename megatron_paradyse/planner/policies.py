@@ -245,7 +245,14 @@ class CostPolicy:
                 numbers = (seconds, 0, kept + forward, 0)
         if numbers is None:
             return None
+        if forward_only:
+            seconds, kept, forward, backward = numbers
+            numbers = (seconds, kept, forward + self._inputs(half_of(operation), s, b), backward)
         return _make_choice(name, numbers, self.memory.gathers(half_of(operation), name, s, b))
+
+    def _inputs(self, half: str, s: int, b: int) -> int:
+        """Of an evaluation, beside what the embedding keeps: its own input, and its layer's."""
+        return (1 if half == ATTENTION else 2) * self.memory.input_bytes(s, b)
 
     def _exceeds(self, outcome: Outcome, batch_size: int, seq_length: int, row: Row | None) -> None:
         message = (

@@ -1,7 +1,7 @@
 """A rank of a model whose layers differ: layers_driver OUTPUT LENGTH <Megatron flags>, JSON.
 
 What each built layer is, what the arguments say of it, the constants as a profile finds them and as
-the whole model has them; and predicted and measured peaks of iterations.
+the whole model has them; and predicted and measured peaks of iterations and of evaluations.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from pathlib import Path
 
 from benchmarks.iterations import start_rank
 from benchmarks.whole_model_rank import Check, plans_at
+from megatron_paradyse.plan import uniform_plan
+
+BASES = ("ulysses_z", "metp")
 
 
 def main() -> None:
@@ -45,7 +48,11 @@ def main() -> None:
     found["layers"] = [_what(layer) for layer in model.gpt.decoder.layers]
     if args.mtp_num_layers:
         found["layers"] += [_what(layer.mtp_model_layer) for layer in model.gpt.mtp.layers]
-    found["peaks"] = _peaks(model, meter, before - buffer, constants, length)
+    check = Check(model, meter, before - buffer, constants)
+    found["peaks"] = check.compare_bytes(length, plans_at(1, num_layers, 4))
+    recomputing = [uniform_plan(range(1, num_layers + 1), f"{name}+recompute") for name in BASES]
+    found["waiting_bytes"] = waiting_gradient_bytes(model.chunks[0])
+    found["evaluations"] = check.compare_evaluations(length, recomputing)
     if os.environ["RANK"] == "0":
         output.write_text(json.dumps(found))
 
@@ -58,8 +65,3 @@ def _what(layer) -> list:
     freq = layer.config.no_rope_freq
     unrotated = bool(freq) and bool(freq[layer.layer_number - 1])
     return [type(layer.mlp).__name__, shape.window, unrotated]
-
-
-def _peaks(model, meter, before: int, constants, length: int) -> list[tuple[str, float, float]]:
-    check = Check(model, meter, before, constants)
-    return check.compare_bytes(length, plans_at(1, len(model.layers.numbers), 4))

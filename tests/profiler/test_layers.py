@@ -96,6 +96,9 @@ def test_layers_are_told_apart_as_megatron_builds_them(flags, others, tmp_path):
     assert found["static_bytes"] == pytest.approx(found["whole_bytes"], rel=1e-3)
     for plan, predicted, measured in found["peaks"]:
         assert predicted == pytest.approx(measured, rel=0.005), plan
+    for plan, predicted, measured in found["evaluations"]:  # in which no gradient waits
+        beside = predicted - found["waiting_bytes"] - found["static_bytes"]
+        assert beside > 0.98 * (measured - found["static_bytes"]), plan
 
 
 @pytest.mark.parametrize("name", ["moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"])
