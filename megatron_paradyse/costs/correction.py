@@ -90,7 +90,7 @@ class Correction:
             for name, seconds in observation.predicted_seconds.items():
                 row[1 + self.names.index(name)] = seconds / predicted
             # The model's value at the factors in force, and what was seen beyond it.
-            surprise = math.log(measured / predicted)
+            surprise = math.log(measured / predicted) if measured > 0 else -MOST_SURPRISE
             y = row[1:] @ self.seconds + float(np.clip(surprise, -MOST_SURPRISE, MOST_SURPRISE))
             # By what was predicted: one that stalls must not outweigh all others.
             self._mean_seconds += (predicted - self._mean_seconds) * (

@@ -54,6 +54,13 @@ def test_recomputation_shares_the_factors_of_its_strategy():
     assert correction.factors("unheard-of") == (1.0, 1.0)
 
 
+def test_a_microbatch_of_which_no_seconds_are_left_counts_as_a_fast_one():
+    """As where multi-token prediction is predicted to take longer than all that was measured."""
+    correction, fast = Correction(NAMES), [Observation({"metp": 1.0}, 0.0)] * 9
+    correction.apply(correction.update(correction.sums(fast), correction.peaks(fast)))
+    assert 0.5 < correction.factors("metp")[0] < 0.9
+
+
 def test_one_stalled_microbatch_moves_no_factor_by_more_than_its_share():
     correction = Correction(NAMES)
     learn(correction, {"megatron_ts": 1.0}, ran=NAMES[:1])
