@@ -256,10 +256,10 @@ class Check:
 
     def _step(self, plan: Plan, length: int, *, forward_only: bool = False) -> None:
         """One iteration of training, or of an evaluation: one microbatch of s tokens."""
-        from megatron_paradyse.profiler.iterations import evaluate_one, train_one
+        from megatron_paradyse.profiler.iterations import train_one
 
         self._model.policy.chosen = plan
-        (evaluate_one if forward_only else train_one)(self._model, length)
+        (_evaluate_one if forward_only else train_one)(self._model, length)
 
     def _peak(self, plan: Plan, length: int, *, forward_only: bool = False) -> float:
         from megatron_paradyse.profiler.model import largest_over_ranks
@@ -269,6 +269,32 @@ class Check:
             self._meter.reset_peak()
             self._step(plan, length, forward_only=forward_only)
             return largest_over_ranks([self._meter.peak_bytes - self._before_bytes])[0]
+
+
+def _evaluate_one(model, seq_length: int) -> None:
+    """The forward without gradient, as Megatron's evaluations run it."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.training import get_args
+
+    from megatron_paradyse.profiler.operations import raw_batch
+    from megatron_paradyse.train.gpt import forward_step
+
+    get_args().seq_length = seq_length
+    for chunk in model.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([raw_batch(seq_length, 1)]),
+            model=model.chunks,
+            num_microbatches=1,
+            seq_length=seq_length,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    for chunk in model.chunks:
+        chunk.train()
 
 
 def _costs_of(costs):

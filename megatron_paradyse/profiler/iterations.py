@@ -29,25 +29,6 @@ def train_one(model: ProfiledModel, seq_length: int, batch_size: int = 1) -> Non
     _train_step(model, raw_batch(seq_length, batch_size), get_forward_backward_func())
 
 
-def evaluate_one(model: ProfiledModel, seq_length: int) -> None:
-    """The forward without gradient of one, as Megatron's evaluations run it."""
-    get_args().seq_length = seq_length
-    for chunk in model.chunks:
-        chunk.eval()
-    with torch.no_grad():
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter([raw_batch(seq_length, 1)]),
-            model=model.chunks,
-            num_microbatches=1,
-            seq_length=seq_length,
-            micro_batch_size=1,
-            forward_only=True,
-        )
-    for chunk in model.chunks:
-        chunk.train()
-
-
 def train_share(model: ProfiledModel, share: Any) -> None:
     """On a data/packed.py Share, as many microbatches as it has."""
     _train_step(model, share, functools.partial(run_packed, get_forward_backward_func()))
