@@ -10,8 +10,10 @@ third: a small one.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,14 +47,13 @@ def run(*, s: int, n: int, d: int, dtype: torch.dtype, device: str, rounds: int)
         out, lse = forward(kernel, rule)
         kernel.backward(grad, q, k, v, out, lse, rule)
 
-    sides = {
-        f"{name}_{side.__name__}": lambda side=side, kernel=kernel, rule=rule: side(kernel, rule)
-        for name, kernel in kernels.items()
-        for rule in (plain if name == "none" else drops,)
-        for side in (forward, both)
-    }
+    sides: dict[str, Callable[[], object]] = {}
+    for name, kernel in kernels.items():
+        rule = plain if name == "none" else drops
+        sides[f"{name}_forward"] = functools.partial(forward, kernel, rule)
+        sides[f"{name}_both"] = functools.partial(both, kernel, rule)
     seconds = interleaved(sides, rounds, device)
-    result = {"kernels": {name: kernel.name for name, kernel in kernels.items()}}
+    result: dict[str, object] = {"kernels": {name: kernel.name for name, kernel in kernels.items()}}
     for other in [name for name in kernels if name != "dropout"]:
         for side in ("forward", "both"):
             pairs = zip(seconds[f"dropout_{side}"], seconds[f"{other}_{side}"], strict=True)
