@@ -24,10 +24,11 @@ SOURCES = ("measured", "stand-in", "simulated")
 MAX_RANKS = 1 << 20
 # Two devices of one name may differ by what driver and firmware reserve.
 MEMORY_TOLERANCE = 0.02
-OPTIONAL_KEYS = (
+OF_MODEL = (
     *("head_tile", "num_experts", "attention_dropout", "hidden_dropout", "attention_window"),
-    *("mtp_num_layers", "halves", "tiled_scores"),
+    *("mtp_num_layers", "halves"),
 )
+OPTIONAL_KEYS = (*OF_MODEL, "tiled_scores")  # the last is of the device
 HALVES_KEY, OTHER_LAYERS = "halves", "other_layers"  # the second is missing where there are none
 WINDOW, OUTPUT_GATE = "window", "output_gate"  # of an attention in halves
 

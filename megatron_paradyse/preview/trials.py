@@ -105,13 +105,13 @@ def _check_model(setup: Setup) -> None:
     """UserError unless the flags describe the model and the ranks that the costs are of."""
     from megatron.training import get_args
 
-    from megatron_paradyse.costs.description import OPTIONAL_KEYS, OTHER_LAYERS, differences
+    from megatron_paradyse.costs.description import OF_MODEL, OTHER_LAYERS, differences
     from megatron_paradyse.train.describe import describe
 
     ours = describe(get_args(), setup.policies.num_layers)
     d = setup.description
     model = replace(d.model, num_layers=setup.policies.num_layers)
-    told = {name: getattr(d, name) for name in ("attention_mask", *OPTIONAL_KEYS, OTHER_LAYERS)}
+    told = {name: getattr(d, name) for name in ("attention_mask", *OF_MODEL, OTHER_LAYERS)}
     theirs = replace(ours, model=model, p=d.p, dtype=d.dtype, **told)
     found = differences(theirs, ours)
     if found:

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.strategies import local_attention
 from megatron_paradyse.strategies.blocks import num_visible
-from megatron_paradyse.strategies.fused_tiles import can_fuse, tile_of
+from megatron_paradyse.strategies.fused_tiles import are_written_for, tile_of
 from megatron_paradyse.strategies.kernels import CPU_FLASH, TILED, Kernel, runs_flash
 from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS, accumulated_head_dim
 from megatron_paradyse.strategies.small_calls import in_small_calls
@@ -62,8 +62,8 @@ def flash_kernel(scores: Scores = lambda count: contextlib.nullcontext()) -> Ite
 
 
 def tiles_scores(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether dropout takes a kernel that holds tiles of scores."""
-    return not can_fuse(LEAST, dtype, head_dim)
+    """Whether dropout takes a kernel that holds tiles of scores; GPUs are taken to have Triton."""
+    return not are_written_for(LEAST, dtype, head_dim)
 
 
 def workspace(q: Tensor, k: Tensor, documents: int = 0) -> tuple[Tensor, ...]:

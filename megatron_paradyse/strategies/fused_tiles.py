@@ -23,10 +23,15 @@ LEAST_CAPABILITY = (8, 0)  # whose tensor cores know bfloat16
 
 
 def can_fuse(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a CUDA device of this compute capability runs the kernels."""
+    """Whether a CUDA device of this compute capability runs the kernels, here."""
+    known = are_written_for(capability, dtype, head_dim)
+    return known and importlib.util.find_spec("triton") is not None
+
+
+def are_written_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether such a device would run them with Triton."""
     known = dtype in (torch.float32, torch.bfloat16, torch.float16)
-    fits = head_dim <= MOST_CHANNELS and capability >= LEAST_CAPABILITY
-    return known and fits and importlib.util.find_spec("triton") is not None
+    return known and head_dim <= MOST_CHANNELS and capability >= LEAST_CAPABILITY
 
 
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Tensor]:

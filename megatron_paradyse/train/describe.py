@@ -49,7 +49,7 @@ def describe(args: argparse.Namespace, num_layers: int) -> Description:
 
 
 def told_options(args: argparse.Namespace, model: ModelShape) -> dict[str, Any]:
-    """What else costs depend on: OPTIONAL_KEYS and OTHER_LAYERS."""
+    """What else costs depend on: OF_MODEL and OTHER_LAYERS."""
     check_costs_know(args)
     window = args.window_size
     which = "some" if args.window_attn_skip_freq else "all"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
-from megatron_paradyse.simulator.flash_kernel import flash_kernel, workspace
+from megatron_paradyse.simulator.flash_kernel import flash_kernel, tiles_scores, workspace
 from megatron_paradyse.simulator.hardware import find_device
 from megatron_paradyse.simulator.simulated_device import SimulatedDevice
 from megatron_paradyse.strategies import local_attention as local_attention_module
@@ -186,3 +187,9 @@ def _peak(meter: LiveBytes, out, tensors) -> int:
     grads = torch.autograd.grad(out, tensors, grad)
     del grads
     return meter.peak_bytes - before
+
+
+def test_a_simulated_gpu_has_triton_where_this_machine_has_none(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not tiles_scores(torch.bfloat16, 80) and not tiles_scores(torch.float32, 256)
+    assert tiles_scores(torch.float64, 64) and tiles_scores(torch.bfloat16, 264)
