@@ -21,7 +21,7 @@ from megatron_paradyse.costs.description import (
 )
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.strategies.contract import LatentSizes
-from megatron_paradyse.strategies.kernels import TILED, choose_kernel
+from megatron_paradyse.strategies.kernels import TILED, Kernel, choose_kernel
 from megatron_paradyse.train.batch import device_of_rank
 from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_flags import check_costs_know
@@ -43,7 +43,7 @@ def describe(args: argparse.Namespace, num_layers: int) -> Description:
         versions=versions(),
         source="measured",
         date=datetime.date.today().isoformat(),
-        tiled_scores=_tiles_scores(args),
+        tiled_scores=attention_kernel(args, window=False, dropout=True) is TILED,
         **told_options(args, model),
     )
 
@@ -71,9 +71,10 @@ def told_options(args: argparse.Namespace, model: ModelShape) -> dict[str, Any]:
     }
 
 
-def _tiles_scores(args: argparse.Namespace) -> bool:
+def attention_kernel(args: argparse.Namespace, *, window: bool, dropout: bool) -> Kernel:
+    """Of the strategies' own attention, on this rank's device."""
     queries = torch.empty(1, head_dim(args), dtype=args.params_dtype, device=device_of_rank())
-    return choose_kernel(queries, dropout=True) is TILED
+    return choose_kernel(queries, window=window, dropout=dropout)
 
 
 def _dtype(args: argparse.Namespace) -> str:

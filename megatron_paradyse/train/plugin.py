@@ -272,20 +272,14 @@ def _is_bert() -> bool:
 
 def _announce(settings) -> None:
     """On rank 0: what runs, on which sequences, with which attention kernel."""
-    import torch
     from megatron.training import get_args, get_tokenizer, print_rank_0
 
-    from megatron_paradyse.strategies.kernels import choose_kernel
-    from megatron_paradyse.train.batch import device_of_rank
     from megatron_paradyse.train.data_files import other_vocabulary
-    from megatron_paradyse.train.describe import head_dim
+    from megatron_paradyse.train.describe import attention_kernel
 
     args = get_args()
-    queries = torch.empty(1, head_dim(args), dtype=args.params_dtype, device=device_of_rank())
-    kernel = choose_kernel(
-        queries,
-        window=args.window_size is not None,
-        dropout=args.attention_dropout > 0,
+    kernel = attention_kernel(
+        args, window=args.window_size is not None, dropout=args.attention_dropout > 0
     )
     print_rank_0(
         f"> paradyse: policy {settings.policy}, sequences {settings.sequences}, "
