@@ -157,7 +157,7 @@ def test_the_kernel_that_the_log_names_is_that_of_the_heads_that_run(latent, hea
 
     from megatron_paradyse.settings import Settings
     from megatron_paradyse.strategies import kernels
-    from megatron_paradyse.train import plugin
+    from megatron_paradyse.train import describe, plugin
 
     args = argparse.Namespace(params_dtype=torch.bfloat16, window_size=None, attention_dropout=0.0)
     args.multi_latent_attention, args.kv_channels = latent, 56
@@ -170,7 +170,7 @@ def test_the_kernel_that_the_log_names_is_that_of_the_heads_that_run(latent, hea
         asked.append(q.shape[-1])
         return kernels.TILED
 
-    monkeypatch.setattr(kernels, "choose_kernel", choose)
+    monkeypatch.setattr(describe, "choose_kernel", choose)
     monkeypatch.setattr(megatron.training, "get_args", lambda: args)
     monkeypatch.setattr(megatron.training, "print_rank_0", said.append)
     plugin._announce(Settings(policy="fixed:megatron_ts", sequences="fixed"))
