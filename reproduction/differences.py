@@ -37,11 +37,11 @@ trained. Measured, both rows of as published are compared with the whole of ours
 published ends; with smoothing and without it ran the same plans."""
 
 CONTRIBUTIONS = """The same in every panel. "Faster": the interval lies above 0.1% of the time.
-MegatronCZ and ColossalZ do not help beside the other strategies: neither saves time, and
-without them every length still trains. The forest does not help our fit, whose laws describe
+MegatronCZ does not help beside the other strategies, and ColossalZ by 0.2% of the time in one
+panel: without them every length still trains. The forest does not help our fit, whose laws describe
 the simulator's bytes and seconds exactly enough; measured costs are another matter
 (docs/cost-model.md). Smoothing, off by default, costs ours time and buys nothing where a switch is
-free; as published it saves 0.2% to 0.6%. For BERT everything is within 3%, because its documents
+free; as published it saves 0.2% to 0.7%. For BERT everything is within 4%, because its documents
 fit every strategy but ColossalZ."""
 
 CASE_STUDY = """The paper sums its parts to about 31 s (imports 2 to 3). A turn of two strategies
@@ -65,29 +65,28 @@ quarter, an eighth of that, whichever is fastest. ParaDySe takes one document af
 all 8 ranks, and its communication is paid for. Documents that the peer cannot fit are left out
 of both. The GPT's 105.6 GiB of state fit no rank without tensor parallelism, which is not
 priced. Where the peer does not recompute, waiting for the slowest rank of a group is at least
-95% of the difference, of BERT's on GRCh38 77%. Megatron has this scheduler for GPTs; BERT is
-priced as if it had it."""
+95% of the difference. Megatron has this scheduler for GPTs; BERT is priced as if it had it."""
 
 SENTENCES: dict[str, str] = {
     "reduction:bert:githubcode:paradyse": (
-        "The slowest is METP on short documents, by its fixed time: 0.38 s a sequence "
+        "The slowest is METP on short documents, by its fixed time: 1.14 s a sequence "
         "simulated, 1.37 s in the authors' fits of their measurements. With those fits on our"
         " documents the saving is 84.6% (authors_fits.csv). Against the best single strategy "
-        "nearly nothing is left: UlyssesZ alone fits every document of BERT and is nearly "
-        "always the fastest."
+        "little is left: MegatronTS and UlyssesZ fit every document of BERT, and one of the two "
+        "is nearly always the fastest."
     ),
     "reduction:bert:githubcode:paradyse-as-published": (
-        "The same cause. As fast as UlyssesZ alone, no faster: forest and smoothing choose "
-        "up to 13% slower plans at single lengths."
+        "The same cause. Less over MegatronTS alone than ours: forest and smoothing choose "
+        "up to 11% slower plans at single lengths."
     ),
     "reduction:bert:grch38:paradyse": (
-        "The slowest is METP on short documents, by its fixed time: 0.38 s a sequence "
+        "The slowest is METP on short documents, by its fixed time: 1.14 s a sequence "
         "simulated, 1.37 s in the authors' fits of their measurements. With those fits on our"
         " documents the saving is 62.7%. Against the best single strategy nearly nothing is "
         "left: UlyssesZ alone fits every document of BERT and is nearly always the fastest."
     ),
     "reduction:bert:grch38:paradyse-as-published": (
-        "The same cause; 1.0% slower than UlyssesZ alone."
+        "The same cause; 0.5% slower than UlyssesZ alone."
     ),
     "reduction:llama:githubcode:paradyse": (
         "No figure in the paper. Only METP and strategies that recompute train all documents."
@@ -97,7 +96,7 @@ SENTENCES: dict[str, str] = {
         " tokens."
     ),
     "reduction:gpt:githubcode:paradyse": (
-        "No figure in the paper. Against METP 39.4%, at more documents than against MegatronCZ."
+        "No figure in the paper. Against METP 43.3%, at more documents than against MegatronCZ."
     ),
     "reduction:llama:githubcode:paradyse-as-published": ("As above."),
     "reduction:llama:grch38:paradyse-as-published": ("As above."),
@@ -171,7 +170,7 @@ OPEN = (
     ),
     (
         "- No GPU ran: every simulated figure rests on datasheet rates (docs/simulator.md "
-        "says how far off they are: 8% in the median, 39% at 8K)."
+        "says how far off they are: 8% in the median, 34% at 8K)."
     ),
     (
         "- As published is not the authors' code: what it keeps of ours is listed in "

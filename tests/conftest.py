@@ -1,9 +1,15 @@
-"""The order of the test files."""
+"""The order of the test files, and Ctrl-C as at a terminal."""
 
 from __future__ import annotations
 
+import signal
+
 # Files of these folders take minutes: begun first, so that no worker is left alone with one.
 SLOW = ("train", "preview", "profiler")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # In a job that a shell started with & it is ignored, and so in all that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list) -> None:

@@ -27,7 +27,9 @@ class Device:
     half_flops, float32_flops: multiply-adds count as 2. attention_*_efficiency: of a fused
     attention kernel with head dim 128; narrow_head_factor: what of that is left with head dim 64
     or less. host_bytes_per_second: of the link to the host, one way; host_efficiency: the share of
-    it that copies to and from pinned memory reach while all devices copy.
+    it that copies to and from pinned memory reach while all devices copy. host_seconds_per_kernel:
+    in which Python and PyTorch get from one operator to the next, strategies' own code included; so
+    that METP's layer at 8K tokens takes what it took on an H200's host (docs/simulator.md).
     """
 
     name: str
@@ -44,7 +46,7 @@ class Device:
     bandwidth_efficiency: float = 0.80
     host_bytes_per_second: float = PCIE4
     host_efficiency: float = 0.40
-    host_seconds_per_kernel: float = 6e-6
+    host_seconds_per_kernel: float = 28e-6
     host_seconds_per_collective: float = 40e-6
     source: str = "the user"
 

@@ -90,6 +90,11 @@ READ_OFF = [
     ("Time at lengths that were not", percent(record("cost_model")["hybrid"]["time_median"])),
     ("Error of simulated seconds", percent(record("simulator")["error_median"])),
     ("... at 8K tokens", percent(record("simulator")["error_median_by_length"]["8192"])),
+    ("Error against the H200", percent(record("simulator")["h200"]["error_median"])),
+    (
+        "... of its layers of 8K tokens",
+        percent(record("simulator")["h200"]["error_median_by_length"]["8192"]),
+    ),
     ("Hangs beyond the limit", f"{RELIABILITY['hangs']}"),
     ("Corrupted files", f"{RELIABILITY['corruptions']}"),
     ("Diverging losses", f"{RELIABILITY['divergences']}"),
