@@ -19,6 +19,8 @@ import numpy as np
 from megatron_paradyse.data import targets
 from megatron_paradyse.errors import UserError
 
+LARGEST_ID = np.iinfo(np.int32).max  # of a token: packed rows are int32
+
 
 @dataclass(frozen=True)
 class SampleTable:
@@ -148,6 +150,7 @@ class DocumentDataset:
             tokens = self._indexed.get(first, offset=start, length=stop - start)
         else:
             tokens = np.concatenate([self._indexed.get(i) for i in range(first, last)])[start:stop]
+        _check_ids(tokens, self.prefix, document)
         if self._targets is None:
             return tokens.astype(np.int64)
         begin = int(self._first_token[document])
@@ -158,6 +161,9 @@ def _check_index(prefix: str, indexed) -> None:
     """UserError unless the index is in itself right and its .bin holds all that it lists."""
     lengths, pointers = indexed.sequence_lengths, indexed.index.sequence_pointers
     edges, remedy = indexed.document_indices, "prepare it again"
+    if np.dtype(indexed.index.dtype).kind == "f":
+        kind = np.dtype(indexed.index.dtype).name
+        raise UserError(f"{prefix}.bin holds {kind}, and ids of tokens are integers: {remedy}")
     ascending = len(edges) > 0 and edges[0] == 0 and (np.diff(edges) >= 0).all()
     if not ascending or edges[-1] != len(lengths) or lengths.min(initial=0) < 0:
         raise UserError(f"{prefix}.idx is not a Megatron index (its counts differ): {remedy}")
@@ -167,6 +173,18 @@ def _check_index(prefix: str, indexed) -> None:
         raise UserError(
             f"{prefix}.bin has {size:,} bytes, and {prefix}.idx lists {listed:,}: one of them was "
             f"cut off or replaced: {remedy}"
+        )
+
+
+def _check_ids(tokens: np.ndarray, prefix: str, document: int) -> None:
+    """UserError for what is no id of a token: one below 0 would be taken for a complement."""
+    if tokens.dtype.kind == "u":
+        return
+    least, largest = tokens.min(), tokens.max()
+    if least < 0 or largest > LARGEST_ID:
+        raise UserError(
+            f"{prefix}.bin has the token {least if least < 0 else largest} in document {document}: "
+            f"tokens are ids from 0 to {LARGEST_ID}: prepare the data again"
         )
 
 

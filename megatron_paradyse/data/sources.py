@@ -92,7 +92,7 @@ class FileReader:
         with open(path, "rb") as raw:
             self._raw = raw
             try:
-                if path.endswith(".gz"):
+                if path.lower().endswith(".gz"):
                     with gzip.open(raw) as stream:
                         yield stream  # type: ignore[misc]
                 else:

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import sys
 
+from megatron_paradyse.errors import UserError
+
 LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -36,6 +38,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in NO_MEMORY)
+
+
+def words_of(error: BaseException) -> str:
+    """What it says, in one line.
+
+    PyTorch puts the traceback of a loader's worker before the words of an error there.
+    """
+    said = str(error)
+    if said.startswith(f"Caught {UserError.__name__} in DataLoader worker"):
+        said = said.rpartition(f"{UserError.__name__}: ")[2]
+    return " ".join(said.split())[:2000]
 
 
 def leave(code: int) -> None:

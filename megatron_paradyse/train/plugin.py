@@ -18,7 +18,7 @@ from megatron_paradyse import megatron_start
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import FIXED, PACKED, Settings
 from megatron_paradyse.train.data_files import check_named
-from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, leave
+from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, leave, words_of
 from megatron_paradyse.train.megatron_version import check_megatron
 
 STDERR = 2
@@ -305,13 +305,13 @@ def show_user_errors_in_one_line() -> None:
         watchdog = sys.modules.get("megatron_paradyse.train.watchdog")
         dog = watchdog.current() if watchdog is not None else None
         known = isinstance(error, UserError) or is_out_of_memory(error)
-        said_by, words = int(os.environ.get("RANK", 0)), " ".join(str(error).split())[:2000]
+        said_by, words = int(os.environ.get("RANK", 0)), words_of(error)
         if known and not isinstance(error, UserError):
             words += OUTSIDE_A_STEP
         if known and dog is not None:
             said_by, words = dog.first_words(words)
         if dog is not None and not is_lost_peer(error):
-            dog.failed(str(error) if known else f"{kind.__name__}: {error}")
+            dog.failed(words_of(error) if known else f"{kind.__name__}: {error}")
         if "--paradyse-debug" in sys.argv:
             show_traceback(kind, error, traceback)
         elif known:

@@ -114,6 +114,11 @@ def test_jsonl_lines_are_bounded(tmp_path):
         documents(JsonlSource([path], max_line_bytes=4096))
 
 
+def test_gzip_is_told_by_its_suffix_in_either_case(tmp_path):
+    path = write(tmp_path / "x.JSONL.GZ", gzip.compress(b'{"text": "a"}\n'))
+    assert documents(JsonlSource([path])) == [(f"{path}:1", b"a")]
+
+
 def test_damaged_gzip_names_the_file(tmp_path):
     whole = gzip.compress(b'{"text": "a"}\n' * 1000)
     for name, content in (("cut", whole[:-20]), ("flipped", whole[:30] + b"zz" + whole[32:])):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_paradyse.data.choices import ORDER_CHOICES
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream, build_sample_table
 from megatron_paradyse.data.loader import Sharding, collate, microbatches
 from megatron_paradyse.data.order import make_order
+from megatron_paradyse.data.targets import ids_of
 from megatron_paradyse.errors import UserError
 from tests.train.harness import write_documents
 
@@ -69,6 +74,31 @@ def test_samples_are_the_documents_tokens(dataset):
     for document, tokens in rebuilt.items():
         whole = dataset._indexed.get(document)
         assert tokens == whole.tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "token", "said"),
+    [
+        (np.int32, -3, r"has the token -3 in document 2: tokens are ids from 0 to 2147483647"),
+        (np.int64, 2**32 + 5, r"has the token 4294967301 in document 2: tokens are ids from 0"),
+        (np.float32, 5, r"holds float32, and ids of tokens are integers: prepare it again"),
+        (np.int64, 2**31 - 1, None),
+    ],
+)
+@pytest.mark.parametrize("learns_all", [True, False])
+def test_what_is_no_id_of_a_token_is_refused(learns_all, dtype, token, said, tmp_path):
+    """A negative one would be read as a token that is not learnt, a large one cut to 32 bits."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=dtype)
+    for tokens in ([1, 2], [3, 4], [5, token, 6]):
+        builder.add_document(torch.tensor(tokens), [len(tokens)])
+    builder.finalize(str(tmp_path / "a.idx"))
+    if not learns_all:
+        (tmp_path / "a.targets").write_bytes(bytes([0, 1, 0, 1, 0, 0, 1]))
+    whole = {"fraction": (0.0, 1.0), "seq_length": 64, "long_documents": "split"}
+    with contextlib.nullcontext() if said is None else pytest.raises(UserError, match=said):
+        read = DocumentDataset(str(tmp_path / "a"), **whole)
+        assert read[0].tolist() == ([1, 2] if learns_all else [~1, 2])
+        assert ids_of(read[2]).tolist() == [5, token, 6]
 
 
 def test_splits_are_disjoint_and_complete(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
+from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, words_of
 from tests.train.harness import ROOT
 
 NO_MEMORY = [
@@ -54,6 +54,20 @@ def test_a_lost_peer_is_known_by_what_each_backend_says(error):
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: str(error)[:30])
 def test_other_errors_are_not_taken_for_it(error):
     assert not is_out_of_memory(error)
+
+
+class Refusing(torch.utils.data.Dataset):
+    def __getitem__(self, position: int):
+        raise UserError("document 3 has the token -1: prepare the data again")
+
+
+def test_an_error_in_a_worker_of_a_loader_is_the_line_that_it_says():
+    loader = torch.utils.data.DataLoader(Refusing(), sampler=[0], num_workers=1)
+    with pytest.raises(UserError) as caught:
+        next(iter(loader))
+    assert "Traceback" in str(caught.value)  # by PyTorch
+    assert words_of(caught.value) == "document 3 has the token -1: prepare the data again"
+    assert words_of(RuntimeError("one\n  two")) == "one two"
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "error: interrupted\n"), ("1", "")])
