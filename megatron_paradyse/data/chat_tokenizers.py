@@ -232,6 +232,8 @@ class PromptFormatTokenizer(MegatronTokenizer):
         messages, tools = conversation
         if tools:
             raise UserError("tools, which Megatron's prompt formats do not write: leave them out")
+        if learn != LEARN_ALL:
+            _refuse_weights(messages)
         try:
             tokens, targets = self._format.tokenize_conversation(
                 messages, return_target=True, add_generation_prompt=False
@@ -240,6 +242,16 @@ class PromptFormatTokenizer(MegatronTokenizer):
             raise UserError(f"Megatron's format cannot write it ({_reason(error)})") from error
         learnt = (targets != self._ignored) & (targets != self._format.pad_id)
         yield Marked(self._checked(tokens), None if learn == LEARN_ALL else learnt)
+
+
+def _refuse_weights(messages: list[dict[str, Any]]) -> None:
+    """UserError for a message that is not to be learnt: a prompt format learns what it learns."""
+    for number, message in enumerate(messages, start=1):
+        if not message.get("weight", 1):
+            raise UserError(
+                f"message {number} has the weight 0, of which Megatron's prompt formats know "
+                f"nothing: leave it out, or give --tokenizer {HUGGING_FACE}"
+            )
 
 
 def _without_surrogates(text: str) -> str:

@@ -343,6 +343,11 @@ BAD = {
         ["--tokenizer", "SFTTokenizer"],
         "in.jsonl:1: tools, which Megatron's prompt formats do not write: leave them out",
     ),
+    "a weight of none": (
+        {"messages": [*chat("a"), {**chat("", "b")[1], "weight": 0}, *chat("c", "d")]},
+        ["--tokenizer", "SFTTokenizer", "--sft-tokenizer-prompt-format", "nemotron-nano-v2"],
+        "in.jsonl:1: message 2 has the weight 0, of which Megatron's prompt formats know nothing",
+    ),
     "an empty turn": (
         {"messages": chat("a", "")},
         ["--tokenizer", "SFTTokenizer"],
