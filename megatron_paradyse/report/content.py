@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -137,7 +137,7 @@ class Content:
 
     def warnings(self) -> list[str]:
         """What of the traces and the costs does not go together."""
-        found = []
+        found = [fault for trace in self.traces for fault in _joined_files(trace)]
         first: dict[tuple[int, int], str] = {}
         for trace in self.traces:
             place = trace.runs[-1].place if trace.runs else None
@@ -214,6 +214,26 @@ class Content:
                 },
             },
         }
+
+
+def _joined_files(trace: Trace) -> Iterator[str]:
+    """What says that records of several traces are in one file: its sums are of all."""
+    places = {run.place for run in trace.runs if run.place is not None}
+    starts = Counter((run.date, run.place) for run in trace.runs)
+    models = {(run.model["num_layers"], run.model["hidden_size"]) for run in trace.runs}
+    if len(places) > 1:
+        yield (
+            f"{trace.path} holds records of {len(places)} replicas or pipeline stages, each of "
+            "which counts all iterations: give the trace of each by itself"
+        )
+    if max(starts.values(), default=1) > 1:
+        yield f"{trace.path} holds a start twice, and counts it twice: give each trace once"
+    if len(models) > 1:
+        told = ", ".join(f"{layers} layers of {hidden}" for layers, hidden in sorted(models))
+        yield (
+            f"{trace.path} holds trainings of several models ({told}), and sums over all of them: "
+            "give each training a trace of its own"
+        )
 
 
 def _curve(name, lengths, totals, oom_length: int | None) -> Curve:

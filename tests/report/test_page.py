@@ -194,6 +194,27 @@ def test_traces_of_two_trainings_are_warned_of(tmp_path):
     assert not Content([read_trace(str(first))], None).warnings()
 
 
+OTHER_STARTS = {
+    "holds records of 2 replicas or pipeline stages, each": {"place": {"data": 1, "pipeline": 0}},
+    "holds a start twice, and counts it twice": {"date": RUN["date"]},
+    r"of several models \(4 layers of 256, 8 layers of 256\), and": {
+        "model": {"num_layers": 8, "hidden_size": 256}
+    },
+}
+
+
+@pytest.mark.parametrize("said", OTHER_STARTS)
+def test_traces_that_were_joined_to_one_file_are_warned_of(said, tmp_path):
+    """A restart of the same training adds to its file too."""
+    run = {**RUN, "place": {"data": 0, "pipeline": 0}}
+    again = {**run, "date": "2026-11-21T12:30:00+00:00"}
+    lines = [run, *records(2, run=None), again, *records(2, run=None)]
+    assert not Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))], None).warnings()
+    lines += [{**again, "date": "2026-11-22T12:00:00+00:00", **OTHER_STARTS[said]}]
+    (found,) = Content([read_trace(str(write_trace(tmp_path / "j.jsonl", lines)))], None).warnings()
+    assert re.search(f"j.jsonl.* {said}", found)
+
+
 def test_a_short_run_of_one_strategy_is_told_in_full_digits_and_said_once(tmp_path, costs):
     lines = [RUN, *(microbatch(1, s, seconds=0.0123) for s in LENGTHS), iteration(1, seconds=0.25)]
     content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)], costs)
