@@ -126,8 +126,8 @@ def _memory_words(content: Content) -> str:
 
 def _length_words(content: Content) -> str:
     longest = max(trace.longest for trace in content.traces)
-    count = content.lengths.total()
-    return f"{count:,} sequences, the longest of {longest:,} tokens, padding included."
+    count = counted(content.lengths.total(), "sequence")
+    return f"{count}, the longest of {longest:,} tokens, padding included."
 
 
 def _curve_words(content: Content) -> str:

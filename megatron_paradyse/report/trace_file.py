@@ -70,7 +70,7 @@ class Trace:
     num_out_of_memory: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    longest: int = 0  # sequence, in tokens, padding included; 0: not told
+    longest: int = 0  # single sequence, in tokens, padding included; 0: none
     longest_document: int = 0  # without padding; 0: not told
     lengths: Counter[int] = field(default_factory=Counter)  # single sequences by 4 log2(tokens)
     peak_errors: RunningMedian = field(default_factory=RunningMedian)
@@ -106,7 +106,6 @@ class Trace:
             self.iterations.add(record)
             self.seconds += record.seconds
             self.tokens += record.tokens or 0
-            self.longest = max(self.longest, record.longest or 0)
             self.longest_document = max(self.longest_document, record.longest or 0)
         elif isinstance(record, OutOfMemory):
             self._last_iteration = record.microbatch.iteration

@@ -18,6 +18,7 @@ from megatron_paradyse.packing.placement import place
 from megatron_paradyse.report import records as records_module
 from megatron_paradyse.report import trace_file
 from megatron_paradyse.report.content import Content
+from megatron_paradyse.report.figures import KINDS
 from megatron_paradyse.report.page import facts
 from megatron_paradyse.report.trace_file import read_trace, warning_lines
 from megatron_paradyse.train import summary
@@ -242,6 +243,15 @@ def test_rows_without_a_load_are_neither_priced_nor_long_documents(tmp_path):
     assert both.summary.fixed_estimates() == alone.summary.fixed_estimates()
     assert "1 packed rows are not in the estimates" in warning_lines(both)[0]
     assert "without 1 packed rows" in facts(Content([both], costs))[5].note
+
+
+def test_lengths_are_told_of_single_sequences_alone(tmp_path):
+    """The longest document, of 990 tokens, is in a row, and so not one of those that are drawn."""
+    lines = [microbatch(1, 8192, **PACKED), microbatch(1, 128), iteration(1)]
+    content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))], None)
+    (words,) = (kind.words for kind in KINDS if kind.name == "lengths")
+    assert words(content) == "1 sequence, the longest of 128 tokens, padding included."
+    assert content.as_json()["longest_sequence_tokens"] == 990
 
 
 def test_a_page_of_packed_rows_alone_is_drawn(tmp_path):
