@@ -111,6 +111,7 @@ def prepare(inputs: tuple[str, ...], output_prefix: str, as_json: bool, **option
     from megatron_paradyse.data import prepare as work
     from megatron_paradyse.data import prepare_inputs as prepared
 
+    prepared.check_kept(inputs, options, output_prefix)
     kind = prepared.kind_of(inputs, options["source"])
     tokenizer = prepared.tokenizer_name(kind, options)
     source = prepared.make_source(kind, inputs, options)

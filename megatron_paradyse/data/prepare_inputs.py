@@ -13,6 +13,7 @@ from megatron_paradyse.data.chat_tokenizers import (
     TemplateTokenizer,
 )
 from megatron_paradyse.data.megatron_tokenizers import MEGATRON_TYPES, MegatronTokenizer
+from megatron_paradyse.data.writer import SUFFIXES
 from megatron_paradyse.errors import UserError
 
 JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -57,6 +58,20 @@ def kind_of(inputs: tuple[str, ...], asked: str) -> str:
     if len(kinds) > 1:
         raise UserError(f"inputs of kinds {', '.join(sorted(kinds))}: prepare each kind alone")
     return kinds.pop()
+
+
+def check_kept(inputs: tuple[str, ...], options: dict[str, Any], prefix: str) -> None:
+    """UserError for a file that is read and would be replaced, as docs.json by the PREFIX docs."""
+    names = ("tokenizer_model", "vocab_file", "merge_file", "chat_template")
+    read = [path for path in (*inputs, *(options[name] for name in names)) if path]
+    for written in (prefix + suffix for suffix in SUFFIXES):
+        for path in read:
+            both = os.path.exists(path) and os.path.exists(written)
+            if both and os.path.samefile(path, written):
+                raise UserError(
+                    f"{path} is read, and --output-prefix {prefix} would replace it: choose "
+                    "another prefix"
+                )
 
 
 def tokenizer_name(kind: str, options: dict[str, Any]) -> str:

@@ -160,6 +160,29 @@ def test_prepare_lengths_and_figure_end_to_end(tmp_path):
     assert values["published"]["GRCh38"]["percent_of_sequences"][0] == 3.5
 
 
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_a_file_that_is_read_is_never_replaced(overwrite, tmp_path):
+    """PREFIX.json is ours, and docs.json the name of many a file of documents."""
+    docs, link = tmp_path / "docs.json", tmp_path / "link.json"
+    docs.write_text('{"text": "a"}\n')
+    link.symlink_to(docs)
+    for name in ("docs", "link"):
+        result = run("data", "prepare", docs, "-o", tmp_path / name, *overwrite)
+        assert result.exit_code == 1 and "docs.json is read, and --output-prefix" in result.stderr
+    files = [
+        "--tokenizer",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        docs,
+        "--merge-file",
+        tmp_path / "m",
+    ]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    result = run("data", "prepare", tmp_path / "a.jsonl", *files, "-o", docs.with_suffix(""))
+    assert "docs.json is read, and --output-prefix" in result.stderr
+    assert docs.read_text() == '{"text": "a"}\n' and not list(tmp_path.glob("*.bin"))
+
+
 def test_fasta_and_jsonl_find_their_tokenizer(tmp_path):
     (tmp_path / "x.fna").write_text(">a\nACGTACGT\n>b\nNNN\n")
     run("data", "prepare", tmp_path / "x.fna", "-o", tmp_path / "dna", "--split-bases", 6)
