@@ -39,6 +39,11 @@ def check_schedule_of_sizes(args: argparse.Namespace) -> None:
     if args.step_batch_size_schedule is None:
         return
     given = f"{SCHEDULE} {args.step_batch_size_schedule!r}"
+    if args.decrease_batch_size_if_needed:
+        raise UserError(
+            f"{given} with --decrease-batch-size-if-needed, which Megatron does not run together: "
+            "drop one"
+        )
     try:
         of_one = Schedule(1, 1, False, 1, args.step_batch_size_schedule, args.seq_length)
     except (AssertionError, ValueError, ArithmeticError) as error:

@@ -55,6 +55,15 @@ def test_a_schedule_that_cannot_be_followed_is_one_line(given, why):
     check_schedule_of_sizes(run_of())
 
 
+def test_a_schedule_of_batches_that_may_be_made_smaller_is_one_line():
+    """Megatron has a traceback for it."""
+    from megatron_paradyse.train.batch_sizes import check_schedule_of_sizes
+
+    args = run_of(step_batch_size_schedule="0:4", decrease_batch_size_if_needed=True)
+    with pytest.raises(UserError, match=f"^{SCHEDULE} '0:4' with --decrease-batch-size-if-needed"):
+        check_schedule_of_sizes(args)
+
+
 @pytest.mark.parametrize("begun", [0, 1, 3, 9])
 @pytest.mark.parametrize("given", ["0:4", "0:2 192:4 640:6", "0:6 64:8 704:10 768:12"])
 def test_batches_start_where_megatron_counts_them(given, begun):
