@@ -183,8 +183,8 @@ class Content:
             "microbatches": sum(trace.summary.microbatches for trace in self.traces),
             "seconds": self.main.seconds,
             "tokens": self.main.tokens or None,
-            "tokens_per_second": self.main.tokens / self.main.seconds
-            if self.main.tokens and self.main.seconds
+            "tokens_per_second": self.main.tokens / self.main.seconds_of_tokens
+            if self.main.seconds_of_tokens
             else None,
             "longest_sequence_tokens": max(
                 trace.longest_document or trace.longest for trace in self.traces

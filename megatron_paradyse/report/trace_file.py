@@ -70,6 +70,7 @@ class Trace:
     num_out_of_memory: int = 0
     seconds: float = 0.0
     tokens: int = 0
+    seconds_of_tokens: float = 0.0  # of the iterations that tell their tokens
     longest: int = 0  # single sequence, in tokens, padding included; 0: none
     longest_document: int = 0  # without padding; 0: not told
     lengths: Counter[int] = field(default_factory=Counter)  # single sequences by 4 log2(tokens)
@@ -106,6 +107,7 @@ class Trace:
             self.iterations.add(record)
             self.seconds += record.seconds
             self.tokens += record.tokens or 0
+            self.seconds_of_tokens += record.seconds if record.tokens else 0.0
             self.longest_document = max(self.longest_document, record.longest or 0)
         elif isinstance(record, OutOfMemory):
             self._last_iteration = record.microbatch.iteration

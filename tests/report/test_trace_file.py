@@ -348,6 +348,16 @@ def test_budgets_follow_the_starts(tmp_path):
     assert len(trace.runs) == 2
 
 
+def test_tokens_per_second_are_of_the_iterations_that_tell_their_tokens(tmp_path):
+    """A start with sequences of fixed length, which tells none, and one with documents."""
+    fixed = [iteration(i, seconds=9.0, tokens=None) for i in range(1, 4)]
+    lines = [RUN, *fixed, RUN, *(iteration(i) for i in range(4, 6))]
+    content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))], None)
+    numbers = content.as_json()
+    assert (numbers["iterations"], numbers["seconds"], numbers["tokens"]) == (5, 28.0, 2000)
+    assert numbers["tokens_per_second"] == pytest.approx(2000 / 1.0)
+
+
 def test_a_trace_from_before_the_hosts_memory_was_planned_is_read(tmp_path):
     newer = ("host_bytes", "input_bytes_per_token", "angle_bytes_per_position")
     earlier = {k: v for k, v in STAGE.items() if k not in newer}
