@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ import click
 
 from megatron_paradyse import __version__
 from megatron_paradyse.errors import UserError, did_you_mean
+from megatron_paradyse.units import printable
 
 USAGE_EXIT_CODE = 2
 ERROR_EXIT_CODE = 1
@@ -113,6 +115,8 @@ class RootGroup(LazyGroup):
         **extra: Any,
     ) -> Any:
         state = {"debug": False}
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
         try:
             result = super().main(args, prog_name, standalone_mode=False, obj=state, **extra)
         except Exception as error:
@@ -160,9 +164,7 @@ class RootGroup(LazyGroup):
 
 def _exit_with_line(message: str, code: int) -> NoReturn:
     """One line on stderr, whatever the message holds: control characters are escaped."""
-    line = " ".join(message.split())
-    printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-    click.echo(f"error: {printable}", err=True)
+    click.echo(f"error: {printable(' '.join(message.split()))}", err=True)
     sys.exit(code)
 
 

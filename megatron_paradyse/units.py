@@ -56,6 +56,11 @@ def parse_ratio(text: str) -> float:
     raise UserError(f"a factor is written like 1/32, 0.25 or 2 and above 0, got {text[:40]!r}")
 
 
+def printable(text: str) -> str:
+    """With control characters, and bytes of a file's name that are no text, escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def counted(count: int, noun: str, plural: str = "") -> str:
     """1 document, 2 documents; plural: where it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

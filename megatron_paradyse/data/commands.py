@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_paradyse.option_types import COUNT, RATIO, json_option
-from megatron_paradyse.units import counted
+from megatron_paradyse.units import counted, printable
 
 if TYPE_CHECKING:
     from megatron_paradyse.data.metadata import DatasetMetadata
@@ -157,7 +157,7 @@ def lengths(prefix: str, scale: float, plot: str | None, as_json: bool) -> None:
         described = os.path.exists(index.prefix + ".json")
         synthetic = described and read_metadata(index.prefix).is_synthetic
         source = "synthetic data" if synthetic else "measured"
-        label = os.path.basename(index.prefix)
+        label = printable(os.path.basename(index.prefix))
         plot_lengths(summary, plot, label=label, source=f"{label}: {source}")
     if as_json:
         click.echo(json.dumps(work.to_json_values(summary), indent=2))

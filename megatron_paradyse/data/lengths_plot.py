@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import datetime
+from typing import TYPE_CHECKING
 
 from megatron_paradyse.data.distributions import DISTRIBUTIONS, PAPER, bucket_labels
 from megatron_paradyse.data.lengths import LengthSummary
 from megatron_paradyse.whole_file import check_figure, whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart by the colour-blind; hatches, so that a grey print does too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73")
@@ -19,6 +23,14 @@ def plot_lengths(summary: LengthSummary, path: str, *, label: str, source: str) 
     label names the data set in the legend; source says what it is (measured, synthetic).
     """
     check_figure(path)
+    import matplotlib
+
+    plain = matplotlib.rc_context({"text.parse_math": False})  # a file's name is no mathematics
+    with plain, whole_file(path) as temporary:
+        _drawn(summary, label, source).savefig(temporary, dpi=150)
+
+
+def _drawn(summary: LengthSummary, label: str, source: str) -> Figure:
     # Without pyplot: no display, no state.
     from matplotlib.figure import Figure
 
@@ -52,8 +64,7 @@ def plot_lengths(summary: LengthSummary, path: str, *, label: str, source: str) 
     axes.legend(frameon=False)
     today = datetime.date.today().isoformat()
     figure.supxlabel(f"{source}; paper: {PAPER}; drawn {today}", fontsize=7, color="0.35")
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, dpi=150)
+    return figure
 
 
 def _bar_text(percent: float) -> str:

@@ -12,7 +12,7 @@ from megatron_paradyse.report.content import Content
 from megatron_paradyse.report.estimates import NO_LOAD
 from megatron_paradyse.report.figures import Drawn
 from megatron_paradyse.report.style import short
-from megatron_paradyse.units import bytes_text, short_number
+from megatron_paradyse.units import bytes_text, printable, short_number
 
 TEMPLATE = Path(__file__).with_name("page.html")
 TITLE = "Training report"
@@ -131,9 +131,9 @@ def render(content: Content, figures: Sequence[Drawn], warnings: Sequence[str]) 
     ]
     return template.render(
         title=TITLE,
-        origin=origin(content),
+        origin=printable(origin(content)),
         facts=facts(content),
-        warnings=warnings,
+        warnings=list(map(printable, warnings)),
         figures=figures,
         fixed=fixed if ours else [],
         footer=f"{content.source()}; megatron_paradyse {__version__}",

@@ -183,6 +183,14 @@ def test_a_file_that_is_read_is_never_replaced(overwrite, tmp_path):
     assert docs.read_text() == '{"text": "a"}\n' and not list(tmp_path.glob("*.bin"))
 
 
+@pytest.mark.parametrize("name", ["no \udcff text", "$\\foo$"])
+def test_a_figure_has_whatever_name_a_data_set_has(name, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    assert run("data", "prepare", tmp_path / "a.jsonl", "-o", tmp_path / name).exit_code == 0
+    result = run("data", "lengths", tmp_path / name, "--plot", tmp_path / "a.svg")
+    assert result.exit_code == 0, result.output
+
+
 def test_fasta_and_jsonl_find_their_tokenizer(tmp_path):
     (tmp_path / "x.fna").write_text(">a\nACGTACGT\n>b\nNNN\n")
     run("data", "prepare", tmp_path / "x.fna", "-o", tmp_path / "dna", "--split-bases", 6)

@@ -361,3 +361,11 @@ def test_hostile_cost_files_and_paths_are_text(tmp_path):
     assert not elements(page, "script") and not elements(page, "img")
     assert all(not a.lower().startswith("on") for e in page.iter() for a in e.attrib)
     assert "alert(1)" in "".join(page.itertext())
+
+
+def test_a_trace_whose_name_is_no_text_is_told_escaped(tmp_path):
+    trace = write_trace(tmp_path / "t\udcff.jsonl", [*records(2), {"kind": "weather"}])
+    result = report(trace, "-o", tmp_path / "r.html")
+    assert result.exit_code == 0, result.output
+    said = "".join(ET.parse(tmp_path / "r.html").getroot().itertext())
+    assert said.count(r"t\udcff.jsonl") == 2  # where it is from, and a warning
