@@ -106,6 +106,7 @@ def bench(
     known = find_benchmarks()
     chosen = _chosen(names, run_all, known)
     if not chosen:
+        _check_list(quick=quick, save=save, time_limit=time_limit)
         _list(known, as_json)
         return 0
     runs = []
@@ -131,6 +132,15 @@ def _chosen(names: Sequence[str], run_all: bool, known: dict[str, Benchmark]) ->
             near = did_you_mean(name, known)
             raise UserError(f"no benchmark named {name!r:.60}: {near}use one of {', '.join(known)}")
     return list(known) if run_all else list(dict.fromkeys(names))
+
+
+def _check_list(*, quick: bool, save: bool, time_limit: float) -> None:
+    """UserError for an option of running them, where they are only listed."""
+    from megatron_paradyse.errors import UserError
+
+    given = {"--quick": quick, "--save": save, "--time-limit": time_limit != TIME_LIMIT}
+    for name in (name for name, is_given in given.items() if is_given):
+        raise UserError(f"{name} without a benchmark runs none: name some, or give --all")
 
 
 def _list(known: dict[str, Benchmark], as_json: bool) -> None:

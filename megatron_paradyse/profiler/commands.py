@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, SECONDS, SIZE
 from megatron_paradyse.profiler.points import Options
 
 QUICK_SECONDS_PER_POINT = 0.05
+NETWORK_TAKES = {"nproc", "output", "as_json", "flags"}  # parameters of profile network
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
@@ -74,11 +76,16 @@ def profile(
     them from such a file, or from a named interconnect, and profiles one device as rank P-1 of P.
     """
     from megatron_paradyse.profiler.flags import megatron_flags
+    from megatron_paradyse.profiler.lengths import check_longest
     from megatron_paradyse.profiler.points import strategies_to_profile
     from megatron_paradyse.train_command import take_environment
     from megatron_paradyse.whole_file import check_output, check_replaced
 
     check_output(output)
+    network = flags[:1] == ("network",)
+    if network:
+        _check_network_alone(flags[1:])
+    check_longest(lengths, max_length)
     take_environment(model)
     options = Options(
         output=output,
@@ -113,8 +120,9 @@ def profile(
     ranks = int(os.environ.get("WORLD_SIZE", nproc or 0))
     if not ranks:
         raise UserError("give --nproc P to start P ranks here, or start it under torchrun")
-    network = flags[:1] == ("network",)
     if network:
+        if ranks < 2:
+            raise UserError(f"a network is of 2 ranks or more, got {ranks}: give --nproc 2 or more")
         check_replaced(output, "a network's", ('"collectives"',))
     megatron = [] if network else megatron_flags(flags, model_path=model, ranks=ranks)
     if "RANK" not in os.environ:
@@ -139,6 +147,19 @@ def profile(
             run.profile(options, megatron, report)
 
     as_rank(work, functools.partial(_print_outcome, output, network=network) if as_json else None)
+
+
+def _check_network_alone(flags: tuple[str, ...]) -> None:
+    """UserError for an option or a flag of a profile, which it does not read."""
+    context = click.get_current_context()
+    given = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name not in NETWORK_TAKES
+        and context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+    ]
+    for name in (*given, *flags):
+        raise UserError(f"{name} with profile network, which measures no model: leave it out")
 
 
 def _print_outcome(output: str, *, network: bool) -> None:

@@ -34,6 +34,14 @@ def default_lengths(longest: int, *, p: int, count: int = COUNT) -> tuple[int, .
     return tuple(sorted({min(max(step, length), last) for length in rounded} | {last}))
 
 
+def check_longest(lengths: Sequence[int] | None, longest: int | None) -> None:
+    """UserError where --max-length, of the default lengths, stands beside --lengths."""
+    if lengths and longest is not None:
+        raise UserError(
+            f"--max-length {longest} with --lengths, which says the longest: leave one of them out"
+        )
+
+
 def lengths_between(lengths: Sequence[int], *, p: int) -> tuple[int, ...]:
     """Lengths at which bytes are measured besides these, which are timed and ascend.
 

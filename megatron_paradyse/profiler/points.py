@@ -73,7 +73,8 @@ def choose_lengths(options: Options, seq_length: int, *, p: int) -> dict[int, bo
         timed = check_lengths(options.lengths, p=p)
     else:
         count = QUICK_COUNT if options.quick else COUNT
-        timed = default_lengths(options.max_length or seq_length, p=p, count=count)
+        longest = seq_length if options.max_length is None else options.max_length
+        timed = default_lengths(longest, p=p, count=count)
     others: tuple[int, ...] = ()
     if options.bytes_lengths is None and not options.quick:
         others = lengths_between(timed, p=p)

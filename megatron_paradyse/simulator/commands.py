@@ -17,7 +17,7 @@ from megatron_paradyse.strategies import offloads, recomputes
 from megatron_paradyse.units import format_count
 
 PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-NUM_LENGTHS = 12
+NUM_LENGTHS, LONGEST = 12, 128 << 10
 MAX_SHOWN = 5
 MAX_MS_SECONDS = 100.0  # longer ones make the table one of seconds
 DTYPES = ("bfloat16", "float16", "float32")
@@ -44,9 +44,7 @@ MASKS = ("causal", "bidirectional")
 @click.option(
     "--max-length",
     type=COUNT,
-    default="128K",
-    help="The longest default length.",
-    show_default=True,
+    help=f"The longest default length; default: {format_count(LONGEST)}.",
 )
 @click.option("--batch-sizes", type=BATCH_SIZES, default="1", help="Such as 1,2; default 1.")
 @click.option("--strategies", help="Comma-separated; default: all, with and without +recompute.")
@@ -74,7 +72,7 @@ def simulate(
     output: str,
     interconnect: str | None,
     lengths: tuple[int, ...] | None,
-    max_length: int,
+    max_length: int | None,
     batch_sizes: tuple[int, ...],
     strategies: str | None,
     packed: bool,
@@ -90,7 +88,7 @@ def simulate(
     follow from FLOPs, bytes and datasheets. Megatron flags win over those of --model.
     """
     from megatron_paradyse.costs.cost_file import check_cost_output, write_cost_file
-    from megatron_paradyse.profiler.lengths import check_lengths, default_lengths
+    from megatron_paradyse.profiler.lengths import check_lengths, check_longest, default_lengths
     from megatron_paradyse.profiler.run import strategies_to_profile
     from megatron_paradyse.simulator.hardware import find_device
     from megatron_paradyse.simulator.models import model_flags
@@ -98,6 +96,7 @@ def simulate(
     from megatron_paradyse.simulator.run import Options
 
     check_cost_output(output)
+    check_longest(lengths, max_length)
     device = find_device(gpu)
     names = strategies_to_profile(None if strategies is None else strategies.split(","))
     for name in filter(offloads, names):
@@ -110,7 +109,9 @@ def simulate(
         network=find_network(interconnect or device.interconnect, ranks),
         lengths=check_lengths(lengths, p=ranks)
         if lengths
-        else default_lengths(max_length, p=ranks, count=NUM_LENGTHS),
+        else default_lengths(
+            LONGEST if max_length is None else max_length, p=ranks, count=NUM_LENGTHS
+        ),
         strategies=names,
         batch_sizes=batch_sizes,
         state_bytes=state_bytes,

@@ -52,6 +52,8 @@ def test_default_lengths_are_log_spaced_aligned_and_end_at_the_longest():
     assert lengths[0] == 128 and max(ratios) / min(ratios) < 1.1
     with pytest.raises(UserError, match="at least 2p = 16"):
         default_lengths(8, p=8)
+    with pytest.raises(UserError, match="at least 2p = 8, got 0"):
+        choose_lengths(Options("raw.json", max_length=0), 4096, p=4)
 
 
 def test_given_lengths_must_be_shared_evenly():
