@@ -164,6 +164,8 @@ def _in_one_line(build_tokenizer):
 
     @functools.wraps(build_tokenizer)
     def run(args, **options):
+        if args.vocab_size is not None and args.vocab_size < 1:  # 0 counts as not given there
+            raise UserError(f"--vocab-size {args.vocab_size}: give the number of ids, 1 or more")
         try:
             with cache_alone_if_unreachable(args) as news:
                 if news is not None:

@@ -101,6 +101,14 @@ def test_news_of_the_arguments_are_said_once_however_often_they_are_parsed(capsy
     assert capsys.readouterr().out == "> paradyse: packages are missing\n"
 
 
+@pytest.mark.parametrize("vocab_size", [0, -3])
+def test_a_vocabulary_of_no_ids_is_refused_as_such(vocab_size):
+    build = megatron_start._in_one_line(lambda args: pytest.fail("a tokenizer is built"))
+    args = argparse.Namespace(vocab_size=vocab_size, tokenizer_type="NullTokenizer")
+    with pytest.raises(UserError, match=f"^--vocab-size {vocab_size}: give the number of ids"):
+        build(args)
+
+
 def test_what_is_installed_is_left_as_it_was(monkeypatch):
     from megatron.core.extensions import transformer_engine
     from megatron.core.fusions import fused_layer_norm
