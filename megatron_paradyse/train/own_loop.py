@@ -51,6 +51,7 @@ TAKEN = (
     *("offload", "verify_plans", "head_tile"),
 )
 MOST_MICROBATCHES = 1 << 20  # where the loop does not say how many
+MARK = "_paradyse_attached"  # of a GPTModel whose microbatches are planned
 
 
 def switchable_spec(
@@ -126,7 +127,13 @@ def attach(
     """
     bucket_order.install()  # before a DistributedDataParallel is made
     found = _settings(settings)
-    chunks = [_gpt(chunk) for chunk in model_chunks]
+    if num_microbatches is not None and not (
+        isinstance(num_microbatches, int) and num_microbatches > 0
+    ):
+        raise UserError(
+            f"num_microbatches {num_microbatches!r}: give a whole number from 1, or none"
+        )
+    chunks = _chunks(model_chunks)
     args = arguments_of(chunks[0], found, num_microbatches=num_microbatches or MOST_MICROBATCHES)
     names = _checked(args)
     for chunk in chunks:
@@ -142,6 +149,8 @@ def attach(
         verify=found.verify_plans,
     )
     attach_edges(chunks, head_tile=found.head_tile, positions_restart=True)
+    for chunk in chunks:
+        setattr(chunk, MARK, True)
     return attached
 
 
@@ -182,6 +191,20 @@ def _settings(given: dict[str, Any]) -> Settings:
             "profile and fit, with Megatron's flags for this model, and give it"
         )
     return dataclasses.replace(settings, correction=False)  # the loop's times are not measured
+
+
+def _chunks(given: Any) -> list[GPTModel]:
+    """The GPTModels of them; UserError where they are no list of some that nothing plans yet."""
+    if isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ModuleList):
+        raise UserError(f"model_chunks is a {type(given).__name__}: give a list of it, [model]")
+    chunks = [_gpt(chunk) for chunk in given]
+    if not chunks:
+        raise UserError("model_chunks is empty: give this rank's, of a model in one piece [model]")
+    if any(getattr(chunk, MARK, False) for chunk in chunks):
+        raise UserError(
+            "a chunk was attached to before, and one plan would replace the other's: attach once"
+        )
+    return chunks
 
 
 def _gpt(chunk: Any) -> GPTModel:

@@ -292,6 +292,9 @@ def refused() -> None:
         "--qk-clip": lambda: attach(_with(made, "qk_clip", True), policy="fixed:metp"),
         "adapter": lambda: attach(_adapted(made), policy="fixed:metp"),
         "0 GPTModels": lambda: attach([torch.nn.Linear(2, 2)], policy="fixed:metp"),
+        "[model]": lambda: attach(made.models[0], policy="fixed:metp"),
+        "is empty": lambda: attach([], policy="fixed:metp"),
+        "whole number": lambda: attach(made.models, policy="fixed:metp", num_microbatches=0),
     }
     for words, run in cases.items():
         try:
@@ -303,6 +306,13 @@ def refused() -> None:
     attention = made.models[0].decoder.layers[1].self_attention
     attention.linear_proj = attention.linear_proj.to_wrap
     compare("afterwards", *(made.results(models, LENGTHS) for models in (made.stock, made.models)))
+    attach(made.models, policy="fixed:metp")
+    try:
+        attach(made.models, policy="fixed:megatron_ts")
+    except UserError as error:
+        assert "attach once" in str(error), error
+    else:
+        raise AssertionError("attached twice")
 
 
 def _with(made, name: str, value):
