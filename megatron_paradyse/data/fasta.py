@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -108,8 +110,9 @@ def _lines_in_blocks(stream: BinaryIO, block_bytes: int) -> Iterator[tuple[int, 
     byte.
     """
     line, at_line_start = 1, True
+    first = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)  # of some editors
     header: bytes | None = None  # of a header line that is not over yet
-    while block := stream.read(block_bytes):
+    for block in itertools.chain((first,), iter(lambda: stream.read(block_bytes), b"")):
         position = 0
         while position < len(block):
             if header is None and at_line_start and block[position] == ord(">"):

@@ -1,5 +1,6 @@
 """FASTA: the bases of a plain parser whatever the blocks, exact lines in errors, bounded memory."""
 
+import codecs
 import gzip
 import itertools
 import re
@@ -67,6 +68,16 @@ def test_split_records_join_to_the_whole(tmp_path_factory, bases, split, block_b
         assert b"".join(parts) == whole.encode()
         assert all(len(part) == split for part in parts[:-1])
         assert len(parts) == max(1, -(-len(whole) // split))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])
+def test_a_mark_of_utf_8_before_the_first_record_and_ends_of_lines_change_nothing(
+    tmp_path, block_bytes
+):
+    path = tmp_path / "x.fa"
+    path.write_bytes(codecs.BOM_UTF8 + b">a\r\nACGT\r\nAC\r\n>b\r\nGG\r\n")
+    found = documents(FastaSource([str(path)], block_bytes=block_bytes))
+    assert found == [(f"{path}:1", b"ACGTAC"), (f"{path}:4", b"GG")]
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])
