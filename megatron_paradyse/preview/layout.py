@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from megatron_paradyse.costs.table import CostTable
+from megatron_paradyse.planner.peak import with_margin
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.units import bytes_text, counted
 
@@ -64,7 +65,7 @@ def heading(setup: Setup) -> str:
         f"{shape.num_heads} heads{_depth(setup)}{_stage(setup)}",
         f"policy: {settings.policy}, granularity {settings.granularity}, strategies "
         f"{', '.join(setup.policies.costs.strategies)}",
-        f"memory of a rank: budget {_budget(setup)}; {_static(setup)}",
+        f"memory of a rank: budget {_budget(setup)}; {_static(setup)}{_host(setup)}",
     ]
     return "\n".join(wrapped(line) for line in lines)
 
@@ -107,6 +108,12 @@ def _static(setup: Setup) -> str:
 def _budget(setup: Setup) -> str:
     if not setup.limited:
         return setup.budget
-    margin = setup.stage.margin
-    less = f", less {margin:.0%} for errors of the prediction" if margin else ""
-    return f"{bytes_text(setup.stage.budget_bytes)} ({setup.budget}){less}"
+    budget, margin = setup.stage.budget_bytes, setup.stage.margin
+    within = bytes_text(with_margin(budget, margin))
+    less = f", plans within {within}, as peaks may be {margin:.1%} above predictions"
+    return f"{bytes_text(budget)} ({setup.budget}){less if margin else ''}"
+
+
+def _host(setup: Setup) -> str:
+    room = setup.stage.host_bytes
+    return "" if room is None else f"; {bytes_text(room)} of host memory for +offload"

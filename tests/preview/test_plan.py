@@ -208,6 +208,16 @@ def test_reports_are_at_most_100_columns_and_say_where_costs_come_from(costs):
     assert max(len(line) for line in output.splitlines() if "costs.json" not in line) <= WIDTH
 
 
+def test_the_heading_says_what_plans_are_given_of_either_memory(costs):
+    memory = ("--memory-budget", "150MiB", "--memory-margin")
+    output = run("plan", costs, "--lengths", "64", *memory, "0.5", "--host-memory", "2GiB").output
+    text = " ".join(output.split())
+    assert "150.0 MiB (as given), plans within 100.0 MiB, as peaks may be 50.0% above" in text
+    assert "; 2.00 GiB of host memory for +offload" in text
+    plain = " ".join(run("plan", costs, "--lengths", "64", *memory, "0").output.split())
+    assert "150.0 MiB (as given); static" in plain and "host memory" not in plain
+
+
 def test_json_holds_what_the_table_says(costs):
     result = run("plan", costs, "--lengths", "64,256", "--memory-budget", "150MB", "--json")
     values = json.loads(result.output)
