@@ -71,8 +71,8 @@ def _plan_words(content: Content) -> str:
     ran = [sorted({c.attention for c in shown[i].values()}) for i in range(len(columns))]
     first, last = (", ".join(short(name) for name in ran[i][:3]) for i in (0, -1))
     said = (
-        f"At up to {format_count(columns[0])} tokens attention runs {first}; at up to "
-        f"{format_count(columns[-1])} tokens {last}"
+        f"At the shortest lengths, up to {format_count(columns[0])} tokens, attention runs "
+        f"{first}; at the longest, {format_count(columns[-1])}, {last}"
     )
     if all(names == ran[0] for names in ran):
         said = f"At every length attention runs {first}"

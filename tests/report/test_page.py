@@ -224,6 +224,17 @@ def test_a_short_run_of_one_strategy_is_told_in_full_digits_and_said_once(tmp_pa
     assert "0.25 s of iterations" in page and "memory budget 476.8 MiB a rank" in page
 
 
+def test_words_of_the_map_tell_its_two_ends_and_not_what_is_between(tmp_path):
+    names = ("metp", "megatron_ts", "metp", "megatron_ts")
+    lines = [RUN, *(microbatch(1, s, f"1-4 {n}") for s, n in zip(LENGTHS, names, strict=True))]
+    content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))], None)
+    (words,) = (kind.words for kind in KINDS if kind.name == "plans")
+    assert words(content).startswith(
+        "At the shortest lengths, up to 128 tokens, attention runs metp; at the longest, 8K, "
+        "megatron_ts. "
+    )
+
+
 def test_that_every_single_strategy_fits_is_said_as_such(tmp_path, costs):
     lines = [RUN, microbatch(1, 1000), iteration(1)]
     content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)], costs)
