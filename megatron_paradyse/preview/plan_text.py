@@ -60,7 +60,8 @@ def _rivals(setup: Setup, one: Forecast) -> str:
     if not one.outcome.fits:
         lines.append(wrapped(_nothing_fits(setup, one), indent="  "))
     elif setup.limited and not any(r.kind == UNIFORM for r in one.rivals):
-        lines.append("  no other single strategy fits")
+        alone = len(setup.policies.costs.strategies) == 1
+        lines.append(f"  no other {'strategy may run' if alone else 'single strategy fits'}")
     lines += [wrapped(rival_text(one, rival), indent="  ") for rival in one.rivals]
     if not one.rivals:
         lines.append("  no other plan is possible")

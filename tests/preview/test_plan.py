@@ -218,6 +218,12 @@ def test_the_heading_says_what_plans_are_given_of_either_memory(costs):
     assert "150.0 MiB (as given); static" in plain and "host memory" not in plain
 
 
+def test_that_no_other_strategy_may_run_is_not_that_none_fits(costs):
+    flags = ("--lengths", "64", "--memory-budget", "150MB", "--strategies")
+    assert "no other strategy may run" in run("plan", costs, *flags, "metp").output
+    assert "no other strategy" not in run("plan", costs, *flags, "metp,megatron_ts").output
+
+
 def test_json_holds_what_the_table_says(costs):
     result = run("plan", costs, "--lengths", "64,256", "--memory-budget", "150MB", "--json")
     values = json.loads(result.output)
