@@ -126,8 +126,10 @@ def _memory_words(content: Content) -> str:
 
 def _length_words(content: Content) -> str:
     longest = max(trace.longest for trace in content.traces)
-    count = counted(content.lengths.total(), "sequence")
-    return f"{count}, the longest of {longest:,} tokens, padding included."
+    said = f"{counted(content.lengths.total(), 'sequence')}, the longest of {longest:,} tokens"
+    packed = any(trace.has_rows for trace in content.traces)
+    left_out = " A trace has no lengths of the documents of packed rows." if packed else ""
+    return f"{said}, padding included.{left_out}"
 
 
 def _curve_words(content: Content) -> str:

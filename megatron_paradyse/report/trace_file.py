@@ -74,6 +74,7 @@ class Trace:
     longest: int = 0  # single sequence, in tokens, padding included; 0: none
     longest_document: int = 0  # without padding; 0: not told
     lengths: Counter[int] = field(default_factory=Counter)  # single sequences by 4 log2(tokens)
+    has_rows: bool = False  # packed ones, of whose documents it has no lengths
     peak_errors: RunningMedian = field(default_factory=RunningMedian)
     budgets: list[tuple[int, int | None]] = field(default_factory=list)  # from iteration, bytes
     warnings: dict[str, tuple[int, int]] = field(default_factory=dict)  # -> first line, count
@@ -131,7 +132,9 @@ class Trace:
             plan = self._admit(row.plan)
         self.microbatches.add(dataclasses.replace(row, plan=plan))
         parsed = plan_of(row.plan)
-        if not row.is_packed:
+        if row.is_packed:
+            self.has_rows = True
+        else:
             self._add_lengths(row, tuple(parsed.layers))
         priced = bool(self.costs and row.load and prices_rows_of(self.costs, row.load))
         self.summary.count(

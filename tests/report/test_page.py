@@ -235,6 +235,15 @@ def test_words_of_the_map_tell_its_two_ends_and_not_what_is_between(tmp_path):
     )
 
 
+def test_words_of_lengths_say_whose_are_not_there(tmp_path):
+    (words,) = (kind.words for kind in KINDS if kind.name == "lengths")
+    alone = "1 sequence, the longest of 512 tokens, padding included."
+    rows = [microbatch(i, 1024, documents=9, tokens=1000) for i in range(2)]
+    for more, said in ([], ""), (rows, " A trace has no lengths of the documents of packed rows."):
+        trace = write_trace(tmp_path / "t.jsonl", [RUN, microbatch(1, 512), *more])
+        assert words(Content([read_trace(str(trace))], None)) == alone + said
+
+
 def test_that_every_single_strategy_fits_is_said_as_such(tmp_path, costs):
     lines = [RUN, microbatch(1, 1000), iteration(1)]
     content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)], costs)
