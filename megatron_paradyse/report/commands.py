@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -59,12 +62,9 @@ def report(traces: tuple[str, ...], costs: str | None, output: str, as_json: boo
     for line in warnings:
         click.echo(f"warning: {line}", err=True)
     folder = page.with_name(f"{page.stem}-figures")
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}: choose another --output") from error
-    figures = draw_all(content, os.fspath(folder))
-    write_whole(output, render(content, figures, warnings))
+    with _folder(folder):
+        figures = draw_all(content, os.fspath(folder))
+        write_whole(output, render(content, figures, warnings))
     drawn = [os.fspath(folder / f"{figure.name}.png") for figure in figures if not figure.missing]
     if as_json:
         numbers = {**content.as_json(), "output": output, "figures": drawn, "warnings": warnings}
@@ -75,3 +75,21 @@ def report(traces: tuple[str, ...], costs: str | None, output: str, as_json: boo
             click.echo(f"not drawn: {figure.title}: {figure.missing}", err=True)
     where = f" in {folder}/" if drawn else ""
     click.echo(f"{counted(len(drawn), 'figure')}{where}, the page is {output}")
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """A folder for figures; where it is new and they do not all come, it does not stay either."""
+    is_new = not path.exists()
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: choose another --output") from error
+    try:
+        yield
+    except BaseException:  # Ctrl-C too
+        if is_new:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    if is_new and not any(path.iterdir()):
+        path.rmdir()

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.report.content import Content, Curve
 from megatron_paradyse.report.figures import KINDS
 from megatron_paradyse.report.page import render
@@ -255,6 +256,21 @@ def test_a_trace_without_a_figure_names_no_folder_of_them(tmp_path):
     trace = write_trace(tmp_path / "t.jsonl", [RUN, iteration(1)])
     said = report(trace, "-o", tmp_path / "page.html").stdout
     assert said == f"0 figures, the page is {tmp_path / 'page.html'}\n"
+    assert not (tmp_path / "page-figures").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("no room")])
+def test_a_report_that_ends_early_leaves_no_new_folder_of_figures(error, tmp_path, monkeypatch):
+    def end(*_):
+        raise error
+
+    trace = write_trace(tmp_path / "t.jsonl", records(2))
+    assert report(trace, "-o", tmp_path / "old.html").exit_code == 0
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr("megatron_paradyse.report.page.render", end)
+    for name in ("old.html", "new.html"):
+        assert report(trace, "-o", tmp_path / name).exit_code != 0
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("told", [True, False])
