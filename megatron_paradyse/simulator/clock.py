@@ -8,6 +8,7 @@ kernels, not the host, until a communication is done. Communication takes nothin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -25,8 +26,8 @@ class Clock:
         self.host += self.host_seconds_per_kernel
         self.compute = max(self.compute, self.host) + seconds
 
-    def begin(self, seconds: float, prepare: object = None) -> float:
-        """Start a communication of so many seconds; returns when it is done."""
+    def begin(self, seconds: float, prepare: Callable[[], None] | None = None) -> float:
+        """Start a communication of so many seconds; returns when it is done. Nothing is filled."""
         self.host += self.host_seconds_per_collective
         start = max(self.communication, self.compute, self.host)
         self.communication = start + seconds
