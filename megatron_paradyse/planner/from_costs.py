@@ -46,7 +46,8 @@ class Stage:
     angle_bytes_per_position: of RoPE's table, which every rank has for all positions;
     input_bytes_per_token: of a layer's input on a rank, per token of the microbatch; host_bytes:
     what +offload may take of host memory, None without limit; num_in_flight: forwards that wait for
-    their backward at once; margin: how far a real peak may be above its estimate, as a share of it;
+    their backward at once; held_besides: inputs that the schedule holds for each of them
+    (pipeline.py); margin: how far a real peak may be above its estimate, as a share of it;
     num_predicting: its layers of multi-token prediction, which a stage with the head has.
     """
 
@@ -61,6 +62,7 @@ class Stage:
     input_bytes_per_token: float = 0.0
     host_bytes: int | None = None
     num_in_flight: int = 1
+    held_besides: float = 0.0
     margin: float = 0.0
     num_predicting: int = 0
 
@@ -158,6 +160,7 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         if stage.num_predicting:
             begin += stage.num_predicting * of_model(PREDICTION, s, b).kept_bytes
             begin += waiting_bytes(s, b)
+        begin += stage.held_besides * input_bytes(s, b)
         buffer = stage.buffer_bytes_per_token if always_gathers(s, b) else 0
         return int(begin) + buffer * s * b + stage.angle_bytes_per_position * s
 

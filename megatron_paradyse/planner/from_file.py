@@ -99,6 +99,7 @@ class FilePolicies:
         has_embedding: bool = True,
         has_head: bool = True,
         num_in_flight: int = 1,
+        held_besides: float = 0.0,
     ) -> Stage:
         """share: of the model's parameters. By default the whole model on one stage.
 
@@ -121,6 +122,7 @@ class FilePolicies:
             input_bytes_per_token=self._input_bytes_per_token,
             host_bytes=self._host_bytes,
             num_in_flight=num_in_flight,
+            held_besides=held_besides,
             margin=self.settings.memory_margin,
             num_predicting=(description.mtp_num_layers or 0) if has_head else 0,
         )

@@ -40,6 +40,31 @@ def in_flight(
     return min(warmup + 1, num_microbatches * num_chunks)
 
 
+def held_besides(
+    stage: int,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+) -> float:
+    """What Megatron's schedule holds besides, for each forward in flight: so many inputs of layers.
+
+    The gradient of an input stays until that of the next is there. Interleaved, every chunk has its
+    last input and that one's gradient, and an input and a gradient have come early. On all stages
+    but the last this is no more than outputs that count as kept and are gone once they are sent.
+    """
+    if stage < num_stages - 1 or num_stages == 1 or num_microbatches == 1:
+        return 0.0
+    if num_chunks == 1:
+        return 1.0
+    forwards = in_flight(
+        stage, num_stages, num_microbatches, num_chunks=num_chunks, group_size=group_size
+    )
+    sent = forwards - 1  # the last chunk's output goes to the loss
+    return max(0, 2 * num_chunks + 3 - sent) / forwards
+
+
 def shares(room_bytes: int, num_in_flight: int) -> tuple[int, int]:
     """(what the others may hold, what must stay free above what this one keeps).
 

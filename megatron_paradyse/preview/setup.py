@@ -15,7 +15,7 @@ from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.planner.from_costs import Stage
 from megatron_paradyse.planner.from_file import RESERVE_SHARE, FilePolicies
 from megatron_paradyse.planner.peak import with_margin
-from megatron_paradyse.planner.pipeline import UNLIMITED, in_flight, parameters
+from megatron_paradyse.planner.pipeline import UNLIMITED, held_besides, in_flight, parameters
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.settings import Settings, make_settings
@@ -108,14 +108,14 @@ def make_setup(
     first, last = grid.stage == 1, grid.stage == grid.num_stages
     own = parameters(description, len(layers), edge=first or last)
     share = own / parameters(description, num_layers) if grid.num_stages > 1 else 1.0
+    schedule = grid.stage - 1, grid.num_stages, grid.num_microbatches or grid.num_stages
     stage = policies.stage(
         share=share,
         static_bytes=None if static_memory is None else parse_bytes(static_memory),
         has_embedding=first,
         has_head=last,
-        num_in_flight=in_flight(
-            grid.stage - 1, grid.num_stages, grid.num_microbatches or grid.num_stages
-        ),
+        num_in_flight=in_flight(*schedule),
+        held_besides=held_besides(*schedule),
     )
     policies.check_room(stage)
     policy = policies.policy(stage, smooth=False)

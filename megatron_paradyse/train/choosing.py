@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -28,7 +29,7 @@ from megatron_paradyse.planner.from_costs import (
     prediction_seconds,
 )
 from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies
-from megatron_paradyse.planner.pipeline import UNLIMITED, in_flight
+from megatron_paradyse.planner.pipeline import UNLIMITED, held_besides, in_flight
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Settings
@@ -96,7 +97,8 @@ class CostPolicies:
             share=_share_of_stage(model_chunks),
             has_embedding=block.pre_process,
             has_head=block.post_process,
-            num_in_flight=_num_in_flight(args),
+            num_in_flight=in_flight(**_schedule(args)),
+            held_besides=held_besides(**_schedule(args)),
         )
         policy = self._of_file.policy(stage, correct=self._correct)
         self.made.append((stage, policy))
@@ -256,14 +258,15 @@ def _aligned(seq_length: int) -> int:
     return -(-seq_length // ALIGNMENT) * ALIGNMENT
 
 
-def _num_in_flight(args) -> int:
-    return in_flight(
-        mpu.get_pipeline_model_parallel_rank(),
-        mpu.get_pipeline_model_parallel_world_size(),
-        _most_microbatches(args),
-        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
-        group_size=args.microbatch_group_size_per_vp_stage,
-    )
+def _schedule(args) -> dict[str, Any]:
+    """Of this rank's stage, as planner/pipeline.py counts by it."""
+    return {
+        "stage": mpu.get_pipeline_model_parallel_rank(),
+        "num_stages": mpu.get_pipeline_model_parallel_world_size(),
+        "num_microbatches": _most_microbatches(args),
+        "num_chunks": args.virtual_pipeline_model_parallel_size or 1,
+        "group_size": args.microbatch_group_size_per_vp_stage,
+    }
 
 
 def _most_microbatches(args) -> int:

@@ -72,10 +72,13 @@ def test_a_stage_without_the_embedding_holds_the_input_it_received(settings):
     shape = made.costs.file.table.description
     received = shape.model.hidden_size * ELEMENT_BYTES[shape.dtype] // shape.p
     for s, b in ((64, 1), (256, 3)):
-        memory = stage_memory(made.model.operation, made.stage(has_embedding=False))
+        middle = made.stage(has_embedding=False)
+        memory = stage_memory(made.model.operation, middle)
         tables = (BUFFER * s * b if made.stage().buffer_free_above >= s * b else 0) + ANGLES * s
         assert memory.embedding_kept(s, b) == received * s * b + tables
         assert memory.embedding_peak(s, b) == 0
+        last = stage_memory(made.model.operation, dataclasses.replace(middle, held_besides=1.0))
+        assert last.embedding_kept(s, b) == 2 * received * s * b + tables
         first = stage_memory(made.model.operation, made.stage())
         assert first.embedding_kept(s, b) == pytest.approx(4 * s * b + tables, abs=b)
 

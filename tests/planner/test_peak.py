@@ -9,7 +9,7 @@ import pytest
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner import Choice, LayerOptions, Problem, evaluate
 from megatron_paradyse.planner.peak import operations, peak_bytes, walk, with_margin
-from megatron_paradyse.planner.pipeline import in_flight, shares
+from megatron_paradyse.planner.pipeline import held_besides, in_flight, shares
 from megatron_paradyse.planner.tables import make_table
 from tests.planner.brute_force import random_problem
 
@@ -74,6 +74,13 @@ def test_in_flight_of_an_interleaved_pipeline():
     assert in_flight(3, 4, 64, num_chunks=2) == 4 + 1
     assert in_flight(0, 4, 4, num_chunks=2) == 8  # all of them
     assert in_flight(1, 2, 64, num_chunks=3, group_size=5) == 10 + 1
+
+
+def test_the_last_of_interleaved_stages_holds_inputs_and_gradients_of_every_chunk():
+    """Counted on 2 CPU ranks with 2 chunks each: 5 inputs beside 3 forwards; 4 chunks: 3 of 5."""
+    assert held_besides(1, 2, 8, num_chunks=2) * in_flight(1, 2, 8, num_chunks=2) == 5
+    assert held_besides(1, 2, 8, num_chunks=4) * in_flight(1, 2, 8, num_chunks=4) == 5
+    assert held_besides(0, 2, 8, num_chunks=2) == held_besides(7, 8, 64, num_chunks=4) == 0
 
 
 def test_shares_let_microbatches_of_any_plans_fit_together():

@@ -1,6 +1,8 @@
-"""A rank that trains, and tells what it was said to hold and what it holds after each iteration.
+"""A rank that trains, and tells what it was said to hold, and of each iteration what it held at
+most and at its end.
 
-holding OUTPUT <Megatron flags>: OUTPUT-RANK.json gets {"told": bytes, "held": [bytes, ...]}
+holding OUTPUT <Megatron flags>: OUTPUT-RANK.json gets {"told": bytes, "held": [bytes, ...],
+"peaks": [bytes, ...]}
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def main() -> None:
     from megatron_paradyse.train.gpt import pretrain
 
     count, step = session.static_bytes, training.train_step
-    found: dict = {"held": []}
+    found: dict = {"held": [], "peaks": []}
     meters = []
 
     def static_bytes(chunks, optimizer, meter):
@@ -33,7 +35,9 @@ def main() -> None:
         return found["told"]
 
     def train_step(*args, **kwargs):
+        meters[0].reset_peak()
         result = step(*args, **kwargs)
+        found["peaks"].append(meters[0].peak_bytes)
         get_global_memory_buffer().buffer.clear()  # plans count it themselves
         gc.collect()
         found["held"].append(meters[0].live_bytes)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from megatron_paradyse.planner.pipeline import held_besides
 from megatron_paradyse.units import bytes_text
 from tests.train.harness import LLAMA, run_forked, with_defaults, write_documents
 from tests.train.synthetic_costs import write_costs
@@ -26,17 +27,17 @@ GRIDS = {
 LEFT_BYTES = 60_000  # of inputs and losses, when an iteration has ended
 
 
-def held(folder, costs, flags) -> tuple[list[dict], str]:
-    """Of each of 4 ranks, trained by cost within a budget, and what was said."""
+def held(folder, costs, flags, *, ranks=4, length=40) -> tuple[list[dict], str]:
+    """Of each rank, trained by cost within a budget, and what was said."""
     prefix, output = folder / "corpus", folder / "held"
-    write_documents(prefix, [40] * 40)
+    write_documents(prefix, [length] * 40)
     given = ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--train-iters", 3]
     given += ["--paradyse-policy", "optimal", "--paradyse-cost-model", costs]
     given += ["--paradyse-accept-costs", "--paradyse-memory-budget", "300MB", *WIDE]
     code, stdout, stderr = run_forked(
         "tests.train.holding",
         [str(output), *with_defaults([*given, *flags])],
-        ranks=4,
+        ranks=ranks,
         folder=folder,
         timeout_seconds=200,
     )
@@ -55,3 +56,18 @@ def test_what_a_rank_holds_is_told_before_the_first_iteration(grid, tmp_path):
     stages = [found[:2], found[2:]] if "--pipeline-model-parallel-size" in flags else [found]
     most = ", ".join(bytes_text(max(rank["told"] for rank in one)) for one in stages)
     assert f"> paradyse: parameters, gradients and optimizer hold {most} of a rank's" in stdout
+
+
+def test_the_last_stage_holds_the_gradient_of_the_input_before(tmp_path):
+    """Beside one microbatch in flight; on the first stage, as many as there are in flight."""
+    costs, length = write_costs(tmp_path / "costs.json", scale_bytes=0.1), 1024
+    x = length * 128 * 4  # of a layer's input
+    peaks = []
+    for batch in (1, 4):
+        flags = [*PP2, "--global-batch-size", batch, "--paradyse-strategies", "metp+recompute"]
+        flags += ["--seq-length", length, "--train-iters", 2]
+        found, _ = held(tmp_path / str(batch), costs, flags, ranks=2, length=length)
+        peaks.append([max(rank["peaks"]) for rank in found])
+    more = peaks[1][1] - peaks[0][1]
+    assert more == pytest.approx(held_besides(1, 2, 4) * x, abs=LEFT_BYTES)
+    assert held_besides(1, 2, 1) == held_besides(0, 2, 4) == 0
