@@ -105,8 +105,10 @@ def walked_row_bytes(
     walked_row = _peaks(*attention_bytes(strategy, of_row))
     kept = measured[0] + walked_row[0] - walked_one[0]
     norm = OF_NORM * alone.x
+    # A forward ends with the attention's output, beside the layer's that is made of it.
+    least = kept + min(one.forward_bytes, alone.x), kept
     forward, backward = (
-        max(kept, _peak_of_row(measured[i], walked_one[i], walked_row[i], norm=norm))
+        max(least[i - 1], _peak_of_row(measured[i], walked_one[i], walked_row[i], norm=norm))
         for i in (1, 2)
     )
     if in_one_call and load.documents > 1:
@@ -319,15 +321,21 @@ def _with_columns(
 
     Scores are of the accumulation dtype, probabilities of the elements'; both are there when the
     first become the second, and in the backward with the gradients of scores. Products of one
-    rank's columns beside them do not shrink, and what is there without any scores stays.
+    rank's columns do not shrink: a forward that peaks with these, where no probabilities are there
+    yet, falls by the scores alone. What is there without any scores stays.
     """
     scores = load.seq_length / load.p * sizes.n * more_columns
     probabilities = sizes.element_bytes * scores
     of_kept = 0.0 if recomputes(strategy) else probabilities
-    of_forward = sizes.wide_bytes * scores + (probabilities if sizes.half_type else 0.0)
+    of_forward = sizes.wide_bytes * scores
+    if sizes.half_type and more_columns > 0:
+        of_forward += probabilities
     kept = one.kept_bytes + of_kept
     forward = one.forward_bytes + of_forward - of_kept
-    backward = one.backward_bytes + sizes.wide_bytes * scores + probabilities - of_kept
+    of_backward = sizes.wide_bytes * scores
+    if more_columns > 0 or not recomputes(strategy):  # whose backward runs the forward again
+        of_backward += probabilities
+    backward = one.backward_bytes + of_backward - of_kept
     if more_columns > 0:
         return kept, forward, backward
     if least is None:

@@ -276,6 +276,37 @@ def test_what_is_kept_beyond_a_walk_stays_and_no_bytes_are_negative(strategy, sh
         assert min(getattr(beyond, name) for name in BYTES) >= 0
 
 
+def test_a_forward_ends_with_the_outputs_of_attention_and_layer():
+    """With few key heads no moment of a row without exchange holds more; a ring's does."""
+    p, s = 3, 1536
+    z = LayerSizes(s=s, b=1, h=192, n=6, g=3, d=32, f=1, p=p)
+    kept, forward, backward = attention_bytes("megatron_cz", z)
+    one = OperationCosts(1.0, 1.0, kept + z.x, forward - z.x, backward - z.x)  # as a layer has it
+    load = load_of(contiguous([s // 6] * 6, p), causal=True)
+    found = row_bytes.walked_row_bytes("megatron_cz", "megatron_cz", one, z, load)
+    assert found.kept_bytes == one.kept_bytes and found.forward_bytes >= z.x
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("strategy", ["colossal_z", "colossal_z+recompute"])
+def test_fewer_columns_of_scores_leave_products_as_large(strategy, p):
+    """In half types, where no walk tells: of latents, windows and dropout."""
+    row, variant = contiguous([S // 2, S // 2], p), "shared keys"
+
+    def alone(name):
+        found = measured(case_of(name, p, "causal", variant, None))
+        return OperationCosts(0.0, 0.0, *(found[quantity] for quantity in BYTES))
+
+    least = alone(strategy.replace("colossal_z", "megatron_cz"))
+    loads = load_of(row, causal=True), load_of_one(S, p, causal=True)
+    sizes = model_of(p, "causal", variant).packed.sizes
+    costs = row_bytes.with_row_bytes(
+        strategy, alone(strategy), sizes, *loads, least=least, tiled_window=None
+    )
+    assert loads[0].keys_received < loads[1].keys_received
+    assert not list(_off(costs, measured(case_of(strategy, p, "causal", variant, row))))
+
+
 @pytest.mark.parametrize("strategy", ["megatron_ts", "ulysses_z"])
 def test_one_document_beside_padding_needs_room_as_many_do(strategy):
     p, variant = 2, "activations"
