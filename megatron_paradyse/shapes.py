@@ -10,6 +10,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn import functional as F
 
@@ -41,11 +42,13 @@ def attention_shape(module, *, training: bool) -> AttentionShape:
 
 
 def _qk_norm(module) -> str | None:
-    """By what the module has: some of Megatron's specs leave the norm out."""
+    """By what the module has: some of Megatron's specs leave the norm of the flags out, and of both
+    of them take the one with weights.
+    """
     norm = getattr(module, "q_layernorm", None)  # a core attention has none
     if norm is None or isinstance(norm, IdentityOp):
         return None
-    return "l2" if module.config.qk_l2_norm else module.config.normalization
+    return "l2" if isinstance(norm, L2Norm) else module.config.normalization
 
 
 @functools.cache
