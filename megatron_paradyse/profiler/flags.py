@@ -58,6 +58,7 @@ DROPPED = {
     "--lr-decay-samples": 1,
     "--save": 1,
     "--load": 1,
+    "--init-model-with-meta-device": 0,  # which takes a checkpoint
     "--save-interval": 1,
     "--exit-interval": 1,
     "--tensorboard-dir": 1,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+from megatron.core import optimizer
 from megatron.core.tensor_parallel.random import HAVE_TE
 
 from megatron_paradyse.errors import UserError
@@ -22,6 +24,12 @@ def check_megatrons_limits(args: argparse.Namespace) -> None:
     _check_experts(args)
     _check_recomputation(args)
     _check_optimizer(args)
+    _check_initialization(args)
+    if args.use_ring_exchange_p2p and not hasattr(torch.distributed, "ring_exchange"):
+        raise UserError(
+            "--use-ring-exchange-p2p, which this PyTorch has not: it is of a build of NVIDIA's: "
+            "leave it out"
+        )
 
 
 def check_key_heads(args: argparse.Namespace) -> None:
@@ -47,7 +55,14 @@ def _check_length(args: argparse.Namespace) -> None:
 
 
 def _check_experts(args: argparse.Namespace) -> None:
-    """Of biases, which no shared expert has, nor one of Megatron's own that calls its MLP."""
+    """Of projections around them; of biases, which no shared expert has, nor one of Megatron's own
+    that calls its MLP.
+    """
+    if args.num_experts and args.moe_latent_size and not HAVE_TE:
+        raise UserError(
+            f"--moe-latent-size {args.moe_latent_size}, whose projections Megatron has with "
+            "TransformerEngine alone: install it, or leave --moe-latent-size out"
+        )
     if not args.num_experts or not args.add_bias_linear:
         return
     given = f"--num-experts {args.num_experts} with biases"
@@ -80,4 +95,24 @@ def _check_optimizer(args: argparse.Namespace) -> None:
         raise UserError(
             "--use-distributed-optimizer with --optimizer sgd, whose states Megatron cannot share "
             "out: drop one of them"
+        )
+    if args.optimizer not in ("adam", "sgd") and not optimizer.HAVE_EMERGING_OPTIMIZERS:
+        raise UserError(
+            f"--optimizer {args.optimizer}, which Megatron takes from the package "
+            "emerging-optimizers: pip install emerging-optimizers"
+        )
+
+
+def _check_initialization(args: argparse.Namespace) -> None:
+    if args.init_method_xavier_uniform:
+        raise UserError(
+            "--init-method-xavier-uniform, which Megatron 0.19 hands to a config that does not "
+            "know it: leave it out, or give --init-method-std"
+        )
+    sharded = args.use_megatron_fsdp or args.use_torch_fsdp2
+    read = args.load or args.pretrained_checkpoint
+    if args.init_model_with_meta_device and not (sharded or read):
+        raise UserError(
+            "--init-model-with-meta-device without a checkpoint: Megatron 0.19 then trains what "
+            "memory happens to hold: give --load, or leave --init-model-with-meta-device out"
         )

@@ -124,6 +124,9 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
     argument_utils.core_transformer_config_from_args = _refusing_in_one_line(
         argument_utils.core_transformer_config_from_args
     )  # which checks most of what concerns layers
+    argument_utils.pretrain_cfg_container_from_args = _refusing_in_one_line(
+        argument_utils.pretrain_cfg_container_from_args
+    )  # and this what concerns the optimizer
 
 
 def _refusing_in_one_line(checks_flags):
@@ -131,7 +134,9 @@ def _refusing_in_one_line(checks_flags):
     def check(*args, **kwargs):
         try:
             return checks_flags(*args, **kwargs)
-        except (AssertionError, ValueError, ZeroDivisionError) as error:
+        except UserError:
+            raise
+        except (AssertionError, ValueError, RuntimeError, ImportError, ZeroDivisionError) as error:
             reason = " ".join(str(error).split())
             if not reason or isinstance(error, ZeroDivisionError):  # --num-attention-heads 0
                 reason = _failed_line(error)

@@ -86,6 +86,20 @@ REFUSED = {
     "--recompute-modules layernorm, which Megatron .* TransformerEngine alone: .* leave layerno": [
         "--recompute-granularity", "selective", "--recompute-modules", "layernorm",
     ],
+    "--optimizer muon, which Megatron takes from the package .*: pip install emerging-optimizers": [
+        "--optimizer", "muon",
+    ],
+    "--init-method-xavier-uniform, which .*: leave it out, or": ["--init-method-xavier-uniform"],
+    "--init-model-with-meta-device without a checkpoint: .*: give --load, or leave": [
+        "--init-model-with-meta-device",
+    ],
+    "--use-ring-exchange-p2p, which this PyTorch has not: .*: leave": ["--use-ring-exchange-p2p"],
+    "--moe-latent-size 32, whose projections .*: install it, or leave --moe-latent-size out": [
+        "--num-experts", 4, "--moe-latent-size", 32,
+    ],
+    "Megatron refuses these flags: --no-position-embedding is deprecated, use --position-e": [
+        "--no-position-embedding", "--paradyse-sequences", "fixed",
+    ],
     "--use-distributed-optimizer with --optimizer sgd, .*: drop one of them": [
         "--use-distributed-optimizer", "--optimizer", "sgd",
     ],
@@ -146,6 +160,18 @@ def test_it_is_named_with_the_remedy(said, monkeypatch):
     with pytest.raises(UserError, match=said) as refused:
         validated(args)
     assert "\n" not in str(refused.value) and ": " in str(refused.value)
+
+
+def test_what_an_optimizer_lacks_is_told_in_one_line(monkeypatch):
+    """Megatron makes its configuration after the flags have passed all checks."""
+    from megatron.training import argument_utils
+
+    flags = ["--use-precision-aware-optimizer", "--use-distributed-optimizer"]
+    args = parsed(monkeypatch, *flags, "--paradyse-sequences", "fixed", "--mock-data")
+    args.data_path = None
+    said = "^Megatron refuses these flags: --use-precision-aware-optimizer requires FusedAdam"
+    with pytest.raises(UserError, match=said):
+        argument_utils.pretrain_cfg_container_from_args(validated(args), None)
 
 
 def test_a_strategy_of_others_that_knows_no_gate_is_refused(monkeypatch):
@@ -335,6 +361,7 @@ def test_a_profile_leaves_out_schedules_of_learning_rate_batches_and_stages():
     schedules += ["--pipeline-model-parallel-layout", "E|tt|tt|L"]
     schedules += ["--decoder-first-pipeline-num-layers", "1"]
     schedules += ["--eval-global-batch-size", "2", "--eval-micro-batch-size", "2"]
+    schedules += ["--init-model-with-meta-device"]  # which takes a checkpoint
     plain = ["--num-layers", "4", "--vocab-size", "64", "--no-rope-freq", "[0,0,0,1]"]
     kept = megatron_flags(
         [*plain, *schedules, "--lr-decay-style", "cosine"], model_path=None, ranks=1
