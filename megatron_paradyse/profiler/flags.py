@@ -43,6 +43,8 @@ DROPPED = {
     "--decoder-last-pipeline-num-layers": 1,
     "--pipeline-model-parallel-layout": 1,
     "--overlap-p2p-communication-warmup-flush": 0,
+    "--overlap-param-gather-with-optimizer-step": 0,  # of interleaved stages
+    "--num-distributed-optimizer-instances": 1,  # of replicas, of which a profile has one
     "--global-batch-size": 1,
     "--eval-global-batch-size": 1,
     "--eval-micro-batch-size": 1,
@@ -54,11 +56,17 @@ DROPPED = {
     "--lr-warmup-iters": 1,
     "--lr-warmup-samples": 1,
     "--lr-warmup-fraction": 1,
+    "--lr-warmup-init": 1,
+    "--lr-decay-style": 1,
     "--lr-decay-iters": 1,
     "--lr-decay-samples": 1,
+    "--lr-wsd-decay-style": 1,
+    "--lr-wsd-decay-iters": 1,
+    "--lr-wsd-decay-samples": 1,
     "--save": 1,
     "--load": 1,
-    "--init-model-with-meta-device": 0,  # which takes a checkpoint
+    "--init-model-with-meta-device": 0,  # which takes a checkpoint, as this makes one:
+    "--moe-use-upcycling": 0,
     "--save-interval": 1,
     "--exit-interval": 1,
     "--tensorboard-dir": 1,

@@ -21,11 +21,11 @@ from megatron_paradyse.train.model_flags import (
     check_prediction,
     check_prediction_stage,
     check_ranks,
-    check_schedule,
     complete_window,
 )
 from megatron_paradyse.train.model_kind import GPT, SPECS
 from megatron_paradyse.train.packed_flags import check_packed
+from megatron_paradyse.train.schedule_flags import check_schedule
 from megatron_paradyse.train.spread_flags import check_spread
 from megatron_paradyse.train.strategy_flags import check_strategies, only_megatron_ts
 

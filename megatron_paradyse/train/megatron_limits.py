@@ -96,10 +96,30 @@ def _check_optimizer(args: argparse.Namespace) -> None:
             "--use-distributed-optimizer with --optimizer sgd, whose states Megatron cannot share "
             "out: drop one of them"
         )
+    _check_instances(args)
     if args.optimizer not in ("adam", "sgd") and not optimizer.HAVE_EMERGING_OPTIMIZERS:
         raise UserError(
             f"--optimizer {args.optimizer}, which Megatron takes from the package "
             "emerging-optimizers: pip install emerging-optimizers"
+        )
+
+
+def _check_instances(args: argparse.Namespace) -> None:
+    """Of the distributed optimizer, among which the replicas are shared out evenly."""
+    count, flag = args.num_distributed_optimizer_instances, "--num-distributed-optimizer-instances"
+    if count == 1:
+        return
+    if not args.use_distributed_optimizer:
+        raise UserError(
+            f"{flag} {count} without --use-distributed-optimizer: add it, or leave {flag} out"
+        )
+    replicas = args.world_size // (
+        args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    )
+    if count < 1 or replicas % count:
+        raise UserError(
+            f"{flag} {count} does not divide {replicas} data-parallel replicas: give a number that "
+            "does"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which of Megatron's flags run with --paradyse: of the schedule, the model and its loss head."""
+"""Which of Megatron's flags run with --paradyse: of the ranks, the model and its loss head."""
 
 from __future__ import annotations
 
@@ -15,41 +15,6 @@ from megatron_paradyse.train.model_kind import BERT
 
 DTYPES = "strategies run in float32, bfloat16 and float16"
 FLAG_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # arguments of another name
-
-
-def check_schedule(args: argparse.Namespace) -> None:
-    """Megatron's own checks of it come once the model is built, and say nothing."""
-    for unit in ("iters", "samples"):
-        asked = getattr(args, f"train_{unit}")
-        if asked is not None and asked < 1 and not args.skip_train:
-            raise UserError(
-                f"--train-{unit} {asked} trains nothing: give 1 or more, or --skip-train"
-            )
-        total = getattr(args, f"lr_decay_{unit}") or asked
-        warmup = getattr(args, f"lr_warmup_{unit}")
-        if total and warmup >= total:
-            raise UserError(
-                f"--lr-warmup-{unit} {warmup} with a learning rate of {total} {unit}: give fewer, "
-                f"or more --train-{unit} or --lr-decay-{unit}"
-            )
-    interval = args.eval_interval
-    if not (interval and interval > 0) and not (args.skip_train or args.full_validation):
-        given = "is missing" if interval is None else f"{interval} is no interval"
-        raise UserError(
-            f"--eval-interval {given}, and Megatron counts evaluations by it even with "
-            "--eval-iters 0: give --eval-interval 1000"
-        )
-    phases = args.phase_transition_iterations
-    if phases and not args.train_samples:
-        raise UserError(
-            f"--phase-transition-iterations {phases} without --train-samples: Megatron counts "
-            "phases in samples: give --train-samples, iterations times --global-batch-size"
-        )
-    if phases and args.step_batch_size_schedule:
-        raise UserError(
-            f"--phase-transition-iterations {phases} with --step-batch-size-schedule: Megatron "
-            "counts a phase's samples by one batch size: drop one"
-        )
 
 
 def check_ranks(args: argparse.Namespace) -> None:

@@ -1,0 +1,76 @@
+"""Schedules of training that Megatron would refuse without a word, or not at all.
+
+Its own checks of the learning rate come once the model is built, and say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_paradyse.errors import UserError
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    """UserError for iterations, learning rates and phases that cannot be followed."""
+    if args.log_interval < 1:
+        raise UserError(
+            f"--log-interval {args.log_interval}, by which Megatron divides: give 1 or more"
+        )
+    for unit in ("iters", "samples"):
+        _check_unit(args, unit)
+    _check_learning_rate(args)
+    interval = args.eval_interval
+    if not (interval and interval > 0) and not (args.skip_train or args.full_validation):
+        given = "is missing" if interval is None else f"{interval} is no interval"
+        raise UserError(
+            f"--eval-interval {given}, and Megatron counts evaluations by it even with "
+            "--eval-iters 0: give --eval-interval 1000"
+        )
+    phases = args.phase_transition_iterations
+    if phases and not args.train_samples:
+        raise UserError(
+            f"--phase-transition-iterations {phases} without --train-samples: Megatron counts "
+            "phases in samples: give --train-samples, iterations times --global-batch-size"
+        )
+    if phases and args.step_batch_size_schedule:
+        raise UserError(
+            f"--phase-transition-iterations {phases} with --step-batch-size-schedule: Megatron "
+            "counts a phase's samples by one batch size: drop one"
+        )
+
+
+def _check_unit(args: argparse.Namespace, unit: str) -> None:
+    """Of a schedule in "iters" or in "samples"."""
+    asked = getattr(args, f"train_{unit}")
+    if asked is not None and asked < 1 and not args.skip_train:
+        raise UserError(f"--train-{unit} {asked} trains nothing: give 1 or more, or --skip-train")
+    decay = getattr(args, f"lr_decay_{unit}")
+    if decay is not None and decay < 1:
+        raise UserError(
+            f"--lr-decay-{unit} {decay} leaves no {unit} to decay over: give 1 or more, or leave "
+            "it out"
+        )
+    total, warmup = decay or asked, getattr(args, f"lr_warmup_{unit}")
+    if total and warmup >= total:
+        raise UserError(
+            f"--lr-warmup-{unit} {warmup} with a learning rate of {total} {unit}: give fewer, "
+            f"or more --train-{unit} or --lr-decay-{unit}"
+        )
+    if asked and args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        raise UserError(
+            f"--lr-decay-style WSD with --train-{unit} {asked} does not say when it begins to "
+            f"decay: give --lr-wsd-decay-{unit}"
+        )
+
+
+def _check_learning_rate(args: argparse.Namespace) -> None:
+    share = args.lr_warmup_fraction
+    if share is not None and not 0 <= share < 1:
+        raise UserError(
+            f"--lr-warmup-fraction {share:g} of the decay leaves nothing to decay: give less than 1"
+        )
+    if args.lr is not None and args.lr_warmup_init > args.lr:
+        raise UserError(
+            f"--lr-warmup-init {args.lr_warmup_init:g} is above --lr {args.lr:g}, to which it "
+            "warms up: give less"
+        )
