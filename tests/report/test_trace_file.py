@@ -250,7 +250,10 @@ def test_lengths_are_told_of_single_sequences_alone(tmp_path):
     lines = [microbatch(1, 8192, **PACKED), microbatch(1, 128), iteration(1)]
     content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))], None)
     (words,) = (kind.words for kind in KINDS if kind.name == "lengths")
-    assert words(content) == "1 sequence, the longest of 128 tokens, padding included."
+    assert words(content) == (
+        "1 sequence, the longest of 128 tokens, padding included. "
+        "A trace has no lengths of the documents of packed rows."
+    )
     assert content.as_json()["longest_sequence_tokens"] == 990
 
 
