@@ -270,9 +270,11 @@ def _place(values: dict[str, Any]) -> tuple[int, int] | None:
 def _read_stage(value: Any) -> Stage:
     if isinstance(value, dict):  # earlier traces say nothing of these
         earlier = {"input_bytes_per_token": 0.0, "host_bytes": None, "angle_bytes_per_position": 0}
-        value = {**earlier, "mlp_free_above": None, "num_predicting": 0, **value}
+        earlier |= {"mlp_free_above": None, "num_predicting": 0, "held_besides": 0.0}
+        value = {**earlier, **value}
     fields = dict(check_fields(Stage, value, "a stage"))
-    for name, high in (("margin", 9), ("input_bytes_per_token", MAX_INTEGER)):
+    highest = {"margin": 9, "input_bytes_per_token": MAX_INTEGER, "held_besides": MAX_LAYERS}
+    for name, high in highest.items():
         fields[name] = check_number(fields[name], name, low=0, high=high)
     for name in ("buffer_free_above", "mlp_free_above", "host_bytes"):
         if fields[name] is not None:
