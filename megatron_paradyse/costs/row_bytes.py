@@ -213,17 +213,21 @@ def with_row_bytes(
     least: OperationCosts | None,
     tiled_window: float | None,
     in_one_call: bool = False,
+    drops: bool = False,
 ) -> OperationCosts:
     """The bytes on a row, from those of one document.
 
-    in_one_call: a flash kernel takes all documents that lie side by side. of_one: the load of that
-    document. least: of a strategy that gathers the same weights and has no score rows; None: not
-    known. tiled_window: keys that a query sees, where the tiled kernel runs.
+    in_one_call: a flash kernel takes all documents that lie side by side. drops: there is dropout
+    of attention. of_one: the load of that document. least: of a strategy that gathers the same
+    weights and has no score rows; None: not known. tiled_window: keys that a query sees, where the
+    tiled kernel runs.
     """
     kept, forward, backward = one.kept_bytes, one.forward_bytes, one.backward_bytes
     if base_name(strategy) in WHOLE_COLUMNS:
         more_columns = load.keys_received - of_one.keys_received
-        kept, forward, backward = _with_columns(strategy, one, sizes, load, more_columns, least)
+        kept, forward, backward = _with_columns(
+            strategy, one, sizes, load, more_columns, least, drops=drops
+        )
     more_kept, more_forward, more_backward = extra_bytes(
         strategy, sizes, load, of_one, tiled_window
     )
@@ -316,13 +320,17 @@ def _with_columns(
     load: Load,
     more_columns: int,
     least: OperationCosts | None,
+    *,
+    drops: bool,
 ) -> tuple[float, float, float]:
     """With so many more columns of score rows than one document's, or fewer.
 
     Scores are of the accumulation dtype, probabilities of the elements'; both are there when the
     first become the second, and in the backward with the gradients of scores. Products of one
     rank's columns do not shrink: a forward that peaks with these, where no probabilities are there
-    yet, falls by the scores alone. What is there without any scores stays.
+    yet, falls by the scores alone. With dropout it may peak with the hashes of one rank's columns,
+    beside the probabilities when the scores are gone, and then falls by the first alone. What is
+    there without any scores stays.
     """
     scores = load.seq_length / load.p * sizes.n * more_columns
     probabilities = sizes.element_bytes * scores
@@ -330,6 +338,8 @@ def _with_columns(
     of_forward = sizes.wide_bytes * scores
     if sizes.half_type and more_columns > 0:
         of_forward += probabilities
+    elif drops:
+        of_forward = probabilities
     kept = one.kept_bytes + of_kept
     forward = one.forward_bytes + of_forward - of_kept
     of_backward = sizes.wide_bytes * scores

@@ -196,6 +196,7 @@ class RowCosts:
             least=least,
             tiled_window=tiled_window,
             in_one_call=packed.joined,
+            drops=packed.dropout,
         )
 
 

@@ -307,6 +307,28 @@ def test_fewer_columns_of_scores_leave_products_as_large(strategy, p):
     assert not list(_off(costs, measured(case_of(strategy, p, "causal", variant, row))))
 
 
+@pytest.mark.parametrize("strategy", ["colossal_z", "colossal_z+recompute"])
+def test_fewer_columns_leave_the_hashes_of_dropout_as_large(strategy):
+    """In half types: beside them are the probabilities of fewer columns, and no scores any more."""
+    p, s, variant = 4, 384, "shared keys"  # long enough for hashes to outweigh projections
+    row = contiguous([s // (2 * p)] * (2 * p), p)
+
+    def counted(name, row=None):
+        case = case_of(name, p, "causal", variant, row)
+        return measured(dataclasses.replace(case, s=s, dropout=0.1))
+
+    one, least = (
+        OperationCosts(0.0, 0.0, *(counted(name)[quantity] for quantity in BYTES))
+        for name in (strategy, strategy.replace("colossal_z", "megatron_cz"))
+    )
+    loads = load_of(row, causal=True), load_of_one(s, p, causal=True)
+    sizes = model_of(p, "causal", variant).packed.sizes
+    costs = row_bytes.with_row_bytes(
+        strategy, one, sizes, *loads, least=least, tiled_window=None, drops=True
+    )
+    assert not list(_off(costs, counted(strategy, row)))
+
+
 @pytest.mark.parametrize("strategy", ["megatron_ts", "ulysses_z"])
 def test_one_document_beside_padding_needs_room_as_many_do(strategy):
     p, variant = 2, "activations"
