@@ -115,6 +115,8 @@ def prepare(inputs: tuple[str, ...], output_prefix: str, as_json: bool, **option
     kind = prepared.kind_of(inputs, options["source"])
     tokenizer = prepared.tokenizer_name(kind, options)
     source = prepared.make_source(kind, inputs, options)
+    if kind == "tree":
+        prepared.check_tree_kept(source, output_prefix)
     append_eod = options["append_eod"]
     metadata = work.prepare(
         source,

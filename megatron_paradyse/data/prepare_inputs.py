@@ -63,15 +63,33 @@ def kind_of(inputs: tuple[str, ...], asked: str) -> str:
 def check_kept(inputs: tuple[str, ...], options: dict[str, Any], prefix: str) -> None:
     """UserError for a file that is read and would be replaced, as docs.json by the PREFIX docs."""
     names = ("tokenizer_model", "vocab_file", "merge_file", "chat_template")
-    read = [path for path in (*inputs, *(options[name] for name in names)) if path]
-    for written in (prefix + suffix for suffix in SUFFIXES):
-        for path in read:
-            both = os.path.exists(path) and os.path.exists(written)
-            if both and os.path.samefile(path, written):
-                raise UserError(
-                    f"{path} is read, and --output-prefix {prefix} would replace it: choose "
-                    "another prefix"
-                )
+    for path in (*inputs, *(options[name] for name in names)):
+        if path and _is_of(path, prefix):
+            raise UserError(
+                f"{path} is read, and --output-prefix {prefix} would replace it: choose another "
+                "prefix"
+            )
+
+
+def check_tree_kept(source: Any, prefix: str) -> None:
+    """check_kept, of the files that a tree holds: what an earlier run wrote there, most often."""
+    ours = (prefix + suffix for suffix in SUFFIXES)
+    if not any(os.path.exists(path) and path.endswith(source.suffixes) for path in ours):
+        return  # the tree need not be walked
+    for path in source.paths():
+        if _is_of(path, prefix):
+            raise UserError(
+                f"{path} is read, and --output-prefix {prefix} would replace it: choose another "
+                f"prefix, or leave it out with --exclude {os.path.basename(path)}"
+            )
+
+
+def _is_of(path: str, prefix: str) -> bool:
+    """Whether it is a file of the data set of that prefix, which is there."""
+    ours = [prefix + suffix for suffix in SUFFIXES]
+    return os.path.exists(path) and any(
+        os.path.exists(written) and os.path.samefile(path, written) for written in ours
+    )
 
 
 def tokenizer_name(kind: str, options: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ and carry the same document number are one document; an empty document is one em
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import gzip
 import json
@@ -160,6 +161,9 @@ class TreeSource(TextSource):
                 "choose with --suffix, or leave out less with --exclude"
             )
 
+    def paths(self) -> Iterator[str]:
+        return (path for path, _ in self._files())
+
     def parameters(self) -> dict[str, Any]:
         return {"suffixes": list(self.suffixes), "exclude": list(self.exclude)}
 
@@ -220,7 +224,7 @@ class JsonlReader:
         for path in self._reader.paths:
             with self._reader.open(path) as stream:
                 for number, line in enumerate(self._lines(path, stream), start=1):
-                    if line.strip():
+                    if line.removeprefix(codecs.BOM_UTF8).strip():  # some editors begin with one
                         place = f"{path}:{number}"
                         yield place, self._record(line, place)
                         self._reader.note_progress()

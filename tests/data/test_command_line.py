@@ -183,6 +183,23 @@ def test_a_file_that_is_read_is_never_replaced(overwrite, tmp_path):
     assert docs.read_text() == '{"text": "a"}\n' and not list(tmp_path.glob("*.bin"))
 
 
+def test_what_an_earlier_run_wrote_into_a_tree_is_no_document_of_the_next(tmp_path):
+    """all.json would be the last but one document, 521 tokens about the data set itself."""
+    tree, prefix = tmp_path / "tree", tmp_path / "tree" / "all"
+    tree.mkdir()
+    for name in ("a", "b"):
+        (tree / f"{name}.json").write_text('{"x": 1}')
+    command = ("data", "prepare", tree, "--suffix", ".json", "-o", prefix)
+    assert "2 documents, 18 tokens" in run(*command).stdout
+    for overwrite in ([], ["--overwrite"]):
+        result = run(*command, *overwrite)
+        assert result.exit_code == 1
+        assert f"{prefix}.json is read, and --output-prefix" in result.stderr
+        assert result.stderr.endswith("leave it out with --exclude all.json\n")
+    result = run(*command, "--overwrite", "--exclude", "all.json")
+    assert "2 documents, 18 tokens" in result.stdout
+
+
 @pytest.mark.parametrize("name", ["no \udcff text", "$\\foo$"])
 def test_a_figure_has_whatever_name_a_data_set_has(name, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')

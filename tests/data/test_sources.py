@@ -1,5 +1,6 @@
 """Trees and JSONL: the documents that are there, in a fixed order, and errors with their place."""
 
+import codecs
 import gzip
 import itertools
 import json
@@ -78,6 +79,13 @@ def test_jsonl_gives_back_every_text(tmp_path_factory, texts):
     expected = [text.encode("utf-8", errors="surrogatepass") for text in texts]
     assert [data for _, data in documents(source)] == expected
     assert source.read_bytes == source.total_bytes
+
+
+@pytest.mark.parametrize("first", [b"", b"\n", b" \r\n\n"])
+def test_jsonl_may_begin_with_a_byte_order_mark_before_whatever_line(first, tmp_path):
+    path = write(tmp_path / "a.jsonl", codecs.BOM_UTF8 + first + b'{"text": "a"}\n')
+    place = f"{path}:{first.count(b'\n') + 1}"
+    assert documents(JsonlSource([path])) == [(place, b"a")]
 
 
 def test_jsonl_passes_over_blank_lines_and_takes_half_a_surrogate_pair(tmp_path):
