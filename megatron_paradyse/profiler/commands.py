@@ -85,6 +85,8 @@ def profile(
     network = flags[:1] == ("network",)
     if network:
         _check_network_alone(flags[1:])
+    else:
+        _check_begun(output)
     check_longest(lengths, max_length)
     take_environment(model)
     options = Options(
@@ -147,6 +149,15 @@ def profile(
             run.profile(options, megatron, report)
 
     as_rank(work, functools.partial(_print_outcome, output, network=network) if as_json else None)
+
+
+def _check_begun(output: str) -> None:
+    """UserError for a file with which no profile can go on, before ranks have started for it."""
+    from megatron_paradyse.costs.cost_file import check_cost_output, read_cost_file
+
+    check_cost_output(output)
+    if os.path.exists(output):
+        read_cost_file(output)
 
 
 def _check_network_alone(flags: tuple[str, ...]) -> None:

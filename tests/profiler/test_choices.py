@@ -198,6 +198,28 @@ def test_ranks_of_a_profile_have_the_environment_of_the_run(tmp_path, monkeypatc
     assert seen == ["7", "7"]
 
 
+@pytest.mark.parametrize("more", [["--nproc", "2"], ["--stand-in", "2"]])
+def test_a_file_that_no_profile_can_go_on_with_is_refused_before_ranks_start(
+    more, tmp_path, monkeypatch
+):
+    def started(*_, **__):
+        raise AssertionError("ranks started")
+
+    monkeypatch.setattr(start, "start_ranks", started)
+    path = tmp_path / "notes.json"
+    command = ["profile", *more, "--output", str(path), "--num-layers", "2"]
+    whole = tmp_path / "whole.json"
+    write_cost_file(whole, make_table(LENGTHS, ("metp",)))
+    for text, said in (
+        ("notes\n", "is another file, not a cost file: give the name of a new file"),
+        (whole.read_text()[:-20], "not JSON, or cut off"),
+    ):
+        path.write_text(text)
+        result = CliRunner().invoke(cli, command)
+        assert result.exit_code == 1 and f"error: {path}" in result.output
+        assert said in result.output and path.read_text() == text
+
+
 def test_the_first_rank_that_failed_says_why(tmp_path):
     output, key = tmp_path / "costs.json", ("metp", "mlp", 64, 1)
     leave_note(output, key, "oom")
