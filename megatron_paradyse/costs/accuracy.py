@@ -79,7 +79,7 @@ def measure_accuracy(
 ) -> list[Errors]:
     """Errors per model, strategy, operation, quantity and scope; UserError if nothing can be asked.
 
-    held_out must describe the same configuration (compare with check_compatible first).
+    held_out must describe the same configuration (ask differences first).
     """
     other = {} if held_out is None else {(s, o): points for s, o, points in held_out.groups()}
     found: dict[tuple[str, str, str, str, str], list[float]] = {}

@@ -100,7 +100,7 @@ def accuracy(
         summary_table,
     )
     from megatron_paradyse.costs.cost_file import read_cost_file
-    from megatron_paradyse.costs.description import check_compatible
+    from megatron_paradyse.costs.description import differences
     from megatron_paradyse.costs.row_accuracy import (
         measure_row_accuracy,
         row_lines,
@@ -112,8 +112,14 @@ def accuracy(
         check_figure(plot)
     measured = read_cost_file(table).table
     other = None if held_out is None else read_cost_file(held_out).table
-    if other is not None:
-        check_compatible(measured.description, other.description)
+    if held_out is not None and other is not None:
+        places = (table, held_out)
+        found = differences(measured.description, other.description, places=places)
+        if found:
+            raise UserError(
+                f"--held-out {held_out} is a profile of something else ({'; '.join(found)}): give "
+                "one of the same model, ranks and machine"
+            )
     try:
         errors = measure_accuracy(measured, other)
         of_rows = measure_row_accuracy(measured, other)

@@ -195,11 +195,17 @@ def tile_text(head_tile: str | int, model: ModelShape, *, p: int, dtype: str) ->
     return str(automatic_tile(h=model.hidden_size, vocab_shard=shard, element_bytes=element_bytes))
 
 
-def differences(of_file: Description, of_run: Description) -> list[str]:
+def differences(
+    of_file: Description,
+    of_run: Description,
+    *,
+    places: tuple[str, str] = ("the file", "the run"),
+) -> list[str]:
     """What differs and would make the file's costs wrong for the run, as "key: file, run".
 
-    What one of them does not tell is not compared.
+    What one of them does not tell is not compared. places: where the two are, for the text.
     """
+    here, there = places
     if None in (of_file.halves, of_run.halves):
         of_file, of_run = (dataclasses.replace(d, halves=None) for d in (of_file, of_run))
     ours, theirs = _comparable(of_file), _comparable(of_run)
@@ -213,7 +219,7 @@ def differences(of_file: Description, of_run: Description) -> list[str]:
         if key == "hardware.num_devices" and of_run.hardware.kind == "cuda":
             continue  # replicas of the grid on GPUs of their own; on a CPU they share the cores
         if mine != other:
-            found.append(f"{key}: {mine} in the file, {other} in the run")
+            found.append(f"{key}: {mine} in {here}, {other} in {there}")
     return found
 
 

@@ -99,8 +99,12 @@ def test_accuracy_refuses_held_out_lengths_of_another_configuration(tmp_path):
     other = CostTable(dataclasses.replace(DESCRIPTION, p=8), TABLE.measurements, CONSTANTS)
     for name, table in (("a", TABLE), ("b", other)):
         write_cost_file(tmp_path / name, table)
-    result = run("accuracy", str(tmp_path / "a"), "--held-out", str(tmp_path / "b"))
-    assert "p: 4 in the file, 8 in the run" in result.output
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    result = run("accuracy", first, "--held-out", second)
+    assert f"{second} is a profile of something else (p: 4 in {first}, 8 in {second})" in (
+        result.output
+    )
+    assert "run" not in result.output and "accept" not in result.output  # there is none
 
 
 def test_cost_modules_do_not_name_torch():
