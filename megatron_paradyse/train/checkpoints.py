@@ -43,6 +43,10 @@ _ITS_OPTIMIZER = (
     "give the optimizer that it was trained with (--optimizer, --use-distributed-optimizer), or "
     "--no-load-optim"
 )
+_ITS_RATES = (  # by which Megatron's optimizer looks its groups of parameters up, among others
+    "give the --lr and --min-lr that it was trained with (--override-opt-param-scheduler does not "
+    "help), or --no-load-optim"
+)
 OF_ANOTHER_RUN = {
     "OptimizerParamScheduler": "give --override-opt-param-scheduler to follow this run's schedule, "
     "or --use-checkpoint-opt-param-scheduler the checkpoint's",
@@ -51,6 +55,8 @@ OF_ANOTHER_RUN = {
     "distrib_optim_sharding_type": _ITS_OPTIMIZER,
     "flattened_range is not supported": _ITS_OPTIMIZER,
     'KeyError: "optimizer.state.': _ITS_OPTIMIZER,
+    "Could not find parameter group": _ITS_RATES,
+    "KeyError: (": _ITS_RATES,  # the same of the distributed optimizer
     "(TP, PP) mismatch after resume": "load it on the grid that it was trained on and save it with "
     "--dist-ckpt-optim-fully-reshardable, or --no-load-optim",
 }

@@ -193,6 +193,20 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_a_broken_one(case, data, s
     assert code == 2 and len(errors) == 1 and message in errors[0], stderr[-3000:]
 
 
+def test_another_learning_rate_than_the_checkpoint_s_is_told_with_what_helps(data, saved, tmp_path):
+    """Megatron looks groups of parameters up by it, and says which it did not find."""
+    same = [*data, "--num-layers", 1, "--train-iters", 2, "--ffn-hidden-size", 64, "--lr", 3e-4]
+    same += ["--override-opt-param-scheduler", "--load"]
+    remedy = "give the --lr and --min-lr that it was trained with"
+    code, stderr = start(tmp_path / "plain", *same, saved, ranks=1)
+    assert code == 2 and f"in loaded checkpoint: {remedy}" in stderr, stderr[-3000:]
+    dist = tmp_path / "dist"
+    saving = ["--finetune", "--no-load-optim", DISTRIBUTED, "--save-interval", 2, "--save", dist]
+    assert start(tmp_path / "save", *same, saved, *saving, ranks=1)[0] == 0
+    code, stderr = start(tmp_path / "other", *same, dist, DISTRIBUTED, "--lr", 2e-4, ranks=1)
+    assert code == 2 and f"False): {remedy}" in stderr, stderr[-3000:]
+
+
 DISTRIBUTED, RESHARDABLE = "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"
 
 
