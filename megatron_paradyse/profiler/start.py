@@ -116,7 +116,7 @@ def as_rank(
         else:
             os.write(int(descriptor), (json.dumps(event) + "\n").encode())
 
-    code = 1
+    code, words = 1, "it failed"
     try:
         with (
             open(os.devnull, "w") as nowhere,
@@ -129,12 +129,26 @@ def as_rank(
     except UserError as error:
         if rank == 0:
             os.write(2, f"error: {error}\n".encode())
-        code = 2
-    except BaseException:
+        code, words = 2, str(error)
+    except BaseException as error:
         traceback.print_exc()
+        words = f"{type(error).__name__}: {error}"
     sys.stdout.flush()
     sys.stderr.flush()
+    _tell_others(words if code else None)
     os._exit(code)
+
+
+def _tell_others(failed: str | None) -> None:
+    """How this rank ends: one that has gone without a word is missing to those who still write."""
+    watchdog = sys.modules.get("megatron_paradyse.train.watchdog")  # which loads torch
+    dog = None if watchdog is None else watchdog.current()
+    if dog is None:
+        return
+    if failed is None:
+        dog.stop()
+    else:
+        dog.failed(failed)
 
 
 class Display:

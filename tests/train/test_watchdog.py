@@ -49,6 +49,12 @@ def test_who_is_slow_is_told_once_and_waited_for(tmp_path):
     assert not errors(stderr)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_measured_all_is_not_missing_while_another_writes_it(rank, tmp_path):
+    codes, _, stderr = run(tmp_path, "measured", rank, ranks=2)
+    assert codes == [0, 0] and not errors(stderr), stderr
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_that_ends_with_an_error_is_not_missing_nor_who_follows(rank, tmp_path):
     start = time.monotonic()

@@ -2,7 +2,7 @@
 
 Ranks agree on nothing else; all wait in an all_reduce that RANK never joins, or end well; with
 "errors" each ends with another one; with "early" RANK ends well before the others do, and nobody
-stops its watchdog but the interpreter at its end.
+stops its watchdog but the interpreter at its end, or with "measured" what ends a rank of a profile.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import torch
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.start import as_rank
 from megatron_paradyse.train.watchdog import Watchdog
 
 FAULTS = {
@@ -40,6 +41,8 @@ def main() -> None:
         raise UserError(f"file {own} is wrong: give another")
     if fault == "early":
         return time.sleep(0 if own == rank else 3 * limit)
+    if fault == "measured":
+        as_rank(lambda report: time.sleep(0 if own == rank else 3 * limit))
     if own == rank and fault == "slow":
         release(own, limit)
     torch.distributed.all_reduce(torch.ones(1))
