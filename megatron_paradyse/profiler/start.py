@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
+from megatron_paradyse.train.ending import current_watchdog
 
 ERROR = r"error(?: \(rank \d+\))?: "
 PROGRESS_FD = "MEGATRON_PARADYSE_PROGRESS_FD"
@@ -116,7 +117,7 @@ def as_rank(
         else:
             os.write(int(descriptor), (json.dumps(event) + "\n").encode())
 
-    code, words = 1, "it failed"
+    code, failed = 1, None  # in which words
     try:
         with (
             open(os.devnull, "w") as nowhere,
@@ -129,20 +130,19 @@ def as_rank(
     except UserError as error:
         if rank == 0:
             os.write(2, f"error: {error}\n".encode())
-        code, words = 2, str(error)
+        code, failed = 2, str(error)
     except BaseException as error:
         traceback.print_exc()
-        words = f"{type(error).__name__}: {error}"
+        failed = f"{type(error).__name__}: {error}"
     sys.stdout.flush()
     sys.stderr.flush()
-    _tell_others(words if code else None)
+    _tell_others(failed)
     os._exit(code)
 
 
 def _tell_others(failed: str | None) -> None:
     """How this rank ends: one that has gone without a word is missing to those who still write."""
-    watchdog = sys.modules.get("megatron_paradyse.train.watchdog")  # which loads torch
-    dog = None if watchdog is None else watchdog.current()
+    dog = current_watchdog()
     if dog is None:
         return
     if failed is None:

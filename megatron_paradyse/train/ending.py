@@ -6,8 +6,12 @@ import contextlib
 import multiprocessing
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from megatron_paradyse.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_paradyse.train.watchdog import Watchdog
 
 LOST = (
     "Connection closed by peer",
@@ -38,6 +42,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in NO_MEMORY)
+
+
+def current_watchdog() -> Watchdog | None:
+    """This process's, where it has one; watchdog.py, which loads torch, is not imported for it."""
+    module = sys.modules.get("megatron_paradyse.train.watchdog")
+    return None if module is None else module.current()
 
 
 def words_of(error: BaseException) -> str:

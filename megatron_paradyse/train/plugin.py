@@ -18,7 +18,13 @@ from megatron_paradyse import megatron_start
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.settings import FIXED, PACKED, Settings
 from megatron_paradyse.train.data_files import check_named
-from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory, leave, words_of
+from megatron_paradyse.train.ending import (
+    current_watchdog,
+    is_lost_peer,
+    is_out_of_memory,
+    leave,
+    words_of,
+)
 from megatron_paradyse.train.megatron_version import check_megatron
 
 STDERR = 2
@@ -307,8 +313,7 @@ def show_user_errors_in_one_line() -> None:
     show_traceback = sys.excepthook
 
     def hook(kind, error, traceback):
-        watchdog = sys.modules.get("megatron_paradyse.train.watchdog")
-        dog = watchdog.current() if watchdog is not None else None
+        dog = current_watchdog()
         known = isinstance(error, UserError) or is_out_of_memory(error)
         said_by, words = int(os.environ.get("RANK", 0)), words_of(error)
         if known and not isinstance(error, UserError):
