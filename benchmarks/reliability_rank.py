@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_paradyse.train import plugin
+from megatron_paradyse.train import plugin, uncaught
 
 Spec = dict
 
@@ -28,7 +28,8 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     sys.argv = ["pretrain", *sys.argv[2:]]
     plugin.install()
-    plugin.SECONDS_TO_BE_ENDED, plugin.SECONDS_FOR_RANK_0 = 2, 1  # no torchrun ends the others here
+    # No torchrun ends the others here.
+    uncaught.SECONDS_TO_BE_ENDED, uncaught.SECONDS_FOR_RANK_0 = 2, 1
     record_losses(spec["losses"])
     mine = spec["rank"] in (int(os.environ["RANK"]), "all")
     if mine and spec["fault"] in FAULTS:

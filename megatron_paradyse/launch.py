@@ -12,7 +12,8 @@ import runpy
 import sys
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.train.plugin import install_if_asked_for, show_user_errors_in_one_line
+from megatron_paradyse.train.plugin import install_if_asked_for
+from megatron_paradyse.train.uncaught import show_user_errors_in_one_line
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train import agreement, plugin
+from megatron_paradyse.train import agreement, uncaught
 from megatron_paradyse.train.data_files import DATA_FLAGS
 
 
 def main() -> None:
-    plugin.SECONDS_TO_BE_ENDED = 2  # no torchrun ends the others here
+    uncaught.SECONDS_TO_BE_ENDED = 2  # no torchrun ends the others here
     difference, odd, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     rank = int(os.environ["RANK"])
     args = argparse.Namespace(lr=0.1, rank=rank, tensorboard_dir=f"here-{rank}")

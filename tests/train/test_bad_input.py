@@ -245,7 +245,7 @@ def start(folder, *flags, ranks):
 HELPER = """
 import multiprocessing, sys
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.train.plugin import show_user_errors_in_one_line
+from megatron_paradyse.train.uncaught import show_user_errors_in_one_line
 
 if __name__ == "__main__":
     show_user_errors_in_one_line()

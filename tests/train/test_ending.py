@@ -73,8 +73,8 @@ def test_an_error_in_a_worker_of_a_loader_is_the_line_that_it_says():
 @pytest.mark.parametrize(("rank", "said"), [("0", "error: interrupted\n"), ("1", "")])
 def test_ctrl_c_is_one_line_of_the_first_rank(rank, said):
     """A terminal sends it to every rank, and each printed a traceback."""
-    code = "import os, signal; from megatron_paradyse.train import plugin; "
-    code += "plugin.show_user_errors_in_one_line(); os.kill(os.getpid(), signal.SIGINT)"
+    code = "import os, signal; from megatron_paradyse.train import uncaught; "
+    code += "uncaught.show_user_errors_in_one_line(); os.kill(os.getpid(), signal.SIGINT)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "RANK": rank, "PYTHONPATH": str(ROOT)},
