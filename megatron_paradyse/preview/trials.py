@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,18 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_paradyse.costs.table import OK, OOM
-from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.problem import Outcome
 from megatron_paradyse.preview.longest import PARADYSE, Longest
 from megatron_paradyse.preview.measured import FITS, About, Trial, TrialFile, measured_limits
 from megatron_paradyse.preview.setup import Setup
+from megatron_paradyse.preview.trial_start import check_model, start_alone, start_rank
 from megatron_paradyse.units import MAX_SEQ_LENGTH
 
 NO_HOST_ROOM = "not run: the host has no room for what all layers would copy to it"
 OWN_ALLOCATOR = "PyTorch's defaults"
 NO_ALLOCATOR = "none: bytes are counted"
-AGREE_SECONDS = 600.0  # a rank may wait so long for others that still run
 
 
 @dataclass(frozen=True)
@@ -62,63 +60,12 @@ def run_trials(
     megatron_start.before_cuda()
     plugin.install()
     with contextlib.ExitStack() as stack:
-        agree = _start_alone(setup, flags, stack) if options.stand_in else _start_rank(flags)
-        _check_model(setup)
+        agree = start_alone(setup, flags, stack) if options.stand_in else start_rank(flags)
+        check_model(setup)
         rank = _Rank(options, setup, found, agree, report)
         rank.take_note()
         trials_of = partial(_OfOne, rank)
         measured_limits(found, trials_of, resolution=options.resolution, only=options.only)
-
-
-class _Alone:
-    """An Agreement with nobody."""
-
-    def status(self, mine: str) -> str:
-        return mine
-
-    def first(self, value: Any) -> Any:
-        return value
-
-
-def _start_rank(flags: Sequence[str]) -> Any:
-    sys.argv = ["max-length", *flags]
-    from megatron.training.arguments import parse_and_validate_args
-
-    from megatron_paradyse.profiler.run import initialize, make_agreement
-
-    initialize(parse_and_validate_args())
-    return make_agreement(AGREE_SECONDS)
-
-
-def _start_alone(setup: Setup, flags: Sequence[str], stack: contextlib.ExitStack) -> Any:
-    from megatron_paradyse.simulator.network import free_network
-    from megatron_paradyse.simulator.simulated_rank import start_megatron
-    from megatron_paradyse.simulator.traffic import NoClock, fill_with_own, replaced
-
-    p = setup.description.p
-    start_megatron(flags, p=p, rank=0)  # the rank that reads the data
-    stack.enter_context(replaced(free_network(p), NoClock(), fill=fill_with_own))
-    return _Alone()
-
-
-def _check_model(setup: Setup) -> None:
-    """UserError unless the flags describe the model and the ranks that the costs are of."""
-    from megatron.training import get_args
-
-    from megatron_paradyse.costs.description import OF_MODEL, OTHER_LAYERS, differences
-    from megatron_paradyse.train.describe import describe
-
-    ours = describe(get_args(), setup.policies.num_layers)
-    d = setup.description
-    model = replace(d.model, num_layers=setup.policies.num_layers)
-    told = {name: getattr(d, name) for name in ("attention_mask", *OF_MODEL, OTHER_LAYERS)}
-    theirs = replace(ours, model=model, p=d.p, dtype=d.dtype, **told)
-    found = differences(theirs, ours)
-    if found:
-        raise UserError(
-            f"the costs are of another model than these flags ({'; '.join(found)}): give the "
-            "flags that the costs were made with"
-        )
 
 
 class _OfOne:
