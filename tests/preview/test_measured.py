@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from megatron_paradyse.cli import cli
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.preview.measured import About, Trial, TrialFile, read_trials, search
+from tests.train.harness import run_forked
 
 STEP = 64
 ABOUT = About("abc", 1 << 30, 30_000, 1, 4, 2, False, "cpu", "2.15", "none")
@@ -128,16 +130,25 @@ def command(*arguments: object) -> str:
     return run.stdout
 
 
+def forked(folder: Path, *arguments: object) -> None:
+    """A command that starts no ranks, in a process that need not import Megatron."""
+    argv = [str(argument) for argument in arguments]
+    code, _, stderr = run_forked(
+        "megatron_paradyse.__main__", argv, ranks=1, folder=folder, timeout_seconds=200
+    )
+    assert code == 0, stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory):
     """Simulated for the ranks of the tests, whose kernels hold more than a GPU's."""
     folder = tmp_path_factory.mktemp("limits")
     raw, fitted = folder / "raw.json", folder / "costs.json"
-    command(
-        "simulate", "--gpu", "a100-80g", "--ranks", 2, "--dtype", "float32", "-o", raw,
+    forked(
+        folder, "simulate", "--gpu", "a100-80g", "--ranks", 2, "--dtype", "float32", "-o", raw,
         "--lengths", "128,512,2K", "--strategies", STRATEGIES, *MODEL, "--num-layers", 2,
     )  # fmt: skip
-    command("fit", raw, "-o", fitted)
+    forked(folder, "fit", raw, "-o", fitted)
     return fitted
 
 

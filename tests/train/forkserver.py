@@ -30,14 +30,20 @@ def serve() -> None:
     from megatron_paradyse.train import plugin
 
     plugin.install()
-    import megatron.core.tokenizers.text.libraries  # noqa: F401
+    import megatron.core.models.mimo
+    import megatron.core.tokenizers.text.libraries
+    import megatron.core.tokenizers.text.models  # noqa: F401
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async.get_write_results_queue = functools.partial(
         filesystem_async.get_write_results_queue, mp_mode="fork"
     )  # spawned, what collects the results of a rank's writers would import torch first
     _describe_flags_once()
+    _look_once()
+    import megatron_paradyse.profiler.run
+    import megatron_paradyse.train.auto_costs
     import megatron_paradyse.train.gpt
+    import megatron_paradyse.train.packed_steps
     import megatron_paradyse.train.session  # noqa: F401
     import tests.train.compare_plans
     import tests.train.driver  # noqa: F401
@@ -57,6 +63,26 @@ def _describe_flags_once() -> None:
     once = functools.cache(lambda described: read(Group.__new__(Group), described))
     Group._get_field_docstrings = lambda self, described: once(described)
     arguments.add_megatron_arguments(argparse.ArgumentParser())
+
+
+def _look_once() -> None:
+    """What every rank finds the same, where looking for it takes as long as training does.
+
+    The entry points of all packages, the strategies, and the digest of this package's code. And
+    wandb hears each line that is printed, though no test reports to it.
+    """
+    from importlib import metadata
+
+    from megatron_paradyse import strategies
+    from megatron_paradyse.train import agreement
+
+    metadata.entry_points = functools.cache(metadata.entry_points)
+    metadata.entry_points(group="torch.distributed.backends")
+    for name in strategies.strategy_names():
+        strategies.get_strategy(name)  # imports it
+    agreement.code_digest()
+    for stream in (sys.stdout, sys.stderr):
+        vars(stream).pop("write", None)
 
 
 def _run(request: dict) -> int | list[int | None]:
