@@ -37,10 +37,9 @@ def draw_memory(figure, content: Content, look: Look) -> None:
                 if value:
                     found[row.iteration] = max(found.get(row.iteration, 0), value)
     failed = [oom.microbatch for trace in content.traces for oom in trace.out_of_memory]
-    told = content.main.budgets
-    budgets = sorted((start, budget) for start, budget in told if budget is not None)
+    budgets = [(a, b, budget) for a, b, budget in content.main.budgets if a and budget is not None]
     largest = [*measured.values(), *predicted.values(), *(m.peak_bytes or 0 for m in failed)]
-    unit, name = byte_unit(max([*largest, *(budget for _, budget in budgets)], default=1))
+    unit, name = byte_unit(max([*largest, *(budget for *_, budget in budgets)], default=1))
     axes = figure.add_subplot()
     series = (
         ("measured", measured, OURS, "o", OURS),
@@ -52,11 +51,9 @@ def draw_memory(figure, content: Content, look: Look) -> None:
             style = {"color": colour, "marker": marker, "markerfacecolor": face, "markersize": 4}
             values = [found[i] / unit for i in shown]
             axes.plot(shown, values, label=label, linestyle="none", **style)
-    if budgets:
-        last = max([*measured, *predicted, *(m.iteration for m in failed), 1])
-        xs = [start + 1 for start, _ in budgets] + [last]
-        ys = [budget / unit for _, budget in budgets]
-        axes.step(xs, [*ys, ys[-1]], where="post", color=INK, linestyle="--", label="budget")
+    if budgets:  # each of its own start: a later one may have run the same iterations again
+        lines = [(budget / unit, a - 0.5, b + 0.5) for a, b, budget in budgets]
+        axes.hlines(*zip(*lines, strict=True), color=INK, linestyle="--", label="budget")
     points = [(m.iteration, m.peak_bytes / unit) for m in failed if m.peak_bytes]
     if points:
         style = {"color": INK, "marker": "X", "markersize": 8, "linestyle": "none"}

@@ -76,12 +76,12 @@ class Trace:
     lengths: Counter[int] = field(default_factory=Counter)  # single sequences by 4 log2(tokens)
     has_rows: bool = False  # packed ones, of whose documents it has no lengths
     peak_errors: RunningMedian = field(default_factory=RunningMedian)
-    budgets: list[tuple[int, int | None]] = field(default_factory=list)  # from iteration, bytes
+    # Of each start: its first and last iteration, 0 where it had none, and bytes.
+    budgets: list[tuple[int, int, int | None]] = field(default_factory=list)
     warnings: dict[str, tuple[int, int]] = field(default_factory=dict)  # -> first line, count
     corrected: Corrected | None = None  # the last
     _plans: dict[str, str] = field(default_factory=dict)
     _strategies: set[str] = field(default_factory=set)
-    _last_iteration: int = 0
     _policies: list[tuple[Stage, CostPolicy]] = field(default_factory=list)
     _num_layers: int = 0
     _first_chunk: tuple[int, ...] | None = None
@@ -101,17 +101,18 @@ class Trace:
         """Count a record; ContentError where that would take too much memory."""
         if isinstance(record, Microbatch):
             self._add_microbatch(record)
+            self._reach(record.iteration)
             return
         self._first_chunk = None
         if isinstance(record, Iteration):
-            self._last_iteration = record.iteration
+            self._reach(record.iteration)
             self.iterations.add(record)
             self.seconds += record.seconds
             self.tokens += record.tokens or 0
             self.seconds_of_tokens += record.seconds if record.tokens else 0.0
             self.longest_document = max(self.longest_document, record.longest or 0)
         elif isinstance(record, OutOfMemory):
-            self._last_iteration = record.microbatch.iteration
+            self._reach(record.microbatch.iteration)
             self.num_out_of_memory += 1
             if len(self.out_of_memory) < MOST_OUT_OF_MEMORY:
                 self.out_of_memory.append(record)
@@ -122,9 +123,15 @@ class Trace:
             self.runs.append(record)
             self.corrected = None
             self._renew()
-            self.budgets.append((self._last_iteration, record.memory_budget_bytes))
+            self.budgets.append((0, 0, record.memory_budget_bytes))
         else:
             raise ContentError(f"more than {MOST_RUNS} starts")
+
+    def _reach(self, iteration: int) -> None:
+        """Count an iteration to the start before it, if the trace tells of one."""
+        if self.budgets:
+            first, last, budget = self.budgets[-1]
+            self.budgets[-1] = (first or iteration, max(last, iteration), budget)
 
     def _add_microbatch(self, row: Microbatch) -> None:
         plan = self._plans.get(row.plan)

@@ -344,11 +344,29 @@ def test_too_many_strategies_are_left_out_not_remembered(tmp_path, monkeypatch):
 
 
 def test_budgets_follow_the_starts(tmp_path):
+    """A start that goes on from a checkpoint runs again what came after it."""
     again = {**RUN, "memory_budget_bytes": 400}
-    lines = [*records(3), again, *records(2, run=None)]
+    lines = [*records(3), again, again, *(microbatch(i) for i in (2, 3, 4))]
     trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))
-    assert trace.budgets == [(0, RUN["memory_budget_bytes"]), (3, 400)]
-    assert len(trace.runs) == 2
+    assert trace.budgets == [(1, 3, RUN["memory_budget_bytes"]), (0, 0, 400), (2, 4, 400)]
+    assert len(trace.runs) == 3
+
+
+def test_the_figure_of_memory_has_each_budget_over_the_iterations_of_its_start(tmp_path):
+    from matplotlib.figure import Figure
+
+    from megatron_paradyse.report.run_figures import draw_memory
+    from megatron_paradyse.report.style import Look
+
+    again = {**RUN, "memory_budget_bytes": RUN["memory_budget_bytes"] // 2}
+    lines = [*records(5), again, *(microbatch(i) for i in (3, 4))]
+    content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))], None)
+    figure = Figure()
+    draw_memory(figure, content, Look())
+    (budgets,) = figure.axes[0].collections
+    first, second = (segment.tolist() for segment in budgets.get_segments())
+    assert [first[0][0], first[1][0]] == [0.5, 5.5] and [second[0][0], second[1][0]] == [2.5, 4.5]
+    assert first[0][1] == first[1][1] == pytest.approx(2 * second[0][1], rel=1e-6)
 
 
 def test_tokens_per_second_are_of_the_iterations_that_tell_their_tokens(tmp_path):

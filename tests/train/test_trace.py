@@ -36,7 +36,7 @@ def test_a_trace_says_first_what_runs_and_the_report_reads_all_of_it(data, tmp_p
     train(tmp_path, *data, *flags, "--paradyse-trace", path, ranks=2)
     assert json.loads(path.read_text().splitlines()[0])["kind"] == "run"
     trace = read_trace(str(path))
-    assert trace.warnings == {} and trace.budgets == [(0, 150_000_000)]
+    assert trace.warnings == {} and trace.budgets == [(1, 2, 150_000_000)]
     (run,) = trace.runs
     assert run.policy == "optimal" and run.costs.startswith("simulated on synthetic")
     assert run.ranks == {"world": 2, "tensor": 2, "pipeline": 1, "data": 1}
