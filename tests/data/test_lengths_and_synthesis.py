@@ -14,11 +14,12 @@ from megatron_paradyse.data.distributions import (
     draw_lengths,
 )
 from megatron_paradyse.data.index import read_index
-from megatron_paradyse.data.lengths import summarize
+from megatron_paradyse.data.lengths import summarize, summary_lines
 from megatron_paradyse.data.lengths_plot import plot_lengths
 from megatron_paradyse.data.synthesize import synthesize
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.units import format_count, parse_count, parse_ratio
+from tests.train.harness import write_documents
 
 
 def test_buckets_are_labelled_as_the_paper_does():
@@ -118,6 +119,20 @@ def test_summary_counts_lengths_on_the_edges_of_buckets(tmp_path):
     assert sum(summary.bucket_tokens) == summary.num_tokens == lengths.sum()
     assert sum(summary.percent) == pytest.approx(100)
     assert summary.median_tokens == np.median(lengths)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ((3, 10), "median 6.5, mean 6.5, p99 9.9,"),
+        ((6, 6), "mean 6, p99 6,"),
+        ((1000, 2001), "median 1,500, mean 1,500, p99 1,991,"),
+    ],
+)
+def test_a_mean_of_few_tokens_is_told_with_its_tenths(tokens, said, tmp_path):
+    write_documents(tmp_path / "a", tokens)
+    _, quantiles, _ = summary_lines(summarize(read_index(tmp_path / "a")))
+    assert said in quantiles
 
 
 def test_a_figure_is_drawn_whole_or_not_at_all(tmp_path):
