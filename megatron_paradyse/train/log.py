@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from megatron_paradyse.train.memory_record import keep_beside_checkpoints
 from megatron_paradyse.train.summary import Summary
 from megatron_paradyse.train.telemetry import Microbatch, Telemetry
 from megatron_paradyse.train.trace import Trace, out_of_memory_record
+from megatron_paradyse.train.unexpected import ended_by_check, not_a_number
 from megatron_paradyse.units import bytes_text, counted
 
 MOST_PLANS = 2  # on a line
@@ -76,13 +76,23 @@ class IterationLog:
                 if "Unexpected result" not in str(error):
                     raise
                 raise UserError(not_a_number(str(error))) from error
-            should_exit, code = result[3], result[4]
-            if should_exit and torch.distributed.get_rank() == 0:
-                os.write(2, f"error: {not_a_number(f'Megatron exits with code {code}')}\n".encode())
             self._step_seconds = time.perf_counter() - start
+            should_exit, code = result[3], result[4]
+            if should_exit:
+                self._ends(code)
             return result
 
         return timed
+
+    def _ends(self, code: int) -> None:
+        """Tell of an iteration after which Megatron ends the job: it makes no step, and no line."""
+        if torch.distributed.get_rank() == 0:
+            os.write(2, f"error: {ended_by_check(code)}\n".encode())
+        microbatches = self._telemetry.take()
+        self._summary.add(microbatches)
+        if self._trace is not None:
+            values = {"seconds": round(self._step_seconds, 6), "exit_code": code}
+            self._trace.iteration(get_args().curr_iteration + 1, microbatches, values)
 
     def _extended(self, training_log):
         @functools.wraps(training_log)
@@ -220,19 +230,6 @@ def _in_one_line(evaluate):
             raise UserError(not_a_number(str(error), where="in the evaluation after")) from error
 
     return evaluate_in_one_line
-
-
-def not_a_number(reason: str, where: str = "at") -> str:
-    """What Megatron's check of the losses means; it names the rank in its own lines."""
-    iteration = (getattr(get_args(), "curr_iteration", 0) or 0) + 1
-    found = re.search(r"message='([^']*)'", reason)  # what is before it names each rank itself
-    reason = found[1] if found else " ".join(reason.split())[:200]
-    spike = " or a spike" if get_args().check_for_spiky_loss else ""
-    return (
-        f"the loss is not a number{spike} {where} iteration {iteration} ({reason}): "
-        "start again from an earlier checkpoint with a lower --lr; if one machine does it again, "
-        "leave that machine out"
-    )
 
 
 def _length_values(tokens: int, lengths: tuple[int, int]) -> dict[str, int]:

@@ -25,6 +25,11 @@ def check_megatrons_limits(args: argparse.Namespace) -> None:
     _check_recomputation(args)
     _check_optimizer(args)
     _check_initialization(args)
+    if args.rerun_mode == "report_stats":
+        raise UserError(
+            "--rerun-mode report_stats, which Megatron 0.19 takes and does not know: leave it out, "
+            "or give validate_results or disabled"
+        )
     if args.use_ring_exchange_p2p and not hasattr(torch.distributed, "ring_exchange"):
         raise UserError(
             "--use-ring-exchange-p2p, which this PyTorch has not: it is of a build of NVIDIA's: "

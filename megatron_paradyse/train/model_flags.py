@@ -25,6 +25,14 @@ def check_ranks(args: argparse.Namespace) -> None:
             f"--tensor-model-parallel-size {p} times --pipeline-model-parallel-size {stages}: "
             f"start {p * stages} or a multiple by torchrun --nproc-per-node, or change these flags"
         )
+    if (experts := args.expert_model_parallel_size) > 1:
+        each = args.expert_tensor_parallel_size or p
+        if args.world_size % (ranks := each * experts * stages):
+            raise UserError(
+                f"--expert-model-parallel-size {experts} takes {ranks} ranks or a multiple, with "
+                f"{each} for an expert (--expert-tensor-parallel-size) and {stages} pipeline "
+                f"stages, got {args.world_size}: start so many, or change these flags"
+            )
 
 
 def check_model(args: argparse.Namespace) -> None:

@@ -11,7 +11,10 @@ microbatch       batch_size, seq_length (padded), plan (runs of like layers), sw
                  that of each, all else of the row; and if planned by cost its load, as it was
                  planned for (packing/load.py)
 iteration        seconds, losses (last pipeline stage; null for NaN and infinity, which JSON
-                 lacks), and for documents tokens, shortest_sequence_tokens, longest_sequence_tokens
+                 lacks), and for documents tokens, shortest_sequence_tokens and
+                 longest_sequence_tokens;
+                 seconds and exit_code alone of one after which Megatron's check of results ends
+                 the job, without a step
 correction       seconds_factors and bytes_factors by strategy, in force from the next iteration on
 out_of_memory    a microbatch that did not fit, with what was alive and the safety margin
 """

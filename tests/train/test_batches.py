@@ -217,17 +217,6 @@ def test_a_bert_puts_tokens_of_the_vocabulary_in_place_of_others(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(("checks", "words"), [(False, "a number at"), (True, "a spike at")])
-def test_megatrons_end_for_a_result_names_what_it_checked(checks, words, monkeypatch):
-    from megatron_paradyse.train import log
-
-    args = argparse.Namespace(check_for_spiky_loss=checks, curr_iteration=4)
-    monkeypatch.setattr(log, "get_args", lambda: args)
-    assert f"{words} iteration 5 (Megatron exits with code 16)" in log.not_a_number(
-        "Megatron exits with code 16"
-    )
-
-
 def of_documents(order, *, global_batch_size=2, mmap_bin_files=True):
     """The arguments that a stream of documents reads."""
     return argparse.Namespace(

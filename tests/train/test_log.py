@@ -61,13 +61,13 @@ def test_operations_are_those_of_the_iterations_whose_seconds_they_are_divided_b
 @pytest.mark.parametrize("reason", ["Unexpected result nan (message='found NaN')", "another"])
 def test_a_loss_of_an_evaluation_that_is_no_number_is_one_line(reason, monkeypatch):
     plugin.install()
-    from megatron_paradyse.train import log
+    from megatron_paradyse.train import log, unexpected
 
     def evaluate():
         raise RuntimeError(reason)
 
     args = argparse.Namespace(curr_iteration=6, check_for_spiky_loss=False)
-    monkeypatch.setattr(log, "get_args", lambda: args)
+    monkeypatch.setattr(unexpected, "get_args", lambda: args)
     said = r"^the loss is not a number in the evaluation after iteration 7 \(found NaN\): "
     known = reason != "another"
     with pytest.raises(UserError if known else RuntimeError, match=said if known else reason):

@@ -106,6 +106,13 @@ REFUSED = {
     "--init-model-with-meta-device without a checkpoint: .*: give --load, or leave": [
         "--init-model-with-meta-device",
     ],
+    "--expert-model-parallel-size 2 takes 2 ranks or a multiple, with 1 for .* got 1: start": [
+        "--num-experts", 4, "--disable-bias-linear", "--expert-model-parallel-size", 2,
+        "--paradyse-sequences", "fixed",
+    ],
+    "--rerun-mode report_stats, which .*: leave it out, or give validate_results or disabled": [
+        "--rerun-mode", "report_stats",
+    ],
     "--use-ring-exchange-p2p, which this PyTorch has not: .*: leave": ["--use-ring-exchange-p2p"],
     "--moe-latent-size 32, whose projections .*: install it, or leave --moe-latent-size out": [
         "--num-experts", 4, "--moe-latent-size", 32,

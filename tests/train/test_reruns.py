@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 
 import pytest
 import torch
 
+from megatron_paradyse.report.trace_file import read_trace
 from megatron_paradyse.train import plugin
+from tests.train.harness import attempt, write_documents
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +66,51 @@ def test_an_iteration_that_runs_again_counts_its_tokens_once(monkeypatch):
         batch.count_lengths(torch.tensor([3, 5]), None)
     assert batch.meter.take() == [3, 5]
     assert training.consume_seqlen_stats_in_iteration() == (8, 9 + 25)
+
+
+ENDS = {
+    "RERUNNING_IN_PLACE": "and another as it ran again on the same device: start again from the la",
+    "WILL_RERUN_FROM_CHECKPOINT": "and the same as it ran again: start again from the checkpoint",
+    "RERUNNING_FROM_CHECKPOINT": "and ran again on another device: if Megatron says above that it",
+    "RERUNNING_AGAIN_FROM_CHECKPOINT": "and ran again on the device that had it before: start a",
+}
+
+
+@pytest.mark.parametrize("state", ENDS)
+@pytest.mark.parametrize(("checks", "words"), [(False, "a number, and"), (True, "a spike, and")])
+def test_megatrons_end_for_a_result_says_what_was_found(checks, words, state, monkeypatch):
+    from megatron.core.rerun_state_machine import RerunState
+
+    from megatron_paradyse.train import unexpected
+
+    args = argparse.Namespace(check_for_spiky_loss=checks, curr_iteration=4)
+    machine = argparse.Namespace(state=RerunState[state])
+    monkeypatch.setattr(unexpected, "get_args", lambda: args)
+    monkeypatch.setattr(unexpected, "get_rerun_state_machine", lambda: machine)
+    said = unexpected.ended_by_check(16)
+    assert "--rerun-mode ends with code 16: a loss of iteration 5 " in said and words in said
+    assert ENDS[state] in said
+
+
+def test_an_iteration_after_which_megatron_ends_is_in_the_trace(tmp_path):
+    """An injected error that comes again, and a second start on the same device."""
+    write_documents(tmp_path / "corpus", [30] * 20)
+    trace = tmp_path / "trace.jsonl"
+    flags = ["--data-path", tmp_path / "corpus", "--split", "100,0,0", "--paradyse"]
+    flags += ["--micro-batch-size", 1, "--global-batch-size", 2, "--paradyse-trace", trace]
+    flags += ["--save", tmp_path / "kept", "--load", tmp_path / "kept", "--save-interval", 100]
+    flags += ["--error-injection-type", "persistent_error", "--error-injection-rate"]
+    for rate, said in ((1, "and the same as it ran"), (10**6, "and ran again on the device that")):
+        run = attempt(tmp_path, *flags, rate, ranks=1)
+        assert run.code == 16
+        assert (
+            f"error: Megatron's --rerun-mode ends with code 16: a loss of iteration 2 was not a "
+            f"number, {said}" in run.stderr
+        )
+    records = [json.loads(line) for line in trace.read_text().splitlines()]
+    kinds = "run", "microbatch", "microbatch", "iteration"
+    first, in_place = [*kinds], ["microbatch"] * 4 + ["iteration"]
+    assert [record["kind"] for record in records] == [*first, *in_place, *first]
+    ended = [r for r in records if r["kind"] == "iteration" and "exit_code" in r]
+    assert [(r["iteration"], r["exit_code"]) for r in ended] == [(2, 16), (2, 16)]
+    assert read_trace(str(trace)).warnings == {} and read_trace(str(trace)).iterations.count == 3
