@@ -115,11 +115,6 @@ class Balance:
     seconds: Seconds
 
 
-def own_generator(stop: int | None) -> torch.Generator | None:
-    """For a loader that may begin anew, which else draws a number from that of the training."""
-    return None if stop is None else torch.Generator()
-
-
 class _PositionSampler(torch.utils.data.Sampler):
     """Batches of stream positions, from `consumed` on."""
 
@@ -187,5 +182,5 @@ def microbatches(
         pin_memory=torch.cuda.is_available(),
         persistent_workers=num_workers > 0,
         worker_init_fn=begin_worker,
-        generator=own_generator(stop),
+        generator=torch.Generator(),  # else it draws from the training's, after a restart anew
     )

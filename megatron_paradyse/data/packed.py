@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_paradyse.data.loader import BatchSizes, Samples, WorkerStart, own_generator
+from megatron_paradyse.data.loader import BatchSizes, Samples, WorkerStart
 from megatron_paradyse.data.targets import NO_LABEL, ids_of
 from megatron_paradyse.packing.pack import Packing
 from megatron_paradyse.packing.row import Row
@@ -145,5 +145,5 @@ def packed_shares(
         pin_memory=torch.cuda.is_available(),
         persistent_workers=num_workers > 0,
         worker_init_fn=begin_worker,
-        generator=own_generator(stop),
+        generator=torch.Generator(),  # as that of documents one by one
     )

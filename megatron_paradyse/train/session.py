@@ -18,8 +18,8 @@ from megatron_paradyse.packing.pack import Costs
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import cost_policy_kind, make_policy
-from megatron_paradyse.settings import PACKED, Settings
-from megatron_paradyse.train import bucket_order, checkpoints, watchdog
+from megatron_paradyse.settings import FIXED, PACKED, Settings
+from megatron_paradyse.train import bucket_order, checkpoints, random_states, watchdog
 from megatron_paradyse.train.batch_sizes import check_sizes_ahead
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.data_files import learns_all
@@ -73,6 +73,8 @@ class Session:
         ).install()
         self._begin_after_setup()
         checkpoints.install()
+        if self.settings.sequences != FIXED:
+            random_states.install()
         bucket_order.install()
         dog = watchdog.current()
         if dog is not None:

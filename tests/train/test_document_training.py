@@ -61,6 +61,19 @@ def test_resuming_continues_at_the_exact_sample(data, tmp_path):
 
 
 @pytest.mark.parametrize("sequences", ["documents", "packed"])
+def test_resuming_draws_the_same_dropout_on_every_replica(sequences, data, tmp_path):
+    """Of two whose documents differ in length, and so in how much they draw."""
+    flags = [*data, "--micro-batch-size", 1, "--train-iters", 4, "--hidden-dropout", 0.1]
+    flags += ["--paradyse-sequences", sequences, "--save", tmp_path / "saved"]
+    flags += ["--paradyse-pack-tokens", 96] if sequences == "packed" else []
+    whole = train(tmp_path / "whole", *flags, "--save-interval", 2, ranks=2)
+    load = ["--load", tmp_path / "saved", "--ckpt-step", 2, "--save-interval", 100]
+    resumed = train(tmp_path / "rest", *flags, *load, ranks=2)
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(resumed.values(name), whole.values(name)[2:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("sequences", ["documents", "packed"])
 def test_a_phase_begins_with_the_first_documents_of_its_data(sequences, tmp_path):
     """--phase-transition-iterations: saves, ends; the next start reads its data from the first."""
     flags = ["--split", "100,0,0", "--paradyse", "--paradyse-sequences", sequences]
