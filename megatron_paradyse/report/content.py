@@ -146,11 +146,13 @@ class Content:
                     f"{trace.path} is of the same replica and pipeline stage as {first[place]}: "
                     "another training or start, and iterations are those of one of them"
                 )
-        if self.costs is None or self.run is None:
+        if self.costs is None:
             return found
-        if self.run.fingerprint not in ("", self.costs.fingerprint):
+        planned_by = {run.fingerprint for trace in self.traces for run in trace.runs} - {""}
+        if planned_by - {self.costs.fingerprint}:
+            who = "some starts of this run" if self.costs.fingerprint in planned_by else "this run"
             found.append(
-                f"{self.costs.path} is not the cost file that this run planned by: estimates and "
+                f"{self.costs.path} is not the cost file that {who} planned by: estimates and "
                 "the run's predictions do not compare"
             )
         return found

@@ -302,6 +302,19 @@ def test_costs_of_another_file_than_the_runs_are_warned_of(tmp_path, costs):
         assert len(content.warnings()) == warned
 
 
+def test_costs_of_another_file_than_one_of_the_starts_are_warned_of(tmp_path, costs):
+    """Profiled again and started again, as training advises where costs have drifted."""
+    own = {**RUN, "costs": {**RUN["costs"], "fingerprint": costs.fingerprint}}
+    without = {**RUN, "costs": None}
+    for runs, warned in (((RUN, own), 1), ((own, RUN), 1), ((own, own), 0), ((without, own), 0)):
+        lines = [record for run in runs for record in records(4, run=run)]
+        content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)], costs)
+        told = [
+            warning for warning in content.warnings() if "cost file that some starts" in warning
+        ]
+        assert len(told) == warned
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
