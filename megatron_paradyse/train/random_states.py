@@ -47,9 +47,8 @@ def _with_own(load: Callable[..., Any]) -> Callable[..., Any]:
         result = load(*args, **kwargs)
         content = result[0] if isinstance(result[0], dict) else {}
         states, replica = content.get("rng_state"), mpu.get_data_parallel_rank()
-        own = isinstance(states, list) and replica < len(states)
-        if own and not get_args().data_parallel_random_init:
-            content["rng_state"] = [states[replica]]
+        if isinstance(states, list) and not get_args().data_parallel_random_init:
+            content["rng_state"] = states[replica : replica + 1] or states
         return result
 
     return load_with_own
