@@ -55,6 +55,8 @@ OF_ANOTHER_RUN = {
     "distrib_optim_sharding_type": _ITS_OPTIMIZER,
     "flattened_range is not supported": _ITS_OPTIMIZER,
     'KeyError: "optimizer.state.': _ITS_OPTIMIZER,
+    "KeyError: 'optimizer'": "it was saved with --no-save-optim: give --no-load-optim, or another "
+    "--load",
     "Could not find parameter group": _ITS_RATES,
     "KeyError: (": _ITS_RATES,  # the same of the distributed optimizer
     "(TP, PP) mismatch after resume": "load it on the grid that it was trained on and save it with "
@@ -173,6 +175,20 @@ def as_given(args: argparse.Namespace) -> Iterator[None]:
         vars(args).update(ours)
 
 
+@contextlib.contextmanager
+def _reading_what_it_has(args: argparse.Namespace) -> Iterator[None]:
+    """While a checkpoint is read, Megatron's arguments without what this run leaves out of its own.
+
+    Megatron asks a checkpoint for what it would save, and then misses the rest.
+    """
+    ours = {name: getattr(args, name) for name in ("no_save_optim", "no_save_rng")}
+    vars(args).update(dict.fromkeys(ours))
+    try:
+        yield
+    finally:
+        vars(args).update(ours)
+
+
 def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_whole(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +197,8 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
         if folder is not None:
             _mend_tracker(folder, iteration_to_load(folder, megatron.ckpt_step))
         try:
-            result = load(*args, **kwargs)
+            with _reading_what_it_has(megatron):
+                result = load(*args, **kwargs)
         except (Exception, SystemExit, CheckpointException) as error:
             stopped = isinstance(error, SystemExit) and megatron.exit_on_missing_checkpoint
             known = is_lost_peer(error) or is_out_of_memory(error) or isinstance(error, UserError)

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.harness import LLAMA, run_forked, train, with_defaults, write_documents
+from tests.train.harness import LLAMA, attempt, run_forked, train, with_defaults, write_documents
 
 LENGTHS = np.random.default_rng(5).integers(2, 90, size=60).tolist()
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -71,6 +71,19 @@ def test_resuming_draws_the_same_dropout_on_every_replica(sequences, data, tmp_p
     resumed = train(tmp_path / "rest", *flags, *load, ranks=2)
     for name in ("loss", "grad_norm", "tokens"):
         np.testing.assert_allclose(resumed.values(name), whole.values(name)[2:], rtol=1e-6)
+
+
+def test_a_run_that_saves_less_goes_on_from_a_whole_checkpoint(data, tmp_path):
+    """--no-save-optim and --no-save-rng are of what is written, not of what is read."""
+    flags = [*data, "--train-iters", 3, "--hidden-dropout", 0.1, "--save-interval", 2, "--save"]
+    whole = train(tmp_path / "whole", *flags, tmp_path / "saved", ranks=1)
+    flags += [tmp_path / "less", "--no-save-optim", "--no-save-rng"]
+    load = ["--load", tmp_path / "saved", "--ckpt-step", 2]
+    resumed = train(tmp_path / "rest", *flags, *load, ranks=1)
+    assert resumed.records == whole.records[2:]
+    refused = attempt(tmp_path / "next", *flags, "--load", tmp_path / "less", ranks=1)
+    assert refused.code == 2
+    assert "it was saved with --no-save-optim: give --no-load-optim, or another" in refused.stderr
 
 
 @pytest.mark.parametrize("sequences", ["documents", "packed"])
