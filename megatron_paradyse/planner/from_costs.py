@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_paradyse.costs.layers import Operations
@@ -16,16 +16,21 @@ from megatron_paradyse.costs.table import EMBEDDING, HEAD, MLP, MODEL, PREDICTIO
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load, rounded_up
 from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.plan import MEGATRON_TS
+from megatron_paradyse.planner.policies import Runs
 from megatron_paradyse.planner.sources import CostSource, Numbers, RowSource, StageMemory
 from megatron_paradyse.strategies import (
     OFFLOAD,
     RECOMPUTE,
     base_name,
+    limited,
     offloads,
     recomputes,
+    takes,
     takes_wide,
 )
+from megatron_paradyse.strategies.contract import Microbatch
 
 # of strategy, operation, s, b: a CostModel's method `operation`, or a table of measurements
 CostsOf = Callable[[str, str, int, int], OperationCosts]
@@ -123,6 +128,21 @@ def row_source(model: CostModel, correct: Correct, *, alignment: int) -> RowSour
         return cost_source(correct(RowCosts(model, load)), model.offloaded)
 
     return RowSource(load, costs, _takes)
+
+
+def limits(strategies: Sequence[str], p: int) -> Runs | None:
+    """Of strategies of other packages, what each says of a microbatch; None where none does.
+
+    Built-in ones run any but LOCAL, whose rows RowSource knows.
+    """
+    names = frozenset(limited(strategies))
+
+    def runs(strategy: str, b: int, s: int, row: Row | None) -> bool:
+        if strategy not in names or (row is not None and row.groups > 1):
+            return True
+        return takes(strategy, Microbatch(s, b) if row is None else microbatch_of(row), p)
+
+    return runs if names else None
 
 
 def _takes(strategy: str, half: str, load: Load | None) -> bool:

@@ -19,6 +19,7 @@ from megatron_paradyse.planner.from_costs import (
     Correct,
     Stage,
     cost_source,
+    limits,
     row_source,
     stage_memory,
 )
@@ -223,6 +224,7 @@ class FilePolicies:
             "alignment": ALIGNMENT,
             "refuse": settings.over_budget == "refuse",
             "rows": self.rows(correct),
+            "runs": limits(self.costs.strategies, self.costs.file.table.description.p),
         }
         if cost_policy_kind(settings) == "optimal":
             return OptimalPolicy(

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Allowed = Callable[[int, str], tuple[str, ...]]
 # of layer number: of which operations its halves have the costs
 OperationsOf = Callable[[int], Operations]
+# of a strategy, b, s and the row of a packed microbatch: whether it can run that
+Runs = Callable[[str, int, int, Row | None], bool]
 
 
 @dataclass(eq=False)
@@ -49,6 +51,7 @@ class CostPolicy:
     refuse: bool = False
     capacity: int = CAPACITY
     rows: RowSource | None = None
+    runs: Runs | None = None
     _planners: dict[tuple[int, ...], CachedPlanner | SmoothedPlanner] = field(default_factory=dict)
     _warned: set[tuple[int, int]] = field(default_factory=set)
 
@@ -83,17 +86,28 @@ class CostPolicy:
         planner = self._planners.get(numbers)
         if planner is None:
             planner = self._planners[numbers] = self._make_planner(numbers)
+        barred = self.barred(batch_size, seq_length, row)
         if row is None:
-            outcome = planner.plan(batch_size, seq_length, forward_only)
+            more: tuple = (None, barred) if barred else ()
+            outcome = planner.plan(batch_size, seq_length, forward_only, *more)
         else:
             assert (row.group_length, 1) == (seq_length, batch_size), "s and b of the row"
             load = self._rows.load(row)
             if row.groups > 1 and isinstance(planner, SmoothedPlanner):
                 planner = planner.cached  # the groups must plan alike, and have seen other rows
-            outcome = planner.plan(1, load.seq_length, forward_only, load)
+            more = (load, barred) if barred else (load,)
+            outcome = planner.plan(1, load.seq_length, forward_only, *more)
         if outcome.exceeds_bytes:
             self._exceeds(outcome, batch_size, seq_length, row)
         return outcome
+
+    def barred(self, batch_size: int, seq_length: int, row: Row | None = None) -> frozenset[str]:
+        """The strategies that cannot run such a microbatch, as they say themselves."""
+        runs = self.runs
+        if runs is None:
+            return frozenset()
+        shape = batch_size, seq_length, row
+        return frozenset(name for name in self.strategies if not runs(name, *shape))
 
     def has_room(self, peak_bytes: int) -> bool:
         """Whether a plan of so large an estimated peak fits."""
@@ -122,7 +136,8 @@ class CostPolicy:
     ) -> dict[str, Outcome]:
         """What each strategy alone on every layer would cost, of those that may run everywhere."""
         numbers = tuple(layer_numbers)
-        problem = self.problem(numbers, batch_size, seq_length, False, load)
+        barred = self.barred(batch_size, seq_length) if load is None else frozenset()
+        problem = self.problem(numbers, batch_size, seq_length, False, load, barred)
         outcomes = {
             name: evaluate(problem, uniform_plan(numbers, name)) for name in self.strategies
         }
@@ -151,8 +166,11 @@ class CostPolicy:
         seq_length: int,
         forward_only: bool,
         load: Load | None = None,
+        barred: frozenset[str] = frozenset(),
     ) -> Problem:
-        """The numbers of one microbatch, as the planner sees them; load: of a packed one."""
+        """The numbers of one microbatch, as the planner sees them; load: of a packed one; barred:
+        what it cannot be run by.
+        """
         memory, budget = self.memory, self._room
         kept = memory.embedding_kept(seq_length, batch_size) + memory.more_angles(seq_length, load)
         others, tail = 0, 0
@@ -169,6 +187,10 @@ class CostPolicy:
             if most is not None and place >= most:
                 # What the first layers keep, they keep for longest.
                 first, second = _without_offload(first), _without_offload(second)
+            if barred:
+                first, second = (
+                    tuple(name for name in half if name not in barred) for half in (first, second)
+                )
             if (of, first, second) not in made:
                 made[of, first, second] = self._options(costs, of, (first, second), *shape)
             layers[number] = made[of, first, second]

@@ -159,7 +159,9 @@ def _other_budgets(setup: Setup, one: Forecast) -> Iterator[str]:
         policy = setup.with_budget(share)
         budget = bytes_text(int(setup.stage.budget_bytes * share))
         size = (one.batch_size, one.planned_length)
-        problem = policy.problem(setup.layers, *size, one.problem.forward_only, one.load)
+        barred = policy.barred(one.batch_size, one.seq_length, one.row)
+        how = *size, one.problem.forward_only, one.load, barred
+        problem = policy.problem(setup.layers, *how)
         outcome = policy.planner.plan(problem)
         title = f"With 10% {word} memory, {budget}: "
         if not outcome.fits:

@@ -94,7 +94,8 @@ def forecast(
 ) -> Forecast:
     """Ask the policy's planner, as training does for a microbatch of this shape."""
     planned = -(-seq_length // ALIGNMENT) * ALIGNMENT
-    return _forecast(setup, seq_length, (batch_size, planned), forward_only, rivals)
+    load, barred = None, setup.policy.barred(batch_size, seq_length)
+    return _forecast(setup, seq_length, (batch_size, planned), forward_only, rivals, load, barred)
 
 
 def forecast_row(
@@ -110,7 +111,8 @@ def forecast_row(
     row = row_over(setup, documents, spread)
     load = rows.load(row)
     shape = (1, load.seq_length)
-    found = _forecast(setup, row.group_length, shape, forward_only, True, load)
+    barred = setup.policy.barred(1, row.group_length, row)
+    found = _forecast(setup, row.group_length, shape, forward_only, True, load, barred)
     return dataclasses.replace(found, row=row)
 
 
@@ -133,13 +135,16 @@ def _forecast(
     shape: tuple[int, int],
     forward_only: bool,
     rivals: bool,
-    load: Load | None = None,
+    load: Load | None,
+    barred: frozenset[str],
 ) -> Forecast:
-    """shape: b, and s as it is planned for."""
+    """shape: b, and s as it is planned for; barred: strategies that cannot run this."""
     batch_size, planned = shape
-    problem = setup.policy.problem(setup.layers, batch_size, planned, forward_only, load)
+    how = setup.layers, batch_size, planned, forward_only, load, barred
+    problem = setup.policy.problem(*how)
     outcome = setup.policy.planner.plan(problem)
-    found = tuple(_rivals(setup, problem, outcome, planned, batch_size, load)) if rivals else ()
+    free = _unlimited(setup).problem(*how) if rivals and setup.limited else None
+    found = tuple(_rivals(setup, problem, outcome, free)) if rivals else ()
     return Forecast(
         batch_size,
         seq_length,
@@ -171,17 +176,16 @@ def alone(problem: Problem, names: Sequence[str] | None = None) -> dict[str, Out
 
 
 def _rivals(
-    setup: Setup, problem: Problem, chosen: Outcome, s: int, b: int, load: Load | None
+    setup: Setup, problem: Problem, chosen: Outcome, free: Problem | None
 ) -> Iterator[Rival]:
+    """free: the same problem without a limit of memory, if there is one."""
     others = {n: o for n, o in alone(problem).items() if o.plan != chosen.plan}
     fitting = {name: outcome for name, outcome in others.items() if outcome.fits}
     if fitting:
         name = min(fitting, key=lambda n: preference(fitting[n]))
         yield Rival(UNIFORM, name, fitting[name])
-    if setup.limited:
-        roomy = _unlimited(setup)
-        free = roomy.planner.plan(roomy.problem(setup.layers, b, s, problem.forward_only, load))
-        judged = evaluate(problem, free.plan)
+    if free is not None:
+        judged = evaluate(problem, setup.policy.planner.plan(free).plan)
         if judged is not None and judged.plan != chosen.plan and not judged.fits:
             yield Rival(UNLIMITED_MEMORY, "", judged)
     other = _best_without(setup.policy, problem, chosen)

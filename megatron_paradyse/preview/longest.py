@@ -75,13 +75,16 @@ def find_longest(setup: Setup, batch_size: int = 1, *, spread: int = 1) -> Longe
 
     def problem(tokens: int) -> Problem:
         if tokens not in problems:
-            problems[tokens] = setup.policy.problem(setup.layers, batch_size, tokens, False)
+            barred = setup.policy.barred(batch_size, tokens)
+            how = setup.layers, batch_size, tokens, False, None, barred
+            problems[tokens] = setup.policy.problem(*how)
         return problems[tokens]
 
     def planned(tokens: int) -> Outcome:
         return setup.policy.planner.plan(problem(tokens))
 
-    names = list(alone(problem(step)))  # where more is longer, some layers may not offload
+    # of what runs there or elsewhere; where more is longer, some layers may not offload
+    names = list(alone(setup.policy.problem(setup.layers, batch_size, step, False)))
     single = []
     for name in names:
 

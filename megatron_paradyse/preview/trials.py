@@ -200,7 +200,9 @@ class _Rank:
         from megatron_paradyse.preview.forecast import alone
 
         setup = self._setup
-        problem = setup.policy.problem(setup.layers, self._found.batch_size, tokens, False)
+        size = self._found.batch_size, tokens
+        barred = setup.policy.barred(*size)
+        problem = setup.policy.problem(setup.layers, *size, False, None, barred)
         if name == PARADYSE:
             return setup.policy.planner.plan(problem)
         return alone(problem, [name]).get(name)

@@ -13,6 +13,7 @@ from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import BYTES_ONLY, MODEL, OK, OOM, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.live_bytes import Meter
+from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.profiler.agree import (
     RESTART_CODE,
     Agreement,
@@ -35,7 +36,8 @@ from megatron_paradyse.profiler.operations import Operation, Operations, tensor_
 from megatron_paradyse.profiler.points import Options, Point
 from megatron_paradyse.profiler.row_points import RowPoint
 from megatron_paradyse.shapes import attention_shape
-from megatron_paradyse.strategies import PACKED_ONLY, get_strategy
+from megatron_paradyse.strategies import PACKED_ONLY, check_takes, get_strategy
+from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.train import watchdog
 from megatron_paradyse.train.ending import is_lost_peer
 
@@ -110,8 +112,11 @@ class Runner:
             shape = attention_shape(
                 self._model.layer_of(point.operation).self_attention, training=True
             )
+            row, p = getattr(point, "row", None), tensor_parallel_size()
+            sizes = Microbatch(point.seq_length, point.batch_size)
             try:
-                get_strategy(point.strategy).check(shape, tensor_parallel_size())
+                get_strategy(point.strategy).check(shape, p)
+                check_takes(point.strategy, microbatch_of(row) if row else sizes, p)
             except UserError as error:
                 return status_of(error)
         like = AS_LOCAL[0] if point.strategy in PACKED_ONLY else point.strategy

@@ -10,13 +10,14 @@ from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import ATTENTION, OK, QUANTITIES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.packing.work import keys_received, scores_per_rank
 from megatron_paradyse.profiler.operations import Operations
 from megatron_paradyse.profiler.row_points import row_points
 from megatron_paradyse.shapes import attention_shape
 from megatron_paradyse.simulator.operation import simulated_costs
 from megatron_paradyse.simulator.simulated_rank import attention_as_rank, read_anywhere
-from megatron_paradyse.strategies import get_strategy
+from megatron_paradyse.strategies import check_takes, get_strategy
 from megatron_paradyse.strategies.contract import AttentionShape
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def simulated_rows(
     for point in row_points(lengths, options.strategies, description):
         try:
             get_strategy(point.strategy).check(shape, options.p)
+            check_takes(point.strategy, microbatch_of(point.row), options.p)
         except UserError:
             continue
         if operations is None or operations.size[0] != point.seq_length:

@@ -156,12 +156,14 @@ def _measurement(options: Options, model, device, operations, strategy: str, ope
     from megatron_paradyse.profiler.agree import status_of
     from megatron_paradyse.shapes import attention_shape
     from megatron_paradyse.simulator.simulated_rank import attention_as_rank
-    from megatron_paradyse.strategies import get_strategy
+    from megatron_paradyse.strategies import check_takes, get_strategy
+    from megatron_paradyse.strategies.contract import Microbatch
 
     s, b = operations.size
     shape = attention_shape(model.layer_of(operation).self_attention, training=True)
     try:
         get_strategy(strategy).check(shape, options.p)
+        check_takes(strategy, Microbatch(s, b), options.p)
     except UserError as error:
         return Measurement(strategy, operation, s, b, status_of(error))
     found = []

@@ -135,7 +135,8 @@ class StandIn:
         from megatron_paradyse.shapes import attention_shape
         from megatron_paradyse.simulator.run import ranks_that_differ
         from megatron_paradyse.simulator.simulated_rank import attention_as_rank
-        from megatron_paradyse.strategies import get_strategy
+        from megatron_paradyse.strategies import check_takes, get_strategy
+        from megatron_paradyse.strategies.contract import Microbatch
         from megatron_paradyse.strategies.sizes import is_narrow
 
         seq_length, _ = operations.size
@@ -144,6 +145,7 @@ class StandIn:
             attention = self._model.layer_of(operation).self_attention
             shape = attention_shape(attention, training=True)
             get_strategy(name).check(shape, p)
+            check_takes(name, Microbatch(*operations.size), p)
             narrow = is_narrow(shape.window, seq_length, p)
         most: dict[str, float] = {}
         for rank in ranks_that_differ(name, operation, p=p, causal=True, narrow=narrow):

@@ -46,6 +46,28 @@ def takes(name: str, microbatch: Microbatch, p: int) -> bool:
     return strategy.takes is None or strategy.takes(microbatch, p)
 
 
+def check_takes(name: str, microbatch: Microbatch, p: int) -> None:
+    """UserError unless the strategy can run the microbatch on p ranks."""
+    if takes(name, microbatch, p):
+        return
+    num_documents = sum(map(len, microbatch.documents or ()))
+    what = f"{num_documents} packed documents" if num_documents else "a whole sequence"
+    why = ", as not every document lies on one rank" if base_name(name) in PACKED_ONLY else ""
+    raise UserError(
+        f"{name} cannot run {what} of s={microbatch.seq_length} over p={p} ranks{why}: use "
+        "megatron_cz, which runs any"
+    )
+
+
+def limited(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of other packages that say which microbatches they can run."""
+    return tuple(
+        name
+        for name in names
+        if base_name(name) not in BUILT_IN and _load(base_name(name)).takes is not None
+    )
+
+
 def takes_wide(name: str) -> bool:
     """Whether its attention runs over several groups; of a built-in one without torch."""
     base = base_name(name)
@@ -117,10 +139,25 @@ def get_strategy(name: str) -> Strategy:
 def _load(name: str) -> Strategy:
     if name in BUILT_IN:
         return importlib.import_module(f"{__name__}.{name}").STRATEGY
-    strategy = _third_party()[name].load()
+    point = _third_party()[name]
+    where = f"entry point {name!r} of the group {ENTRY_POINT_GROUP}"
+    try:
+        strategy = point.load()
+    except Exception as error:  # of whatever the package does as it is imported
+        raise UserError(
+            f"{where}: cannot be imported, {type(error).__name__}: {error}: repair its package, or "
+            "uninstall it"
+        ) from error
+    from megatron_paradyse.strategies.contract import Strategy
+
+    if not isinstance(strategy, Strategy):
+        kind = strategy if isinstance(strategy, type) else type(strategy)
+        raise UserError(
+            f"{where}: not an object of the class Strategy, but {kind.__name__}: name one"
+        )
     if strategy.name != name:
         raise UserError(
-            f"entry point {name!r} gives a strategy that calls itself {strategy.name!r}"
+            f"{where}: the strategy calls itself {strategy.name!r}: give both the same name"
         )
     return strategy
 

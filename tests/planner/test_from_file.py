@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import megatron_paradyse.strategies as registry
 from megatron_paradyse.costs.description import ELEMENT_BYTES
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.planner.from_costs import stage_memory
 from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.settings import Restriction, Settings
+from megatron_paradyse.strategies import get_strategy
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.train.synthetic_costs import LENGTHS, write_costs
 
@@ -209,6 +213,34 @@ def test_measured_costs_mix_for_a_gain_of_5_percent(source, gain, settings, tmp_
     assert made.policy(made.stage()).gain == gain
     given = policies(dataclasses.replace(settings, mixing_gain=0.2))
     assert given.policy(given.stage()).gain == 0.2
+
+
+@pytest.mark.parametrize("kind", ["optimal", "heuristic"])
+def test_a_strategy_of_another_package_is_planned_where_it_says_that_it_runs(
+    kind, settings, tmp_path, monkeypatch
+):
+    """By the length that there is, though lengths up to the same multiple of 64 share costs."""
+    asked = []
+
+    def takes(microbatch, p):
+        asked.append(microbatch.documents)
+        return p == 4 and microbatch.seq_length > 150
+
+    mine = dataclasses.replace(get_strategy("ulysses_z"), name="mine", takes=takes)
+    point = SimpleNamespace(load=lambda: mine)
+    monkeypatch.setattr(registry, "_third_party", lambda: {"mine": point})
+    path = tmp_path / "costs.json"
+    path.write_text(Path(settings.cost_model).read_text().replace('"ulysses_z"', '"mine"'))
+    said = dataclasses.replace(settings, policy=kind, cost_model=str(path))
+    made = policies(said, 1 << 40)
+    policy = made.policy(made.stage())
+    for s in (160, 140, 160):
+        names = {choice.attention for choice in policy.plan(1, s, LAYERS).layers.values()}
+        assert ("mine" in names) == (s == 160)
+        assert ("mine" in policy.uniforms(1, s, LAYERS)) == (s == 160)
+    row = place([64, 32], 4, causal=True)
+    assert policy.barred(1, row.seq_length, row) == {"mine"}
+    assert {*asked} == {None, (row.documents,)}
 
 
 def test_the_heuristic_takes_no_gain(settings):

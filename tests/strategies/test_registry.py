@@ -7,14 +7,16 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import megatron_paradyse.strategies as registry
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name, strategy_names
-from megatron_paradyse.strategies.contract import AttentionShape
+from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 from megatron_paradyse.strategies.marks import FLAG_OF_MARK, check_heeds
 
 FOLDER = Path(registry.__file__).parent
@@ -67,6 +69,35 @@ def test_third_party_strategy_is_found_through_its_entry_point(monkeypatch):
     assert "mine" in strategy_names()
     assert registry.get_strategy.__wrapped__("mine").title == "Mine"
     assert registry.get_strategy.__wrapped__("mine+recompute").title == "Mine+recompute"
+
+
+BROKEN = {
+    "gone:STRATEGY": r"cannot be imported, ModuleNotFoundError: No module named 'gone': repair",
+    "json:STRATEGY": r"cannot be imported, AttributeError: .*'json' has no attribute 'STRATEGY'",
+    "json:dumps": r"not an object of the class Strategy, but function: name one",
+    "megatron_paradyse.strategies.contract:Strategy": r"class Strategy, but Strategy: name one",
+    "megatron_paradyse.strategies.metp:STRATEGY": r"calls itself 'metp': give both the same name",
+}
+
+
+@pytest.mark.parametrize("value", BROKEN)
+def test_an_entry_point_that_gives_no_strategy_is_refused_by_its_name(value, monkeypatch):
+    point = EntryPoint("mine", value, registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "_third_party", lambda: {"mine": point})
+    with pytest.raises(UserError, match=f"^entry point 'mine' of .*{BROKEN[value]}"):
+        registry.get_strategy.__wrapped__("mine")
+
+
+def test_a_microbatch_that_another_packages_strategy_cannot_run_is_refused(monkeypatch):
+    """Why it cannot is the strategy's own: of local_z alone it is where documents lie."""
+    takes = replace(get_strategy("megatron_ts"), name="mine", takes=lambda m, p: m.seq_length > 99)
+    point = SimpleNamespace(load=lambda: takes)
+    monkeypatch.setattr(registry, "_third_party", lambda: {"mine": point})
+    registry.check_takes("mine+recompute", Microbatch(100, 1), 2)
+    with pytest.raises(UserError, match=r"^mine cannot run .* of s=99 over p=2 ranks: use "):
+        registry.check_takes("mine", Microbatch(99, 1), 2)
+    with pytest.raises(UserError, match=r"^local_z .*=2 ranks, as not every document lies on one"):
+        registry.check_takes("local_z", Microbatch(100, 1), 2)
 
 
 @pytest.mark.parametrize("mark", FLAG_OF_MARK)
