@@ -13,6 +13,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.placement import alignment, place
 from megatron_paradyse.packing.row import Row
+from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.gain import is_single
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
@@ -213,9 +214,15 @@ def _best_without(policy: CostPolicy, problem: Problem, chosen: Outcome) -> Riva
             outcome = policy.planner.plan(fewer) if fewer is not None else None
         except UserError:  # no strategy is left that all layers may run
             continue
-        if outcome is not None:
+        if outcome is not None and _runs(problem, outcome.plan) != _runs(problem, chosen.plan):
             found.append(Rival(WITHOUT, name if together else f"{name} {LABELS[half]}", outcome))
     return min(found, key=lambda rival: preference(rival.outcome), default=None)
+
+
+def _runs(problem: Problem, plan: Plan) -> dict[int, tuple[str, str]]:
+    """What layers run: of pairs of names that run the same, those that plans have."""
+    names = {number: (choice.attention, choice.mlp) for number, choice in plan.layers.items()}
+    return {n: problem.layers[n].same.get(pair, pair) for n, pair in names.items()}
 
 
 def _profiled(setup: Setup, outcome: Outcome, s: int, b: int) -> bool:

@@ -23,7 +23,9 @@ from megatron_paradyse.preview.peak_parts import peak_parts
 from megatron_paradyse.preview.plan_text import plan_report, why_it_lost
 from megatron_paradyse.preview.setup import Grid, make_setup
 from megatron_paradyse.settings import GRANULARITY_CHOICES
+from megatron_paradyse.strategies import base_name, recomputes
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION
+from tests.train.synthetic_costs import write_costs
 
 LENGTHS = (16, 64, 200, 256, 512)
 BUDGET = {"memory_budget": "150MB"}
@@ -76,6 +78,25 @@ def test_rivals_lose_by_time_or_by_memory(costs):
                     choices = rival.outcome.plan.layers.values()
                     assert name not in {getattr(c, half.lower()) for c in choices}
     assert kinds == {UNIFORM, UNLIMITED_MEMORY, WITHOUT}
+
+
+def test_no_plan_lost_that_is_the_chosen_one_by_other_names(tmp_path):
+    """Where both halves recompute the MLP's name says nothing of where the input waits."""
+    path = write_costs(tmp_path / "costs.json", kind="cuda", host_bytes_per_second=5e8)
+    seen = set()
+    for budget in ("120MB", "130MB", "150MB", "200MB"):
+        setup = make_setup(str(path), {"memory_budget": budget})
+        for s in (128, 256):
+            one = forecast(setup, s)
+            for rival in one.rivals:
+                halves = [
+                    {(c.attention, base_name(c.mlp) if recomputes(c.attention) else c.mlp)}
+                    for outcome in (one.outcome, rival.outcome)
+                    for c in outcome.plan.layers.values()
+                ]
+                assert halves[: len(halves) // 2] != halves[len(halves) // 2 :]
+            seen |= {c.mlp for c in one.outcome.plan.layers.values()}
+    assert any(map(recomputes, seen)), seen
 
 
 @pytest.mark.parametrize(
