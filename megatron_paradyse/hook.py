@@ -105,6 +105,7 @@ class MicrobatchHook:
     def __call__(self, block: TransformerBlock, args, kwargs):
         if kwargs.get("inference_context") is not None:
             return args, kwargs  # keys of earlier tokens, which Megatron's own forward knows
+        _refuse_second_dropout(block)
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
         rows, batch_size = hidden.shape[0], hidden.shape[1]  # [s/p, b, h]
         original, seq_length = kwargs.get("packed_seq_params"), rows * self._shards
@@ -186,6 +187,20 @@ class MicrobatchHook:
             self._microbatch %= num_microbatches
         counters = (seed, iteration, self._microbatch, get_data_parallel_rank() // groups)
         return int.from_bytes(hashlib.sha256(repr(counters).encode()).digest()[:4])
+
+
+def _refuse_second_dropout(block: TransformerBlock) -> None:
+    """UserError where a checkpoint around the model runs it again and would drop other scores.
+
+    Such a run counts as a microbatch of its own: nothing tells of which it is the second.
+    """
+    dropout = block.config.attention_dropout
+    if dropout and block.training and torch._C._current_graph_task_id() != -1:
+        raise UserError(
+            f"a checkpoint around the model runs it again in a backward, with attention_dropout "
+            f"{dropout}, which would then drop other scores than in the forward: leave it to plans "
+            "with +recompute to recompute, or drop nothing"
+        )
 
 
 def _drop_other_buffers(num_elements: int) -> None:

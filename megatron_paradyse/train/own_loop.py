@@ -51,6 +51,8 @@ TAKEN = (
     *("offload", "verify_plans", "head_tile"),
 )
 MOST_MICROBATCHES = 1 << 20  # where the loop does not say how many
+# A TransformerEngine's linear may hold the norm before it.
+OF_A_LINEAR = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
 MARK = "_paradyse_attached"  # of a GPTModel whose microbatches are planned
 
 
@@ -244,11 +246,22 @@ def _check_layers(chunk: GPTModel, strategies: tuple[str, ...]) -> None:
                 "switchable_spec(spec, config)"
             )
         for name, linear in _linears(layer) if others else ():
-            if "weight" not in linear._parameters:
+            more = _more_than_a_linear(linear)
+            if more is not None:
                 raise UserError(
-                    f"{name} is a {type(linear).__name__} without a weight of its own, as of an "
-                    f"adapter, which {others[0]} would pass by: use policy fixed:megatron_ts"
+                    f"{name} is a {type(linear).__name__} {more}, as of an adapter, which "
+                    f"{others[0]} would pass by: use policy fixed:megatron_ts"
                 )
+
+
+def _more_than_a_linear(linear: torch.nn.Module) -> str | None:
+    """What it computes besides its weight and bias: those who read them would not know of it."""
+    if "weight" not in linear._parameters:
+        return "without a weight of its own"
+    more = next((name for name, _ in linear.named_parameters() if name not in OF_A_LINEAR), None)
+    if more is not None:
+        return f"with {more} besides its weight"
+    return "with a forward hook" if linear._forward_hooks else None
 
 
 def _linears(layer: SwitchableLayer) -> Iterator[tuple[str, torch.nn.Module]]:

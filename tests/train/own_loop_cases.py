@@ -128,6 +128,37 @@ def dropout() -> None:
     assert float((first["loss of 0"] - following["loss of 0"]).abs()) > 1e-4
 
 
+def checkpointed() -> None:
+    """A checkpoint around the model: the gradients of none, or a line where scores are dropped."""
+    start(p=2)
+    for dropout in (0.0, 0.3):
+        made = loop(configuration(attention_dropout=dropout), layer)
+        attach(made.models, policy="fixed:ulysses_z")
+        plain, found = [], []
+        for gradients, run in ((plain, _called), (found, _checkpointed)):
+            made.models[0].zero_grad()
+            try:
+                run(made.models[0], made.text[None, :33]).backward()
+            except UserError as error:
+                assert dropout and "with attention_dropout 0.3, which" in str(error), error
+            gradients += [parameter.grad for parameter in made.models[0].parameters()]
+        if not dropout:
+            numbered = [{str(i): g.clone() for i, g in enumerate(of)} for of in (plain, found)]
+            compare("checkpointed", *numbered)
+        else:
+            assert all(gradient is not None for gradient in plain)
+            assert found[-1] is None, "refused in the backward"
+
+
+def _called(model, text: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(text.shape[1] - 1)[None]
+    return model(text[:, :-1], positions, None, labels=text[:, 1:]).sum()
+
+
+def _checkpointed(model, text: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(_called, model, text, use_reentrant=False)
+
+
 def by_costs(path: str) -> None:
     """Several strategies, short and long; what else lies in memory leaves less for them."""
     start(p=2)
@@ -291,6 +322,8 @@ def refused() -> None:
         ),
         "--qk-clip": lambda: attach(_with(made, "qk_clip", True), policy="fixed:metp"),
         "adapter": lambda: attach(_adapted(made), policy="fixed:metp"),
+        "with lora.weight besides": lambda: attach(_adapted_inside(made), policy="fixed:metp"),
+        "with a forward hook": lambda: attach(_hooked(made), policy="fixed:metp"),
         "0 GPTModels": lambda: attach([torch.nn.Linear(2, 2)], policy="fixed:metp"),
         "[model]": lambda: attach(made.models[0], policy="fixed:metp"),
         "is empty": lambda: attach([], policy="fixed:metp"),
@@ -304,7 +337,7 @@ def refused() -> None:
         else:
             raise AssertionError(words)
     attention = made.models[0].decoder.layers[1].self_attention
-    attention.linear_proj = attention.linear_proj.to_wrap
+    attention.linear_proj._forward_hooks.clear()
     compare("afterwards", *(made.results(models, LENGTHS) for models in (made.stock, made.models)))
     attach(made.models, policy="fixed:metp")
     try:
@@ -333,6 +366,20 @@ def _adapted(made):
             return self.to_wrap(*args, **kwargs)
 
     attention.linear_proj = Adapted(attention.linear_proj)
+    return made.models
+
+
+def _adapted_inside(made):
+    attention = made.models[0].decoder.layers[1].self_attention
+    attention.linear_proj = attention.linear_proj.to_wrap
+    attention.linear_proj.lora = torch.nn.Linear(2, 2)
+    return made.models
+
+
+def _hooked(made):
+    proj = made.models[0].decoder.layers[1].self_attention.linear_proj
+    del proj.lora
+    proj.register_forward_hook(lambda module, args, output: output)
     return made.models
 
 

@@ -16,6 +16,7 @@ COMPARED = {
     "packed": 4,
     "values": 2,
     "dropout": 2,
+    "checkpointed": 1,
     "refused": 1,
 }
 
