@@ -163,7 +163,7 @@ def _names(value: Any, where: str) -> tuple[str, ...]:
             parse_strategy_name(name)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-    return tuple(value)
+    return tuple(dict.fromkeys(value))
 
 
 def layer_numbers(span: Any, where: str) -> range:

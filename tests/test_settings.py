@@ -109,6 +109,13 @@ def test_layers_are_restricted_by_number_or_range(tmp_path):
     }
 
 
+def test_a_strategy_named_twice_counts_once(tmp_path):
+    text = "layers: {1: [metp, megatron_ts, metp]}\nstrategies: metp,metp,megatron_ts\n"
+    settings = make_settings({}, write(tmp_path, text))
+    both = ("metp", "megatron_ts")
+    assert settings.strategies == both and settings.layers == {1: Restriction(both, both)}
+
+
 def test_missing_yaml_file(tmp_path):
     with pytest.raises(UserError, match=r"nothing\.yaml: No such file or directory: give an"):
         load_yaml_settings(str(tmp_path / "nothing.yaml"))

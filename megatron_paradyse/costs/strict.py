@@ -19,7 +19,10 @@ class ContentError(ValueError):
 
 
 def load_json(path: str, *, max_bytes: int, remedy: str) -> tuple[Any, bytes]:
-    """The value and the bytes of a JSON file of at most max_bytes; UserError for anything else."""
+    """The value and the bytes of a JSON file of at most max_bytes; UserError for anything else.
+
+    A byte order mark before it, as some editors leave one, is no part of it.
+    """
     if not os.path.lexists(path):
         raise UserError(f"{path or repr(path)} does not exist: check the path, or {remedy}")
     if not os.path.isfile(path):
@@ -30,7 +33,7 @@ def load_json(path: str, *, max_bytes: int, remedy: str) -> tuple[Any, bytes]:
         raise UserError(f"{path}: larger than {max_bytes >> 20} MiB, so not a cost file: {remedy}")
     try:
         value = json.loads(
-            content.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant
+            content.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())

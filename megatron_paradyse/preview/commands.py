@@ -54,7 +54,11 @@ def policy_options(command: Callable) -> Callable:
         click.option("--granularity", type=click.Choice(GRANULARITIES), help="Default operation."),
         click.option("--head-tile", metavar="TOKENS", help="As in training; default: the costs'."),
         click.option("--config", metavar="FILE", help="YAML of settings, as --paradyse-config."),
-        click.option("--num-layers", type=int, help="If not those of the cost file."),
+        click.option(
+            "--num-layers",
+            type=int,
+            help="With those of multi-token prediction; default: the costs'.",
+        ),
         click.option("--batch-size", type=click.IntRange(1, 1 << 20), default=1, help="Default 1."),
         json_option,
     ]

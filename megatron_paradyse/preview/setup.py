@@ -86,9 +86,12 @@ def make_setup(
     description = read.file.table.description
     shape = description.model
     num_layers = shape.num_layers if num_layers is None else num_layers
-    if not 1 <= num_layers <= MAX_LAYERS:
+    predicting = description.mtp_num_layers or 0
+    if not 1 <= num_layers - predicting <= MAX_LAYERS - predicting:
+        more = f", {predicting} of them of multi-token prediction" if predicting else ""
         raise UserError(
-            f"a model has 1 to {MAX_LAYERS:,} layers, got --num-layers {num_layers}: give another"
+            f"a model has {1 + predicting:,} to {MAX_LAYERS:,} layers{more}, got --num-layers "
+            f"{num_layers}: give another"
         )
     budget_bytes, budget = _budget(settings, description.hardware)
     given = settings.head_tile != AUTO or flags.get("head_tile") is not None
@@ -104,7 +107,7 @@ def make_setup(
     policies = FilePolicies(
         settings, read, budget_bytes, num_layers=num_layers, megatron_mlp=experts
     )
-    layers = _layers(num_layers, grid, num_predicting=description.mtp_num_layers or 0)
+    layers = _layers(num_layers, grid, num_predicting=predicting)
     first, last = grid.stage == 1, grid.stage == grid.num_stages
     own = parameters(description, len(layers), edge=first or last)
     share = own / parameters(description, num_layers) if grid.num_stages > 1 else 1.0

@@ -215,7 +215,7 @@ def read_trace(path: str, costs: CostFile | None = None) -> Trace:
         what = "is not a regular file" if os.path.lexists(path) else "does not exist"
         raise UserError(f"{path or repr(path)} {what}: give the file that --paradyse-trace wrote")
     trace = Trace(path, costs)
-    with open(path, encoding="utf-8", errors="replace") as stream:
+    with open(path, encoding="utf-8-sig", errors="replace") as stream:
         for number, line in _lines(stream):
             if line is None:
                 trace.warn(f"longer than {LONGEST_LINE} characters", number)

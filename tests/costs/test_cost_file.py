@@ -1,5 +1,6 @@
 """Cost files: what is written is read, and whatever else is read ends in one line."""
 
+import codecs
 import json
 import os
 from dataclasses import replace
@@ -257,6 +258,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         write_cost_file(tmp_path / "costs.json", TABLE)
     assert (tmp_path / "costs.json").read_bytes() == before
     assert os.listdir(tmp_path) == ["costs.json"]
+
+
+def test_a_byte_order_mark_and_another_systems_lines_change_nothing(good):
+    """As editors leave them."""
+    values, folder = good
+    text = json.dumps(values, indent=1)
+    marked = codecs.BOM_UTF8 + text.replace("\n", "\r\n").encode()
+    assert read_text(folder, marked).table == read_text(folder, text).table
 
 
 def test_a_fingerprint_tells_files_apart(tmp_path):

@@ -15,6 +15,7 @@ from megatron_paradyse.preview import commands
 from megatron_paradyse.preview.forecast import forecast
 from megatron_paradyse.preview.setup import make_setup
 from megatron_paradyse.settings import GRANULARITY_CHOICES
+from tests.train.synthetic_costs import write_costs
 
 BUDGET = {"memory_budget": "150MB"}
 
@@ -113,6 +114,15 @@ def test_bad_input_is_one_line_with_the_remedy(case, costs):
     result = run("plan", costs, *flags)
     assert result.exit_code != 0 and message in result.output
     assert len(result.output.splitlines()) == 1 and result.output.startswith("error: ")
+
+
+@pytest.mark.parametrize("flags", [(), ("--pipeline-stages", 2)])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_model_has_a_layer_besides_those_of_multi_token_prediction(flags, layers, tmp_path):
+    path = write_costs(tmp_path / "costs.json", num_predicting=3)
+    result = run("plan", path, "--lengths", 64, "--num-layers", layers, *flags)
+    assert result.output.startswith("error: a model has 4 to 100,000 layers, 3 of them of multi-")
+    assert run("plan", path, "--lengths", 64, "--num-layers", 5, *flags).exit_code == 0
 
 
 @pytest.mark.parametrize(("granularity", "rule"), [("layer", "share"), ("sequence", "offers")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import tracemalloc
@@ -275,6 +276,13 @@ def test_the_unfinished_last_line_is_told_as_such(tmp_path):
     trace = read_trace(str(path))
     assert trace.summary.microbatches == 2
     assert "unfinished (still being written?)" in warning_lines(trace)[0]
+
+
+def test_a_byte_order_mark_costs_no_line(tmp_path):
+    path = write_trace(tmp_path / "t.jsonl", records(2))
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    trace = read_trace(str(path))
+    assert trace.summary.microbatches == 2 and not trace.warnings
 
 
 def test_bytes_that_are_no_text_are_survived(tmp_path):
