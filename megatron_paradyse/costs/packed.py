@@ -25,6 +25,7 @@ from megatron_paradyse.packing.row import Row
 from megatron_paradyse.strategies import base_name
 from megatron_paradyse.strategies.accounting import SPLIT_HEADS
 from megatron_paradyse.strategies.sizes import LayerSizes
+from megatron_paradyse.strategies.walks import ROW_WALKS
 
 MIN_ROWS = 4
 Work = tuple[float, ...]  # what the factors of a law multiply
@@ -80,9 +81,13 @@ class Packed:
         return window if self.in_tiles and (self.dropout or window < math.inf) else None
 
     def is_walked(self, strategy: str, operation: str) -> bool:
-        """Whether the walks tell of its rows: of no window, nor of score rows with dropout."""
-        tiled = self.dropout and (self.in_tiles or base_name(strategy) in WHOLE_COLUMNS)
-        return self.walked and operation not in self.windows and not tiled
+        """Whether the walks tell of its rows: of no window, nor of score rows with dropout, nor
+        of strategies of other packages.
+        """
+        base = base_name(strategy)
+        tiled = self.dropout and (self.in_tiles or base in WHOLE_COLUMNS)
+        known = self.walked and base in ROW_WALKS
+        return known and operation not in self.windows and not tiled
 
     def load_of(self, row: Row) -> Load:
         return load_of(row, causal=self.causal, window=self.window)

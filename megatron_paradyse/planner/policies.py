@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,15 @@ from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.optimal import OptimalPlanner
 from megatron_paradyse.planner.peak import evaluate, with_margin
 from megatron_paradyse.planner.pipeline import UNLIMITED, shares
-from megatron_paradyse.planner.problem import Choice, LayerOptions, Outcome, Planner, Problem
+from megatron_paradyse.planner.problem import (
+    MOST_BYTES,
+    Choice,
+    LayerOptions,
+    Outcome,
+    Planner,
+    Problem,
+    TooLargeError,
+)
 from megatron_paradyse.planner.sources import CostSource, Numbers, RowSource, StageMemory
 from megatron_paradyse.strategies import offloads
 from megatron_paradyse.units import bytes_text
@@ -194,6 +203,13 @@ class CostPolicy:
             if (of, first, second) not in made:
                 made[of, first, second] = self._options(costs, of, (first, second), *shape)
             layers[number] = made[of, first, second]
+        count = Counter(map(id, layers.values()))
+        whole = sum(count[id(options)] * options.most_bytes for options in made.values())
+        if whole >= MOST_BYTES:
+            raise TooLargeError(
+                f"s={seq_length:,}, b={batch_size:,}: its layers may hold {bytes_text(whole)}, and "
+                f"plans count less than {bytes_text(MOST_BYTES)}: give fewer tokens"
+            )
         return Problem(
             layers,
             budget,

@@ -11,9 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import LayerChoice, Plan
 
+MOST_BYTES = 1 << 53  # of which planners make sums in float64, exactly
 GRANULARITIES = ("operation", "layer", "sequence")
+
+
+class TooLargeError(UserError):
+    """A microbatch whose bytes are beyond what planners count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,15 @@ class LayerOptions:
             names = [choice.name for choice in getattr(self, operation)]
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{operation} needs choices of different names, got {names}")
+
+    @property
+    def most_bytes(self) -> int:
+        """No layer of these keeps more, what it needs besides included."""
+        halves = (self.attention, self.mlp, self.pairs.values())
+        return sum(
+            max((c.kept_bytes + c.forward_bytes + c.backward_bytes for c in half), default=0)
+            for half in halves
+        )
 
     def pair(self, attention: str, mlp: str) -> Choice | None:
         """The costs that these two have together, if they are not the sum of the two."""

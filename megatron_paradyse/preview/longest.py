@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_paradyse.costs.layers import LAYER, half_of
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner.from_file import ALIGNMENT
-from megatron_paradyse.planner.problem import Outcome, Problem
+from megatron_paradyse.planner.problem import Outcome, Problem, TooLargeError
 from megatron_paradyse.preview.forecast import Forecast, alone, forecast, row_over
 from megatron_paradyse.preview.setup import Setup
 from megatron_paradyse.strategies import names_of_costs, offloads, recomputes
@@ -122,13 +122,20 @@ def _longest_over(setup: Setup, replicas: int, step: int) -> Limit:
     return Limit(PARADYSE, tokens, replicas * _profiled(setup, used, 1) if used else 0, outcome)
 
 
+def _fits(fits: Callable[[int], bool], tokens: int) -> bool:
+    try:
+        return fits(tokens)
+    except TooLargeError:  # beyond what is counted, and so beyond any memory
+        return False
+
+
 def longest(fits: Callable[[int], bool], step: int, *, most: int = MAX_SEQ_LENGTH) -> int:
     """The largest multiple of step that fits, where doubling and then bisecting finds it; or 0.
 
     All doublings are tried: where the loss head begins to go in tiles, more tokens can need less.
     """
     doublings = [step << i for i in range((most // step).bit_length())]
-    fitting = [tokens for tokens in doublings if fits(tokens)]
+    fitting = [tokens for tokens in doublings if _fits(fits, tokens)]
     if not fitting:
         return 0
     low = fitting[-1] // step

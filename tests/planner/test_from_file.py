@@ -241,6 +241,9 @@ def test_a_strategy_of_another_package_is_planned_where_it_says_that_it_runs(
     row = place([64, 32], 4, causal=True)
     assert policy.barred(1, row.seq_length, row) == {"mine"}
     assert {*asked} == {None, (row.documents,)}
+    longer = place([96, 80, 16], 4, causal=True)
+    outcome = policy.outcome(1, longer.seq_length, LAYERS, row=longer)
+    assert {choice.attention for choice in outcome.plan.layers.values()} == {"mine"}
 
 
 def test_the_heuristic_takes_no_gain(settings):

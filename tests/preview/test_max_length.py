@@ -103,6 +103,17 @@ def test_the_longest_is_found_behind_lengths_that_do_not_fit():
         longest(lambda s: True, 64)
 
 
+def test_what_is_beyond_whole_numbers_of_bytes_is_refused_and_no_limit(costs):
+    """Sums of bytes are exact below 2^53; the search for a limit tries longer microbatches."""
+    setup = make_setup(costs, {"memory_budget": "150MB"})
+    with pytest.raises(
+        UserError, match=r"^s=1,073,741,824, b=1,048,576: its layers may hold .*fewe"
+    ):
+        setup.policy.plan(1 << 20, 1 << 30, setup.layers)
+    found = find_longest(setup, 1 << 12)
+    assert found.paradyse.tokens == 0 and not any(limit.tokens for limit in found.single)
+
+
 def test_what_is_extrapolated_is_marked(costs):
     output = run(costs, "--memory-budget", "200MB").output
     assert "extrapolated by the fitted model" in " ".join(output.split())
