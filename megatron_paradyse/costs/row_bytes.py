@@ -97,10 +97,12 @@ def walked_row_bytes(
         in_order=load.in_order,
     )
     measured = _peaks(one.kept_bytes, one.forward_bytes, one.backward_bytes)
-    walked_one = _peaks(*attention_bytes(like, alone))
-    if recomputes(like):
-        walked_one = (*walked_one[:2], walked_one[2] - _let_go(like, alone))
-    if any(found < (1 - TRUSTED) * told for found, told in zip(measured, walked_one, strict=True)):
+    walked_one = _walked_one(like, replace(alone, flash=in_one_call))
+    if in_one_call and not _holds(measured, walked_one):  # it may not have been that kernel
+        walked_one = _walked_one(like, alone)
+    elif in_one_call:
+        of_row = replace(of_row, kernel_bytes=_kernel_bytes(base, alone, load))
+    if not _holds(measured, walked_one):
         return None
     walked_row = _peaks(*attention_bytes(strategy, of_row))
     kept = measured[0] + walked_row[0] - walked_one[0]
@@ -119,6 +121,17 @@ def walked_row_bytes(
     return replace(
         one, kept_bytes=kept, forward_bytes=forward - kept, backward_bytes=backward - kept
     )
+
+
+def _walked_one(like: str, z: LayerSizes) -> tuple[float, float, float]:
+    kept, forward, backward = _peaks(*attention_bytes(like, z))
+    return kept, forward, backward - (_let_go(like, z) if recomputes(like) else 0)
+
+
+def _holds(measured: tuple[float, ...], walked: tuple[float, ...]) -> bool:
+    """Whether what was measured of one document is as it is walked, or more."""
+    pairs = zip(measured, walked, strict=True)
+    return all(found >= (1 - TRUSTED) * told for found, told in pairs)
 
 
 def _let_go(like: str, z: LayerSizes) -> int:
@@ -158,11 +171,13 @@ def _kernel_bytes(base: str, z: LayerSizes, load: Load) -> int:
     heads, key_heads = _heads(base, z)
     rows = z.s if base in SPLIT_HEADS else z.rows
     expanded = 2 * rows * heads * z.d * z.element_bytes if key_heads < heads else 0
-    return _summed_bytes(z, heads, rows) + expanded + _bytes_of_documents(base, z, load)
+    of_documents = _bytes_of_documents(base, z, load)
+    rows += 0 if of_documents else -rows % DOCUMENT_ROWS
+    return _summed_bytes(z, heads, rows) + expanded + of_documents
 
 
 def _bytes_of_documents(base: str, z: LayerSizes, load: Load) -> int:
-    """Of that, what there is of each document besides its rows, in one call."""
+    """Of that, what there is of each document besides its rows, in one call of several."""
     if base in WHOLE_COLUMNS or load.documents == 1:
         return 0
     if base in SPLIT_HEADS:
@@ -172,7 +187,7 @@ def _bytes_of_documents(base: str, z: LayerSizes, load: Load) -> int:
     else:
         pieces = load.fullest_documents * (2 if load.crosses else 1)
     heads, _ = _heads(base, z)
-    return _summed_bytes(z, heads, pieces * DOCUMENT_ROWS)
+    return _summed_bytes(z, heads, pieces * DOCUMENT_ROWS) if pieces > 1 else 0
 
 
 def _heads(base: str, z: LayerSizes) -> tuple[int, int]:

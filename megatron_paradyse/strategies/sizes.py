@@ -77,7 +77,8 @@ class LayerSizes:
 
     row: of packed documents, with the keys that come to a rank, the ranks that it shares documents
     with, whether the rows of ranks are in the order of positions, and what the attention's kernel
-    holds in a backward beside its results; None: a sequence is one.
+    holds in a backward beside its results; None: a sequence is one. flash: of a sequence, whether
+    that kernel is FlashAttention's, whose blocks hold flash_bytes.
     """
 
     s: int
@@ -101,6 +102,7 @@ class LayerSizes:
     peers: int = 0
     in_order: bool = True
     kernel_bytes: int = 0
+    flash: bool = False
 
     @cached_property
     def positions(self) -> int:
@@ -162,6 +164,19 @@ class LayerSizes:
     @cached_property
     def lse(self) -> int:
         return self.rows * self.n * self.wide_bytes
+
+    def flash_bytes(self, heads: int, key_heads: int, *, queries: int, keys: int) -> int:
+        """What FlashAttention's backward of a block holds beside its results, if that runs.
+
+        queries, keys: positions. With several query heads to a key's, each has gradients of keys
+        and values of its own.
+        """
+        if not self.flash:
+            return 0
+        rows = self.b * (queries + -queries % DOCUMENT_ROWS)
+        of_heads = 2 * self.b * keys * heads * self.d * self.element_bytes
+        summed = rows * heads * (accumulated_head_dim(self.d) + 1) * self.wide_bytes
+        return summed + (of_heads if key_heads < heads else 0)
 
     def qkv_rows(self, num_kv_heads: int) -> int:
         """Rows of linear_qkv's weight, with so many key/value heads."""

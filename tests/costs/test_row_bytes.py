@@ -29,8 +29,10 @@ from megatron_paradyse.costs.table import (
 )
 from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.packing.load import load_of, load_of_one
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
+from megatron_paradyse.simulator.flash_kernel import flash_kernel
 from megatron_paradyse.strategies import (
     base_name,
     recomputes,
@@ -337,6 +339,33 @@ def test_one_document_beside_padding_needs_room_as_many_do(strategy):
     costs = costs(strategy, ATTENTION, S)
     truth = measured(case_of(strategy, p, "causal", variant, row))
     assert not list(_off(costs, truth))
+
+
+@pytest.mark.parametrize("g", [8, 2])
+@pytest.mark.parametrize("like", ["megatron_cz", "ulysses_z"])
+@pytest.mark.parametrize("suffix", ["", "+recompute"])
+def test_where_flash_kernels_run_backwards_of_local_z_are_near_what_ranks_hold(like, g, suffix):
+    """What the kernel holds of a document of all tokens is no other peak, which rows keep."""
+    p, s = 4, 512
+    rows_of_documents = [
+        place([length] * (p * count), p, causal=True, alignment=s)
+        for length, count in ((s // p - 5, 1), (s // (8 * p) - 2, 8))
+    ]
+    sizes = dataclasses.replace(model_of(p, "causal", "shared keys").packed.sizes, g=g)
+    case = dataclasses.replace(case_of(like + suffix, p, "causal", "shared keys", None), s=s, g=g)
+    with flash_kernel():
+        one = OperationCosts(0.0, 0.0, *(measured.__wrapped__(case)[q] for q in BYTES))
+        for row in rows_of_documents:
+            of_row = dataclasses.replace(case, strategy="local_z" + suffix, row=row)
+            truth = measured.__wrapped__(of_row)
+            load = row_bytes.joined("local_z", load_of(row, causal=True))
+            costs = row_bytes.walked_row_bytes(
+                of_row.strategy, like + suffix, one, sizes, load, in_one_call=True
+            )
+            assert costs.kept_bytes == truth["kept_bytes"]
+            peak = truth["kept_bytes"] + truth["backward_bytes"]
+            excess = (costs.kept_bytes + costs.backward_bytes) / peak - 1
+            assert -TOLERANCE < excess < 0.1
 
 
 def _off(costs, truth, *labels):

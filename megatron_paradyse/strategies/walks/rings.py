@@ -68,12 +68,14 @@ def ring_backward(m: Ledger, z: LayerSizes, *, q: int, kv: int, lse: int, heads:
         routed_backward(m, z, z.row, q=q, kv=kv, lse=lse)
         return
     wide_kv = z.wide(kv)
+    of_call = lse // (z.rows * z.wide_bytes), kv // (2 * z.rows * z.d * z.element_bytes)  # heads
 
     def touch_block(queries: int, keys: int) -> None:
         grads = _of_positions(z, q, queries) + _of_positions(z, kv, keys)
         # The lse [b, heads, s/p] of the CPU kernel has the heads last: is a part of it contiguous?
         copied = heads > 1 or (queries < z.positions and z.b > 1)
-        m.touch(grads + (_of_positions(z, lse, queries) if copied else 0))
+        grads += _of_positions(z, lse, queries) if copied else 0
+        m.touch(grads + z.flash_bytes(*of_call, queries=queries, keys=keys))
 
     m.hold(grad_q=z.wide(q))
     for step in set(_steps(m, z)):

@@ -94,6 +94,9 @@ def whole_backward(m: Ledger, z: LayerSizes, *, kv: int) -> None:
     """Holds "grad_qkv"."""
     block = z.row.longest if z.row else 0
     copy = lse_copy(z)
+    if z.row is None:
+        key_heads = kv // (2 * z.s * z.b * z.d * z.element_bytes)
+        copy += z.flash_bytes(z.n // z.p, key_heads, queries=z.s, keys=z.s)
     local_backward(m, z, q=z.q, kv=kv, lse=z.lse, lse_copy=copy, block=block, rows=z.s)
 
 
