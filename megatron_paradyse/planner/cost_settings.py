@@ -58,7 +58,21 @@ def read_costs(settings: Settings, *, packed: bool | None = None) -> Costs:
             raise _without_costs(name, known, settings.cost_model)
     if not names:
         raise UserError(f"{settings.cost_model}: {nothing_known(file.table)}: profile again")
+    if settings.host_memory is not None and not any(map(offloads, names)):
+        raise UserError(_host_memory_unused(settings, any(map(offloads, known))))
     return Costs(file, names, tuple(dict.fromkeys(default)))
+
+
+def _host_memory_unused(settings: Settings, known: bool) -> str:
+    """known: whether the costs know of strategies that would use it."""
+    why, remedy = f"{settings.cost_model} has no costs of any", "profile with +recompute on a GPU"
+    if known:
+        why = "no plan may name any"
+        remedy = "set offload: true, or name one among the strategies"
+    return (
+        f"host memory of {settings.host_memory} has no effect without strategies that keep inputs "
+        f"there (+offload), and {why}: leave it out, or {remedy}"
+    )
 
 
 def _without_costs(name: str, known: tuple[str, ...], path: str) -> UserError:

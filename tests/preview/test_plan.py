@@ -229,7 +229,8 @@ def test_reports_are_at_most_100_columns_and_say_where_costs_come_from(costs):
     assert max(len(line) for line in output.splitlines() if "costs.json" not in line) <= WIDTH
 
 
-def test_the_heading_says_what_plans_are_given_of_either_memory(costs):
+def test_the_heading_says_what_plans_are_given_of_either_memory(tmp_path):
+    costs = write_costs(tmp_path / "costs.json", host_bytes_per_second=1e9, kind="cuda")
     memory = ("--memory-budget", "150MiB", "--memory-margin")
     output = run("plan", costs, "--lengths", "64", *memory, "0.5", "--host-memory", "2GiB").output
     text = " ".join(output.split())
@@ -237,6 +238,26 @@ def test_the_heading_says_what_plans_are_given_of_either_memory(costs):
     assert "; 2.00 GiB of host memory for +offload" in text
     plain = " ".join(run("plan", costs, "--lengths", "64", *memory, "0").output.split())
     assert "150.0 MiB (as given); static" in plain and "host memory" not in plain
+
+
+@pytest.mark.parametrize(
+    ("rate", "kind", "flags", "why"),
+    [
+        (None, "cuda", (), "has no costs of any: leave it out, or profile"),
+        (1e9, "cpu", (), "no plan may name any: leave it out, or set offload: true"),
+        (1e9, "cuda", ("--no-offload",), "no plan may name any"),
+        (1e9, "cuda", ("--strategies", "metp"), "no plan may name any"),
+        (1e9, "cuda", ("--strategies", "metp,metp+offload"), None),
+    ],
+)
+@pytest.mark.parametrize("command", [("plan", "--lengths", "64"), ("max-length",)])
+def test_host_memory_that_no_plan_would_use_is_refused(tmp_path, command, rate, kind, flags, why):
+    costs = write_costs(tmp_path / "costs.json", host_bytes_per_second=rate, kind=kind)
+    name, *more = command
+    result = run(name, costs, *more, *flags, "--memory-budget", "150MB", "--host-memory", "2GiB")
+    assert result.exit_code == (1 if why else 0), result.output
+    if why:
+        assert "host memory of 2GiB has no effect" in result.output and why in result.output
 
 
 def test_that_no_other_strategy_may_run_is_not_that_none_fits(costs):
