@@ -30,6 +30,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from megatron_paradyse.costs.embedding_copy import embedding_copy
 from megatron_paradyse.costs.forest import StepTable
 from megatron_paradyse.costs.hybrid import MAX_RESIDUAL, HybridFit
 from megatron_paradyse.costs.laws import MAX_PIECES, NUM_TERMS, Law
@@ -144,7 +145,8 @@ def read_model(value: Any, table: CostTable) -> CostModel:
     if len(bends) > 1:
         raise ContentError(f"model has laws beyond {sorted(bends)}: all begin at one length")
     packed = _read_packed(values.get("packed", []), table, fits)
-    return CostModel(kind, tuple(fits.values()), table.constants, host_link(table), packed)
+    copy = embedding_copy(table.description)
+    return CostModel(kind, tuple(fits.values()), table.constants, host_link(table), packed, copy)
 
 
 def _read_packed(value: Any, table: CostTable, fits: Collection[tuple[str, str]]) -> Packed:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_paradyse.costs.embedding_copy import embedding_copy
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
 from megatron_paradyse.costs.laws import Array
 from megatron_paradyse.costs.layers import LAYER, half_of
@@ -64,7 +65,8 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
         raise UserError(
             f"nothing was measured at {MIN_LENGTHS} lengths or more: profile at more lengths"
         )
-    model = CostModel(kind, fits, table.constants, host_link(table))
+    copy = embedding_copy(table.description)
+    model = CostModel(kind, fits, table.constants, host_link(table), copy=copy)
     packed = packed_of(table.description)
     found = fit_rows(model, table.rows, packed)
     return model.with_rows(dataclasses.replace(packed, fits=found))

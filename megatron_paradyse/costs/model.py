@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.evaluation import HybridEvaluation, PaperEvaluation
+from megatron_paradyse.costs.embedding_copy import EmbeddingCopy
+from megatron_paradyse.costs.evaluation import FORWARD, HybridEvaluation, PaperEvaluation
 from megatron_paradyse.costs.hybrid import HybridFit
 from megatron_paradyse.costs.offloaded import HostLink, offloaded
 from megatron_paradyse.costs.packed import Packed
 from megatron_paradyse.costs.paper import PaperFit
 from megatron_paradyse.costs.table import (
+    EMBEDDING,
     MAX_BATCH_SIZE,
     MAX_SEQ_LENGTH,
+    MODEL,
+    PREDICTION,
     QUANTITIES,
     TIME_QUANTITIES,
     Constants,
@@ -41,6 +45,11 @@ class OperationFit:
     fits: tuple[HybridFit, ...] | tuple[PaperFit, ...]  # in the order of QUANTITIES
     timed: tuple[tuple[int, int, int], ...]
 
+    @property
+    def is_of_one_sequence(self) -> bool:
+        """Whether no b but 1 was measured."""
+        return all(b == 1 for b, _, _ in self.timed)
+
     def longest_seen(self, quantity: str) -> int:
         """The longest length at any b to which the fit of a quantity was made."""
         if quantity not in TIME_QUANTITIES:
@@ -61,7 +70,8 @@ class CostModel:
     """Predicts costs from fits; the same inputs give the same numbers on every rank.
 
     kind: "hybrid" or "paper". constants: the table's. host: the table's way to host memory, for
-    the costs of +offload; None: not known. packed: how packed rows follow; None: they do not.
+    the costs of +offload; None: not known. packed: how packed rows follow; None: they do not. copy:
+    of an embedding's several sequences, for costs of one; None: not known.
     """
 
     def __init__(
@@ -71,6 +81,7 @@ class CostModel:
         constants: Constants,
         host: HostLink | None = None,
         packed: Packed | None = None,
+        copy: EmbeddingCopy | None = None,
     ) -> None:
         assert kind in MODELS and len({(f.strategy, f.operation) for f in fits}) == len(fits)
         self.kind = kind
@@ -78,6 +89,7 @@ class CostModel:
         self.constants = constants
         self.host = host
         self.packed = packed
+        self._copy = copy
         self._rows = {(fit.strategy, fit.operation): i for i, fit in enumerate(self.fits)}
         self._prepared: dict[int, HybridEvaluation | PaperEvaluation] = {}
         self._last: tuple[tuple[int, int], list[list[float]]] = ((0, 0), [])
@@ -103,7 +115,7 @@ class CostModel:
 
     def with_rows(self, packed: Packed) -> CostModel:
         """The same of single documents, and this of packed rows."""
-        return CostModel(self.kind, self.fits, self.constants, self.host, packed)
+        return CostModel(self.kind, self.fits, self.constants, self.host, packed, self._copy)
 
     def fits_of(
         self, strategy: str, operation: str
@@ -171,7 +183,12 @@ class CostModel:
             evaluation = self._prepare(batch_size)
         if not 1 <= seq_length <= MAX_SEQ_LENGTH:
             raise UserError(f"seq_length must lie in [1, {MAX_SEQ_LENGTH}], got {seq_length!r:.40}")
-        return evaluation(seq_length).tolist()
+        values = evaluation(seq_length).tolist()
+        for operation in (EMBEDDING, PREDICTION):  # of the latter at most: it may peak elsewhere
+            row = self._rows.get((MODEL, operation))
+            if self._copy is not None and row is not None and self.fits[row].is_of_one_sequence:
+                values[row][FORWARD] += self._copy(seq_length, batch_size)
+        return values
 
     def _prepare(self, batch_size: int) -> HybridEvaluation | PaperEvaluation:
         if not 1 <= batch_size <= MAX_BATCH_SIZE:
