@@ -293,6 +293,8 @@ def extra_bytes(
         )
         forward += used_and_coming
         backward += used_and_coming + 3 * z.wide(used)  # gradients: made, sent, and coming
+        if base not in WHOLE_COLUMNS and of_one.keys_received < z.s - z.s // z.p:
+            forward += _beyond_narrow(z, load, of_one, rings)
     if tiled_window is not None and base not in (*SPLIT_HEADS, *WHOLE_COLUMNS):
         heads = z.n // z.p if base == "metp" else z.n
         halves = of_one.keys_received == z.s - z.s // z.p  # not within a narrow window
@@ -303,6 +305,20 @@ def extra_bytes(
     if not recomputes(strategy):
         return kept, forward, backward
     return 0, kept + forward, kept + max(forward, backward)
+
+
+def _beyond_narrow(z: LayerSizes, load: Load, of_one: Load, rings: int) -> int:
+    """Of a forward, beside one document within a narrow window, whose ranks hold a chunk each.
+
+    Angles of rows are copied together, in float32. And of that document few queries meet keys that
+    come; of a row's pieces as many as a rank holds have results to be merged.
+    """
+    angles = 4 * z.rope_channels * z.rows
+    if not load.keys_received:
+        return angles
+    queries = max(0, z.rows - of_one.keys_received)
+    out, lse = (whole * queries // (z.rows * rings) for whole in (z.q, z.lse))
+    return angles + out + 3 * lse + (z.wide(out) if z.half_type else 0)
 
 
 def _of_documents(z: LayerSizes, heads: int, load: Load) -> tuple[int, int]:

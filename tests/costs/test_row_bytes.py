@@ -153,6 +153,33 @@ def test_within_a_narrow_window_rows_hold_what_is_predicted(strategy, window, va
             assert found > (1 - TOLERANCE) * peak, (label, name, found, peak)
 
 
+@pytest.mark.parametrize(("strategy", "documents"), [("megatron_cz", 2), ("metp", 16)])
+def test_forwards_of_rows_hold_what_chunks_within_a_narrow_window_do_not(strategy, documents):
+    """Results of many queries to be merged, where pieces are long; and angles of their rows."""
+    p, s, window = 8, 512, 32
+    row = place([s // documents] * documents, p, causal=True, alignment=s, window=window)
+    case = case_of(strategy, p, "causal", "weights", None)
+    case = dataclasses.replace(case, s=s, window=window, g=4, rope="half")
+    sizes = dataclasses.replace(
+        model_of(4, "causal", "weights").packed.sizes, p=p, s=p, g=4, rope_channels=D
+    )
+    with flash_kernel():
+        one, truth = (
+            OperationCosts(0.0, 0.0, *(measured.__wrapped__(of)[q] for q in BYTES))
+            for of in (case, dataclasses.replace(case, row=row))
+        )
+    loads = (
+        load_of(row, causal=True, window=window).within,
+        load_of_one(s, p, causal=True, window=window).within,
+    )
+    found = row_bytes.with_row_bytes(
+        strategy, one, sizes, *loads, least=None, tiled_window=None, in_one_call=True
+    )
+    peak = truth.kept_bytes + truth.forward_bytes
+    excess = (found.kept_bytes + found.forward_bytes) / peak - 1
+    assert -TOLERANCE < excess < 0.25
+
+
 def test_a_tile_of_the_tiled_kernel_holds_what_is_counted():
     """In its forward three tensors of scores, in its backward five, and little else."""
     assert row_bytes.TILE == tiled_kernel.TILE
