@@ -73,6 +73,18 @@ def keys_moved(row: Row, *, causal: bool = False, window: int | None = None) -> 
     return moved
 
 
+def keys_at_once(row: Row, *, causal: bool = False, window: int | None = None) -> list[int]:
+    """Per rank, most tokens of keys that are used, come and are sent in a step of an exchange.
+
+    In step i rank r has those of rank r-i.
+    """
+    moved, p = keys_moved(row, causal=causal, window=window), row.p
+    return [
+        max(moved[r - i][r] + moved[r - i - 1][r] + moved[r][(r + i + 1) % p] for i in range(p))
+        for r in range(p)
+    ]
+
+
 def _keys_seen(start: int, stop: int, queries: list[tuple[int, int]], window: int | None) -> int:
     """Of the keys [start, stop) those that causal queries elsewhere see; the next see most."""
     following = [first for first, _ in queries if first >= stop]

@@ -11,7 +11,7 @@ from megatron_paradyse.costs.table import ATTENTION, OK, QUANTITIES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.packing.traffic import microbatch_of
-from megatron_paradyse.packing.work import keys_received, scores_per_rank
+from megatron_paradyse.packing.work import keys_at_once, keys_received, scores_per_rank
 from megatron_paradyse.profiler.operations import Operations
 from megatron_paradyse.profiler.row_points import row_points
 from megatron_paradyse.shapes import attention_shape
@@ -52,8 +52,14 @@ def simulated_rows(
 
 
 def ranks_of_row(row: Row, shape: AttentionShape) -> tuple[int, ...]:
-    """The one with the most scores, that which gets the most keys, that with most pieces."""
+    """The one with the most scores, that which gets the most keys, that with most pieces, and that
+    which holds the most keys at once: the last, as those before see fewer queries to be merged.
+    """
     scores = scores_per_rank(row, causal=shape.causal, window=shape.window)
     keys = keys_received(row, causal=shape.causal, window=shape.window)
     pieces = [len(held) for held in row.pieces]
-    return tuple(sorted({of.index(max(of)) for of in (scores, keys, pieces)}))
+    found = {of.index(max(of)) for of in (scores, keys, pieces)}
+    at_once = keys_at_once(row, causal=shape.causal, window=shape.window)
+    if any(at_once):
+        found.add(max(range(row.p), key=lambda rank: (at_once[rank], rank)))
+    return tuple(sorted(found))

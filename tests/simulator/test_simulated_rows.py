@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.row_accuracy import DERIVED, measure_row_accuracy
 from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.table import ATTENTION
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.simulator.rows import ranks_of_row
 from megatron_paradyse.strategies import RECOMPUTE
 from megatron_paradyse.strategies.contract import AttentionShape
+from tests.strategies.cases import AttentionCase
+from tests.strategies.test_accounting import measure_rank, on_fake_ranks
 from tests.train.harness import run_forked
 
 FLAGS = ["--num-layers", 2, "--hidden-size", 128, "--num-attention-heads", 8, "--swiglu",
@@ -69,3 +73,14 @@ def test_the_rank_of_most_documents_is_among_those_that_are_simulated():
     row = contiguous([512, *[8] * 64], 2)
     shape = AttentionShape(8, 4, 16, causal=True, softmax_scale=1.0)
     assert ranks_of_row(row, shape) == (0, 1)
+
+
+def test_the_rank_whose_forward_holds_most_keys_is_among_those_that_are_simulated():
+    """Of halves of chunks the outer ranks get the most keys, and the next hold the most at once."""
+    row = place([240, 240], 8, causal=True, alignment=512)
+    shape = AttentionShape(8, 4, 16, causal=True, softmax_scale=1.0)
+    sizes = {"n": 8, "g": 4, "d": 16, "h": 16, "s": 512, "b": 1, "dtype": torch.bfloat16}
+    case = AttentionCase("megatron_cz", 8, "causal", row=row, **sizes)
+    held = [m.kept_bytes + m.forward_bytes for m in on_fake_ranks(case, measure_rank, range(8))]
+    assert held[0] < 0.95 * max(held)
+    assert max(held[rank] for rank in ranks_of_row(row, shape)) == max(held)
