@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 
 import numpy as np
 import pytest
@@ -12,42 +11,21 @@ from hypothesis import strategies as st
 
 from megatron_paradyse.data.metadata import read_metadata
 from megatron_paradyse.errors import UserError
+from tests.data.chats import (
+    END,
+    FORGETFUL,
+    MARKED,
+    MARKED_CONTENT,
+    MARKED_STEP,
+    OPEN,
+    PLAIN,
+    STEP,
+    STEPS,
+    STOP,
+    chat,
+    small_bpe,
+)
 from tests.data.preparing import prepare
-
-START, END, STOP = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-NANO = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<unk>"]
-SAYS = "{{ m.content }}<|im_end|>\n"
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    f"{{% if m.role == 'assistant' %}}SAYS{{% else %}}{SAYS}{{% endif %}}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-PLAIN = TEMPLATE.replace("SAYS", SAYS)
-MARKED = TEMPLATE.replace("SAYS", f"{{% generation %}}{SAYS}{{% endgeneration %}}")
-# As Qwen3's: reasoning is written of the last turn alone.
-FORGETFUL = PLAIN.replace(
-    "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
-)
-# The same of all turns since the last question, with the results of tools between them.
-STEP = "{{ content }}<|im_end|>\n"
-MARKED_STEP = f"{{% generation %}}{STEP}{{% endgeneration %}}"
-STEPS = (
-    "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% set content = m.content %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% if loop.index0 < ns.asked %}"
-    "{% set content = content.split('</think>')[-1] %}{% endif %}SAYS"
-    f"{{% else %}}{STEP}{{% endif %}}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MARKED_CONTENT = TEMPLATE.replace(
-    "SAYS", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\\n' }}"
-)
-# A turn is ended only once more follows.
-OPEN = PLAIN.replace(
-    SAYS,
-    "{{ m.content }}{% if m.role == 'user' or not loop.last %}<|endoftext|>{% endif %}",
-)
 
 
 @pytest.fixture(scope="module")
@@ -61,35 +39,11 @@ def model_of_trimmed(tmp_path_factory):
     return small_bpe(tmp_path_factory.mktemp("trimmed"), trim_offsets=True)
 
 
-def small_bpe(folder, *, trim_offsets=False):
-    """A small BPE with a chat template, of which no network is asked."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = ByteLevelBPETokenizer(trim_offsets=trim_offsets)
-    corpus = os.path.join(sysconfig.get_paths()["stdlib"], "textwrap.py")
-    special = [STOP, START, END, *NANO]
-    bpe.train([corpus], vocab_size=400, special_tokens=special, show_progress=False)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, eos_token=STOP, unk_token="<unk>"
-    )
-    fast.chat_template = PLAIN
-    fast.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def library(model):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
-
-
-def chat(*turns: str) -> list[dict]:
-    """Turns of the user and the assistant."""
-    roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
 def documents(prefix) -> list[tuple[list[int], list[int]]]:
@@ -279,103 +233,6 @@ def test_formats_of_megatrons_sft_give_its_tokens_and_targets(name, model, tmp_p
     assert read_metadata(prefix).tokenizer == "HuggingFaceTokenizer"
 
 
-BAD = {
-    "messages that are none": ({"messages": "hi"}, [], r"in.jsonl:1: 'messages' holds a text"),
-    "no messages": ({"messages": []}, [], r"in.jsonl:1: 'messages' holds an empty list"),
-    "other keys": (
-        {"messages": [{"from": "human", "value": "hi"}]},
-        [],
-        r"in.jsonl:1: message 1 is an object with the keys from, value where one with a role",
-    ),
-    "another key": ({"conversations": []}, [], r"no key 'messages' \(keys: conversations\): name"),
-    "an unanswered list": (
-        {"messages": chat("a")},
-        [],
-        r"no document with a token to learn \(1 empty\): what the role assistant says is learnt$",
-    ),
-    "nothing to learn": (
-        {"messages": chat("a")},
-        ["--strict"],
-        "in.jsonl:1: nothing to learn: remove it",
-    ),
-    "what a template raises": (
-        {"messages": chat("a", "b")},
-        ["--chat-template", "raising"],
-        r"in.jsonl:1: the chat template cannot write it \(TemplateError roles must",
-    ),
-    "reasoning that is dropped": (
-        {"messages": chat("a", "<think>x</think>b", "c", "d")},
-        ["--chat-template", "forgetful"],
-        "in.jsonl:1: message 2: the chat template writes it otherwise .* give --learn each, --lea",
-    ),
-    "no content": (
-        {"messages": [*chat("a"), {"role": "assistant", "value": "b"}]},
-        [],
-        r"in.jsonl:1: message 2 has no content \(keys: role, value\), which a template may write",
-    ),
-    "a content of null": (
-        {"messages": chat("a", None)},
-        [],
-        r"in.jsonl:1: message 2 has no content \(keys: role\), which a template may write",
-    ),
-    "a picture": (
-        {"messages": chat([{"type": "image"}], "b")},
-        [],
-        "in.jsonl:1: message 1 has a list as content, which a template may write as it stands",
-    ),
-    "half a weight": (
-        {"messages": [*chat("a"), {**chat("", "b")[1], "weight": 0.5}]},
-        [],
-        "in.jsonl:1: message 2 has the weight 0.5: give 0, not to learn it, or 1",
-    ),
-    "an answer to nothing": (
-        {"messages": chat("a", "b")[1:]},
-        [],
-        'in.jsonl:1: message 1: nothing asks for it, .*: give it "weight": 0, a system message',
-    ),
-    "other words that ask": (
-        {"messages": chat("a", "b")},
-        ["--chat-template", "opened", "--learn", "last"],
-        "in.jsonl:1: message 2: .* cannot be told: give --chat-template FILE with",
-    ),
-    "tools": (
-        {"messages": chat("a", "b"), "tools": [{"name": "f"}]},
-        ["--tokenizer", "SFTTokenizer"],
-        "in.jsonl:1: tools, which Megatron's prompt formats do not write: leave them out",
-    ),
-    "a weight of none": (
-        {"messages": [*chat("a"), {**chat("", "b")[1], "weight": 0}, *chat("c", "d")]},
-        ["--tokenizer", "SFTTokenizer", "--sft-tokenizer-prompt-format", "nemotron-nano-v2"],
-        "in.jsonl:1: message 2 has the weight 0, of which Megatron's prompt formats know nothing",
-    ),
-    "an empty turn": (
-        {"messages": chat("a", "")},
-        ["--tokenizer", "SFTTokenizer"],
-        r"in.jsonl:1: Megatron's format cannot write it \(ValueError empty assistant turn",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_conversation_that_cannot_be_written_is_named(case, model, tmp_path):
-    record, options, said = BAD[case]
-    templates = {
-        "raising": "{{ raise_exception('roles must alternate') }}",
-        "forgetful": FORGETFUL,
-        "opened": PLAIN + "{% if add_generation_prompt %}<think>{% endif %}",
-    }
-    for name, template in templates.items():
-        (tmp_path / name).write_text(template)
-    options = [tmp_path / option if option in templates else option for option in options]
-    chosen = ["--source", "chat", "--tokenizer-model", model, *options]
-    _, result = prepare(tmp_path, [record], *chosen)
-    assert result.exit_code == 1
-    (line,) = [text for text in result.stderr.splitlines() if text.startswith("error")]
-    with pytest.raises(UserError, match=said):
-        raise UserError(line)
-    assert not list(tmp_path.glob("out*"))
-
-
 def test_the_last_turn_can_be_learnt_where_a_template_forgets_reasoning(model, library, tmp_path):
     (tmp_path / "template").write_text(FORGETFUL)
     turns = chat("a", "<think>x</think>b", "c", "<think>y</think>d")
@@ -448,26 +305,3 @@ def test_documents_of_each_turn_are_counted_one_by_one(model, tmp_path):
     assert result.exit_code == 0 and len(documents(prefix)) == 3
     _, result = prepare(tmp_path, records, *options, "--strict", "--overwrite")
     assert result.exit_code == 1 and "in.jsonl:2: nothing to learn: remove it" in result.stderr
-
-
-WRONG = {
-    "--source chat": "HuggingFaceTokenizer needs --tokenizer-model PATH",
-    "--source chat --tokenizer bytes": "--source chat with --tokenizer bytes: give Hugging",
-    "--tokenizer SFTTokenizer": "--source jsonl with --tokenizer SFTTokenizer: give another, or",
-    "--learn last": "--learn is of --source chat, and this is jsonl: leave it out",
-    "--source chat --prompt-key q": "--prompt-key is of --source jsonl, and this is chat",
-    "--source chat --sft-tokenizer-prompt-format identity": "--tokenizer SFTTokenizer",
-    "--source chat --tokenizer SFTTokenizer --learn last": "--learn last with --tokenizer SFT",
-    "--source chat --tokenizer SFTTokenizer --learn each": "--learn each with --tokenizer SFT",
-    "--source chat --vocab-file x": "--vocab-file with --source chat: give --tokenizer-model",
-    "--source chat --chat-template none": "--chat-template none cannot be read",
-    "--prompt-key q": "no key 'q' (keys: messages): name it with --prompt-key",
-    "--key messages": "'messages' holds a list where text is needed: give --source chat",
-}
-
-
-@pytest.mark.parametrize("options", WRONG)
-def test_options_that_do_not_go_together_are_refused_in_one_line(options, tmp_path):
-    _, result = prepare(tmp_path, [{"messages": chat("a", "b")}], *options.split())
-    assert result.exit_code == 1
-    assert WRONG[options] in result.stderr and not list(tmp_path.glob("out*"))
