@@ -172,12 +172,14 @@ def _in_one_line(build_tokenizer):
                     say_once(news)
                 return build_tokenizer(args, **options)
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            reason, alone = f"{type(error).__name__}: {str(error)[:300]}", ""
+            if args.vocab_size is not None:
+                alone = f", without --vocab-size {args.vocab_size}, which counts in its place"
             raise UserError(
                 f"the tokenizer {args.tokenizer_type} cannot be built ({reason}): give data that "
-                "'megatron-paradyse data prepare' wrote, which name their vocabulary; or the "
-                "tokenizer's files by --tokenizer-model, or --vocab-file and --merge-file; or, as "
-                "tokens are ready, --tokenizer-type NullTokenizer --vocab-size N"
+                f"'megatron-paradyse data prepare' wrote, which name their vocabulary{alone}; or "
+                "the tokenizer's files by --tokenizer-model, or --vocab-file and --merge-file; or, "
+                "as tokens are ready, --tokenizer-type NullTokenizer --vocab-size N"
             ) from error
 
     return run

@@ -80,6 +80,8 @@ SIZE = Parsed("size", _size)
 FILE = Parsed("file", _file)
 LENGTHS = Parsed("lengths", lambda text: _counts(text, MAX_SEQ_LENGTH, "1K,32K,300K"))
 DOCUMENTS = Parsed("documents", lambda text: _counts(text, MAX_SEQ_LENGTH, "512,1K", MOST_PACKED))
-BATCH_SIZES = Parsed("sizes", lambda text: _counts(text, MAX_BATCH_SIZE, "1,2"))
+BATCH_SIZES = Parsed(  # each once, as lengths are: costs are told by them
+    "sizes", lambda text: tuple(dict.fromkeys(_counts(text, MAX_BATCH_SIZE, "1,2")))
+)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")

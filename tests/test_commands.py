@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_paradyse.cli import COMMANDS, cli
+from megatron_paradyse.option_types import BATCH_SIZES
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.findall(
@@ -89,6 +90,10 @@ for names in {list(LEAVES)}:
     assert not heavy, (names, heavy)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_batch_size_given_twice_counts_once():
+    assert BATCH_SIZES.parse("2,1,2") == (2, 1)
 
 
 def test_a_shell_completes_commands():

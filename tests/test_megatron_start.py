@@ -33,6 +33,21 @@ def installed():
     plugin.install()
 
 
+@pytest.mark.parametrize("vocab_size", [None, 257])
+def test_a_size_of_the_vocabulary_in_place_of_the_datas_is_told(vocab_size):
+    """With --vocab-size and no --tokenizer-type Megatron builds its default, whatever the data."""
+
+    def build(args):
+        raise ModuleNotFoundError("wget")
+
+    args = argparse.Namespace(
+        vocab_size=vocab_size, tokenizer_type="GPT2BPETokenizer", tokenizer_model=None
+    )
+    with pytest.raises(UserError, match="data prepare' wrote, which name") as refused:
+        megatron_start._in_one_line(build)(args)
+    assert ("without --vocab-size 257" in str(refused.value)) == (vocab_size is not None)
+
+
 def test_what_is_missing_is_done_without_and_said():
     """This machine has neither TransformerEngine nor apex."""
     args = argparse.Namespace(**DEFAULTS)
