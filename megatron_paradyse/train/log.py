@@ -292,7 +292,7 @@ class _Interval:
         shown = self.plans.most_common(MOST_PLANS)
         texts = [text if len(self.plans) == 1 else f"{n} x {text}" for text, n in shown]
         more = len(self.plans) - len(shown)
-        return f" | {'; '.join(texts)}" + (f"; {more} more plans" if more else "")
+        return f" | {'; '.join(texts)}" + (f"; {counted(more, 'more plan')}" if more else "")
 
 
 def _range_over_replicas(lengths: list[int]) -> tuple[int, int]:

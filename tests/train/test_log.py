@@ -89,3 +89,16 @@ def test_one_length_is_no_range(tokens, lengths, begins):
     interval = _Interval()
     interval.add(tokens, lengths, 0.5, {"lm loss": 2.0})
     assert interval.compact().startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("others", "ends"), [(0, "; 1 x b"), (1, "; 1 more plan"), (2, "2 more plans")]
+)
+def test_plans_beyond_two_are_counted(others, ends):
+    plugin.install()
+    from megatron_paradyse.train.log import _Interval
+
+    interval = _Interval()
+    interval.add(64, (64, 64), 0.5, {"lm loss": 2.0})
+    interval.plans.update("aab" + "cd"[:others])
+    assert interval.compact().endswith(ends)
