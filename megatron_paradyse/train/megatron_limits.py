@@ -20,6 +20,7 @@ def check_megatrons_limits(args: argparse.Namespace) -> None:
     if args.num_layers:
         ModelLayers.of_arguments(args, count_layers(args))  # refuses lists of too few layers
     check_key_heads(args)
+    _check_ffn_size(args)
     _check_length(args)
     _check_experts(args)
     _check_recomputation(args)
@@ -45,6 +46,18 @@ def check_key_heads(args: argparse.Namespace) -> None:
             f"--num-query-groups {groups} and --tensor-model-parallel-size {p}: Megatron shares "
             "key heads over ranks only where one of these divides the other: use "
             f"--tensor-model-parallel-size {fitting}"
+        )
+
+
+def _check_ffn_size(args: argparse.Namespace) -> None:
+    size, p = args.ffn_hidden_size, args.tensor_model_parallel_size
+    if size is None and args.hidden_size:  # as Megatron will have it
+        size = 4 * args.hidden_size
+        size = int(size * 2 / 3 / 64) * 64 if args.swiglu else size
+    if size and size % p and not args.num_experts:
+        raise UserError(
+            f"--ffn-hidden-size {size} is not divisible by --tensor-model-parallel-size {p}, over "
+            f"whose ranks Megatron shares an MLP: use --ffn-hidden-size {size + -size % p}"
         )
 
 

@@ -83,6 +83,13 @@ REFUSED = {
         "--num-attention-heads", 12, "--group-query-attention", "--num-query-groups", 4,
         "--tensor-model-parallel-size", 3, "--sequence-parallel",
     ],
+    "--ffn-hidden-size 129 is not divisible by --tensor-mod.* 2, .*: use --ffn-hidden-size 130": [
+        "--ffn-hidden-size", 129, "--tensor-model-parallel-size", 2, "--sequence-parallel",
+    ],
+    "--ffn-hidden-size 256 is not divisible by --tensor-model-parallel-size 3, .*: .*-size 258": [
+        "--num-attention-heads", 12, "--hidden-size", 96, "--swiglu",
+        "--tensor-model-parallel-size", 3, "--sequence-parallel",
+    ],
     "--seq-length 17 with --paradyse-sequences fixed is no multiple of .* 2, .*-length 16, or": [
         "--seq-length", 17, "--paradyse-sequences", "fixed",
         "--tensor-model-parallel-size", 2, "--sequence-parallel",
