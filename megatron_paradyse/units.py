@@ -88,5 +88,5 @@ def bytes_text(count: float) -> str:
     if abs(count) >= KIBI**3:
         return f"{count / KIBI**3:,.2f} GiB"
     if 0 < abs(count) < KIBI**2 / 20:
-        return f"{count:,.0f} bytes"
+        return counted(round(count), "byte")
     return f"{count / KIBI**2:,.1f} MiB"

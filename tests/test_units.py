@@ -10,6 +10,7 @@ from megatron_paradyse.units import bytes_text, short_number
 @pytest.mark.parametrize(
     ("count", "text"),
     [
+        (1, "1 byte"),
         (0, "0.0 MiB"),
         (12, "12 bytes"),  # a budget whose unit was left out
         (1 << 17, "0.1 MiB"),
