@@ -38,8 +38,8 @@ from megatron_paradyse.costs.model import HYBRID, MODELS, CostModel, OperationFi
 from megatron_paradyse.costs.offloaded import host_link
 from megatron_paradyse.costs.packed import Packed, PackedFit
 from megatron_paradyse.costs.paper import MAX_ORDER, PaperFit
-from megatron_paradyse.costs.row_bytes import packed_of
 from megatron_paradyse.costs.row_law import FACTORS, NOTHING, RowLaw
+from megatron_paradyse.costs.row_sizes import packed_of
 from megatron_paradyse.costs.strict import (
     ContentError,
     check_array,

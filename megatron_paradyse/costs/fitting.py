@@ -23,8 +23,9 @@ from megatron_paradyse.costs.packed import (
     work_of,
 )
 from megatron_paradyse.costs.paper import PaperFit, fit_paper
-from megatron_paradyse.costs.row_bytes import TILE, packed_of
+from megatron_paradyse.costs.row_bounds import TILE
 from megatron_paradyse.costs.row_law import RowPoints, fit_row_law
+from megatron_paradyse.costs.row_sizes import packed_of
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
     ATTENTION,

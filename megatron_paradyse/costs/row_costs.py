@@ -16,7 +16,8 @@ from megatron_paradyse.costs.packed import (
     share_of_scores,
     work_of,
 )
-from megatron_paradyse.costs.row_bytes import joined, walked_row_bytes, with_row_bytes
+from megatron_paradyse.costs.row_bounds import with_row_bytes
+from megatron_paradyse.costs.row_bytes import joined, walked_row_bytes
 from megatron_paradyse.costs.row_law import NOTHING, RowLaw
 from megatron_paradyse.costs.table import ATTENTION, MODEL, TIME_QUANTITIES, OperationCosts
 from megatron_paradyse.errors import UserError

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_paradyse.costs.description import CAUSAL, Description
-from megatron_paradyse.costs.row_bytes import packed_of
+from megatron_paradyse.costs.row_sizes import packed_of
 from megatron_paradyse.costs.table import ATTENTION
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.placement import place

@@ -1,0 +1,194 @@
+"""Memory of packed rows where no walk tells: bounds, against what is counted on each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_paradyse.costs import row_bounds
+from megatron_paradyse.costs.row_sizes import packed_of
+from megatron_paradyse.costs.table import ATTENTION, OperationCosts
+from megatron_paradyse.live_bytes import LiveBytes
+from megatron_paradyse.packing.load import load_of, load_of_one
+from megatron_paradyse.packing.placement import place
+from megatron_paradyse.packing.row import contiguous
+from megatron_paradyse.packing.traffic import microbatch_of
+from megatron_paradyse.simulator.flash_kernel import flash_kernel
+from megatron_paradyse.strategies import base_name, takes, tiled_kernel
+from megatron_paradyse.strategies.sizes import LayerSizes
+from tests.costs.counted_rows import (
+    BYTES,
+    NAMES,
+    TOLERANCE,
+    VARIANTS,
+    D,
+    N,
+    S,
+    case_of,
+    measured,
+    model_of,
+    off,
+    rows,
+)
+from tests.costs.synthetic import DESCRIPTION
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize(("window", "variant"), [(12, "activations"), (40, "shared keys")])
+def test_within_a_narrow_window_rows_hold_what_is_predicted(strategy, window, variant):
+    """Counted from what one document of as many tokens holds, of which less is exchanged."""
+    p, suffix = 4, strategy.removeprefix(base_name(strategy))
+    one = load_of_one(S, p, causal=True, window=window).within
+    assert one.keys_received == window - 1
+
+    def alone(name):
+        case = dataclasses.replace(case_of(name, p, "causal", variant, None), window=window)
+        return OperationCosts(0.0, 0.0, *(measured(case)[quantity] for quantity in BYTES))
+
+    least = alone("megatron_cz" + suffix)
+    like = least if base_name(strategy) == "local_z" else alone(strategy)
+    sizes = dataclasses.replace(
+        LayerSizes(
+            s=p, b=1, n=N, d=D, f=1, p=p, h=VARIANTS[variant]["h"], g=VARIANTS[variant]["g"]
+        ),
+        element_bytes=VARIANTS[variant]["dtype"].itemsize,
+    )
+    for label, row in rows(p).items():
+        if not takes(strategy, microbatch_of(row), p):
+            continue
+        truth = measured(
+            dataclasses.replace(case_of(strategy, p, "causal", variant, row), window=window)
+        )
+        load = load_of(row, causal=True, window=window).within
+        costs = row_bounds.with_row_bytes(
+            strategy, like, sizes, load, one, least=least, tiled_window=window
+        )
+        assert costs.kept_bytes == pytest.approx(truth["kept_bytes"], rel=TOLERANCE), label
+        for name in BYTES[1:]:
+            found = costs.kept_bytes + getattr(costs, name)
+            peak = truth["kept_bytes"] + truth[name]
+            assert found > (1 - TOLERANCE) * peak, (label, name, found, peak)
+
+
+@pytest.mark.parametrize(("strategy", "documents"), [("megatron_cz", 2), ("metp", 16)])
+def test_forwards_of_rows_hold_what_chunks_within_a_narrow_window_do_not(strategy, documents):
+    """Results of many queries to be merged, where pieces are long; and angles of their rows."""
+    p, s, window = 8, 512, 32
+    row = place([s // documents] * documents, p, causal=True, alignment=s, window=window)
+    case = case_of(strategy, p, "causal", "weights", None)
+    case = dataclasses.replace(case, s=s, window=window, g=4, rope="half")
+    sizes = dataclasses.replace(
+        model_of(4, "causal", "weights").packed.sizes, p=p, s=p, g=4, rope_channels=D
+    )
+    with flash_kernel():
+        one, truth = (
+            OperationCosts(0.0, 0.0, *(measured.__wrapped__(of)[q] for q in BYTES))
+            for of in (case, dataclasses.replace(case, row=row))
+        )
+    loads = (
+        load_of(row, causal=True, window=window).within,
+        load_of_one(s, p, causal=True, window=window).within,
+    )
+    found = row_bounds.with_row_bytes(
+        strategy, one, sizes, *loads, least=None, tiled_window=None, in_one_call=True
+    )
+    peak = truth.kept_bytes + truth.forward_bytes
+    excess = (found.kept_bytes + found.forward_bytes) / peak - 1
+    assert -TOLERANCE < excess < 0.25
+
+
+def test_a_tile_of_the_tiled_kernel_holds_what_is_counted():
+    """In its forward three tensors of scores, in its backward five, and little else."""
+    assert row_bounds.TILE == tiled_kernel.TILE
+    n, d, rows, window = 16, 8, 192, 65
+    q, k, v = (torch.randn(1, n, rows, d) for _ in range(3))
+    rule = tiled_kernel.BlockRule(scale=1.0, causal=True, window=window)
+    scores = n * tiled_kernel.TILE * (window + tiled_kernel.TILE - 1) * 4
+    with LiveBytes((q, k, v)) as meter:
+        out, lse = tiled_kernel.tiled_forward(q, k, v, rule)
+        forward = meter.peak_bytes - meter.live_bytes
+        meter.reset_peak()
+        before = meter.live_bytes
+        tiled_kernel.tiled_backward(torch.ones_like(q), q, k, v, out, lse, rule)
+        backward = meter.peak_bytes - before
+    others = 10 * q.nbytes  # gradients, copies of the queries of a tile, one mask for all heads
+    assert forward <= row_bounds.FORWARD_TILES * scores + others
+    assert backward <= row_bounds.BACKWARD_TILES * scores + others
+    assert forward > (row_bounds.FORWARD_TILES - 1) * scores
+    assert backward > (row_bounds.BACKWARD_TILES - 1) * scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "head_dim", "drops", "windows"),
+    [
+        ("cpu", "bfloat16", 64, False, (7, None)),
+        ("cuda", "bfloat16", 64, False, (None, None)),
+        ("cuda", "float32", 64, False, (7, None)),
+        ("cuda", "bfloat16", 60, False, (7, None)),
+        ("cuda", "bfloat16", 264, False, (7, None)),
+        ("cuda", "bfloat16", 64, True, (7, math.inf)),
+    ],
+)
+def test_tiles_are_counted_where_the_tiled_kernel_runs(kind, dtype, head_dim, drops, windows):
+    """For a window that no other kernel knows, and for dropout: layers with the window, others."""
+    description = dataclasses.replace(
+        DESCRIPTION,
+        model=dataclasses.replace(DESCRIPTION.model, head_dim=head_dim),
+        hardware=dataclasses.replace(DESCRIPTION.hardware, kind=kind),
+        dtype=dtype,
+        attention_mask="causal",
+        attention_dropout=drops,
+        halves={"attention": {"window": 7}},
+    )
+    packed = packed_of(description)
+    assert tuple(map(packed.tiled_window, (ATTENTION, "attention@2"))) == windows
+    sizes = dataclasses.replace(packed.sizes, p=4)
+    loads = load_of(contiguous([32] * 4, 4), causal=True), load_of_one(128, 4, causal=True)
+    for window in windows:
+        more = row_bounds.extra_bytes("local_z", sizes, *loads, window)
+        assert (more > row_bounds.extra_bytes("local_z", sizes, *loads)) == (window is not None)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("strategy", ["colossal_z", "colossal_z+recompute"])
+def test_fewer_columns_of_scores_leave_products_as_large(strategy, p):
+    """In half types, where no walk tells: of latents, windows and dropout."""
+    row, variant = contiguous([S // 2, S // 2], p), "shared keys"
+
+    def alone(name):
+        found = measured(case_of(name, p, "causal", variant, None))
+        return OperationCosts(0.0, 0.0, *(found[quantity] for quantity in BYTES))
+
+    least = alone(strategy.replace("colossal_z", "megatron_cz"))
+    loads = load_of(row, causal=True), load_of_one(S, p, causal=True)
+    sizes = model_of(p, "causal", variant).packed.sizes
+    costs = row_bounds.with_row_bytes(
+        strategy, alone(strategy), sizes, *loads, least=least, tiled_window=None
+    )
+    assert loads[0].keys_received < loads[1].keys_received
+    assert not list(off(costs, measured(case_of(strategy, p, "causal", variant, row))))
+
+
+@pytest.mark.parametrize("strategy", ["colossal_z", "colossal_z+recompute"])
+def test_fewer_columns_leave_the_hashes_of_dropout_as_large(strategy):
+    """In half types: beside them are the probabilities of fewer columns, and no scores any more."""
+    p, s, variant = 4, 384, "shared keys"  # long enough for hashes to outweigh projections
+    row = contiguous([s // (2 * p)] * (2 * p), p)
+
+    def counted(name, row=None):
+        case = case_of(name, p, "causal", variant, row)
+        return measured(dataclasses.replace(case, s=s, dropout=0.1))
+
+    one, least = (
+        OperationCosts(0.0, 0.0, *(counted(name)[quantity] for quantity in BYTES))
+        for name in (strategy, strategy.replace("colossal_z", "megatron_cz"))
+    )
+    loads = load_of(row, causal=True), load_of_one(s, p, causal=True)
+    sizes = model_of(p, "causal", variant).packed.sizes
+    costs = row_bounds.with_row_bytes(
+        strategy, one, sizes, *loads, least=least, tiled_window=None, drops=True
+    )
+    assert not list(off(costs, counted(strategy, row)))
