@@ -189,6 +189,7 @@ class CostPolicy:
         shape = (seq_length, batch_size, forward_only, load)
         made: dict[tuple[Operations, tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
         layers = {}
+        countable = MOST_BYTES // (4 * len(numbers))  # a layer has two halves, and pairs of two
         most = memory.layers_on_host(seq_length, batch_size)
         for place, number in enumerate(numbers):
             of = ALIKE if self.operations is None else self.operations(number)
@@ -201,7 +202,8 @@ class CostPolicy:
                     tuple(name for name in half if name not in barred) for half in (first, second)
                 )
             if (of, first, second) not in made:
-                made[of, first, second] = self._options(costs, of, (first, second), *shape)
+                allowed = (first, second)
+                made[of, first, second] = self._options(costs, of, allowed, *shape, countable)
             layers[number] = made[of, first, second]
         count = Counter(map(id, layers.values()))
         whole = sum(count[id(options)] * options.most_bytes for options in made.values())
@@ -240,15 +242,27 @@ class CostPolicy:
         return self.strategies if self.allowed is None else self.allowed(number, operation)
 
     def _options(
-        self, costs: CostSource, of: Operations, allowed, s: int, b: int, forward_only: bool, load
+        self,
+        costs: CostSource,
+        of: Operations,
+        allowed,
+        s: int,
+        b: int,
+        forward_only: bool,
+        load: Load | None,
+        countable: int,
     ) -> LayerOptions:
+        """countable: bytes of a choice from which on it is left out, if there are others: sums of
+        such bytes would not be exact, and no memory has them (score rows grow with s squared).
+        """
         halves = []
         for operation, names in zip(of, allowed, strict=True):
             at = half_of(operation)
             able = [name for name in names if self.rows is None or self.rows.takes(name, at, load)]
             half = [self._choice(costs, operation, name, s, b, forward_only) for name in able]
-            halves.append(tuple(choice for choice in half if choice is not None))
-            if not halves[-1]:
+            found = tuple(choice for choice in half if choice is not None)
+            halves.append(tuple(c for c in found if c.most_bytes < countable) or found)
+            if not found:
                 raise UserError(
                     f"no strategy of {', '.join(names)} can run {operation} for s={s}, b={b}: "
                     "allow others, or profile them at this length"

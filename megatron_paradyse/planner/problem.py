@@ -53,6 +53,11 @@ class Choice:
         """The peak of forward and backward, above what is live between the two."""
         return max(self.forward_bytes, self.backward_bytes)
 
+    @property
+    def most_bytes(self) -> int:
+        """It keeps no more, what it needs besides included."""
+        return self.kept_bytes + self.forward_bytes + self.backward_bytes
+
 
 @dataclass(frozen=True, eq=False)
 class LayerOptions:
@@ -81,10 +86,7 @@ class LayerOptions:
     def most_bytes(self) -> int:
         """No layer of these keeps more, what it needs besides included."""
         halves = (self.attention, self.mlp, self.pairs.values())
-        return sum(
-            max((c.kept_bytes + c.forward_bytes + c.backward_bytes for c in half), default=0)
-            for half in halves
-        )
+        return sum(max((choice.most_bytes for choice in half), default=0) for half in halves)
 
     def pair(self, attention: str, mlp: str) -> Choice | None:
         """The costs that these two have together, if they are not the sum of the two."""

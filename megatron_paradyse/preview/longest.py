@@ -147,7 +147,7 @@ def longest(fits: Callable[[int], bool], step: int, *, most: int = MAX_SEQ_LENGT
         )
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(middle * step):
+        if _fits(fits, middle * step):
             low = middle
         else:
             high = middle

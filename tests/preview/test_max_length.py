@@ -10,13 +10,17 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
+from megatron_paradyse.costs.cost_file import write_cost_file
+from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import parse_runs
+from megatron_paradyse.planner.problem import TooLargeError
 from megatron_paradyse.preview.forecast import alone
 from megatron_paradyse.preview.longest import find_longest, longest
 from megatron_paradyse.preview.measured import TrialFile
 from megatron_paradyse.preview.setup import make_setup
 from megatron_paradyse.preview.trials import NO_HOST_ROOM, Options, _Rank
+from tests.costs.synthetic import make_table
 from tests.preview.test_measured import ABOUT
 from tests.train.synthetic_costs import LAWS, write_costs
 
@@ -103,6 +107,15 @@ def test_the_longest_is_found_behind_lengths_that_do_not_fit():
         longest(lambda s: True, 64)
 
 
+def test_lengths_beyond_what_is_counted_do_not_fit():
+    def fits(tokens: int) -> bool:
+        if tokens > 5000:
+            raise TooLargeError(f"{tokens}")
+        return True
+
+    assert longest(fits, 64) == 4992
+
+
 def test_what_is_beyond_whole_numbers_of_bytes_is_refused_and_no_limit(costs):
     """Sums of bytes are exact below 2^53; the search for a limit tries longer microbatches."""
     setup = make_setup(costs, {"memory_budget": "150MB"})
@@ -112,6 +125,24 @@ def test_what_is_beyond_whole_numbers_of_bytes_is_refused_and_no_limit(costs):
         setup.policy.plan(1 << 20, 1 << 30, setup.layers)
     found = find_longest(setup, 1 << 12)
     assert found.paradyse.tokens == 0 and not any(limit.tokens for limit in found.single)
+
+
+def test_score_rows_beyond_whole_numbers_of_bytes_hide_no_other_strategy(tmp_path):
+    """They grow with s squared: of the longest sequences of others they are beyond 2^53 bytes."""
+    others = ["ulysses_z", "metp", "metp+recompute"]
+    table = make_table(strategies=["colossal_z", *others])
+    path = tmp_path / "costs.json"
+    write_cost_file(path, table, fit_table(table))
+    found, expected = (
+        find_longest(make_setup(str(path), {"memory_budget": "400GB", **settings}), spread=2)
+        for settings in ({}, {"strategies": others})
+    )
+    assert found.wide is not None and expected.wide is not None
+    assert found.paradyse.tokens == expected.paradyse.tokens > 1 << 23
+    assert found.wide.tokens == expected.wide.tokens > 1 << 24
+    singles = {limit.strategy: limit.tokens for limit in found.single}
+    assert singles.pop("colossal_z") < 1 << 20
+    assert singles == {limit.strategy: limit.tokens for limit in expected.single}
 
 
 def test_what_is_extrapolated_is_marked(costs):
