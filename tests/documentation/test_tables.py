@@ -1,0 +1,169 @@
+"""Tables of docs/ against the records of benchmarks/results/: numbers are theirs, rounded."""
+
+from __future__ import annotations
+
+import re
+from statistics import median
+
+import pytest
+
+from tests.documentation.markdown import ROOT
+from tests.documentation.test_measured import record
+
+
+def table(page: str, head: str) -> list[list[str]]:
+    """The cells of the table whose head begins so, row by row, without marks of code."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("`", "").splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith(head)]
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def is_rounded(text: str, value: float) -> bool:
+    """Whether the text is the number, to as many digits as it has."""
+    number = text.strip("()%").replace(",", "")
+    decimals = len(number.partition(".")[2])
+    return abs(float(number) - value) <= 0.5 * 10**-decimals + 1e-9
+
+
+def check(cells: list[str], values: list[float]) -> None:
+    assert len(cells) == len(values)
+    assert all(map(is_rounded, cells, values)), (cells, values)
+
+
+PLANNED = {
+    "realistic, all": ("realistic", "all"),
+    "... the fastest fits everywhere": ("realistic", "uniform"),
+    "... mixed": ("realistic", "mixed"),
+    "costs without structure": ("adversarial", "all"),
+    "subset sums": ("subset_sums", "all"),
+    "realistic, every other layer of another kind": ("every_other", "all"),
+    "... one layer in six of another kind": ("one_in_six", "all"),
+    "... two kinds in any order": ("any_order", "all"),
+}
+
+
+def test_times_of_the_planner():
+    rows = table("planner.md", "| problems | | median")
+    assert len(rows) == len(PLANNED)
+    for name, *cells in rows:
+        kind, which = PLANNED[name.partition(" (")[0]]
+        found = record("planner")["rows"][kind][which]
+        check(cells, [found[key] for key in ("problems", "median", "p95", "max")])
+
+
+def test_how_even_placements_are():
+    found = {
+        (row["distribution"], row["p"], row["budget_tokens"]): row
+        for row in record("placement")["rows"]
+    }
+    name = ""
+    for first, p, budget, *cells in table("packing.md", "| | p | budget"):
+        name = first.lower() or name
+        tokens = int(budget[:-1]) << (20 if budget[-1] == "M" else 10)
+        row = found[name, int(p), tokens]
+        shares = [100 * row[key] for key in ("documents_across_ranks", "padding")]
+        ratio = row["bytes_ratio_to_ring"]
+        check(cells, [row["microbatches"], row["imbalance_max"], *shares, ratio])
+
+
+def test_seconds_of_packed_global_batches():
+    names = {"MegatronCZ": "megatron_cz", "UlyssesZ": "ulysses_z", "METP": "metp"}
+    packed = record("packed_workload")
+    for name, *cells in table("packing.md", "| seconds of a global batch of"):
+        way, _, strategy = name.partition(", ")
+        base, plus, suffix = strategy.partition(",")[0].partition("+")
+        key = way if strategy == "optimal" else names[base] + plus + suffix
+        batches = [median(rounds) for rounds in packed["seconds"][key]]
+        check(cells, [*batches, sum(batches), sum(batches) / packed["packed_seconds"]])
+
+
+def test_estimates_against_hybrid_context_parallelism():
+    rows = table("packing.md", "| documents | R = 8")
+    found = {
+        (
+            row["workload"].partition("-")[0],
+            row["documents"] // (row["ranks"] // 8),
+            row["ranks"],
+        ): row
+        for row in record("hybrid_cp")["estimates"]
+    }
+    assert len(rows) == 12 and len(found) == 32
+    of = ("", 128)
+    for name, *cells in rows:
+        spread = "--paradyse-spread" in name
+        if not spread:
+            few = 16 if re.search(r", 16\b", name) else 128
+            of = (re.split(r"[ ,]", name.lower())[0], few)
+        for ranks, cell in zip((8, 16, 32, 64), cells, strict=True):
+            if cell != "-":
+                check([cell], [found[*of, ranks]["spread_ratio" if spread else "ratio"]])
+
+
+def test_longest_sequences_that_are_simulated():
+    found = {(row["model"], row["state_bytes"]): row for row in record("max_length")["rows"]}
+    rows = table("memory.md", "| model, state | ParaDySe: tokens")
+    assert len(rows) == len(found)
+    for name, *cells, parts in rows:
+        model, _, state = name.lower().partition(", ")
+        row = found[model, int(state)]
+        ours, without, peak = (row[key] for key in ("paradyse", "without_offload", "peak"))
+        (metp,) = [limit["tokens"] for limit in row["single"] if limit["strategy"] == "metp"]
+        host = row["paradyse_host_bytes"] / 2**30
+        less = [without[f"paradyse_{key}"] for key in ("tokens", "seconds")]
+        check(cells, [ours["tokens"], row["paradyse_seconds"], host, *less, metp])
+        held = [peak[key] / 2**30 for key in ("static", "embedding", "kept", "workspace")]
+        check(parts.split(", "), held)
+
+
+def test_longest_sequences_on_cpu_ranks():
+    rows = table("memory.md", "| | LLaMA, predicted")
+    for begin, shape in ((0, "llama"), (3, "bert")):
+        limits = record(f"max_length_real_{shape}")["limits"]
+        keys = ("predicted", "tokens", "above")
+        found = {limit["strategy"]: [limit[key] for key in keys] for limit in limits}
+        assert {name for name, *_ in rows} == set(found)
+        for name, *cells in rows:
+            check(cells[begin : begin + 3], found[name])
+
+
+def test_faults_by_kind():
+    rows = table("reliability.md", "| kind | faults")
+    found = record("reliability")["by_kind"]
+    assert [name for name, *_ in rows] == list(found)
+    for name, faults, _, longest in rows:
+        check([faults, longest], [found[name]["faults"], found[name]["seconds_max"]])
+
+
+def test_seconds_of_documents_that_are_chosen_for():
+    dynamic = record("dynamic_workload")
+    rows = table("choosing.md", "| | seconds | over optimal")
+    ours = dynamic["optimal_seconds"]
+    fixed = {name: seconds for name, seconds in dynamic["fixed"].items() if seconds != "oom"}
+    heuristic = ours * dynamic["heuristic_over_optimal"]
+    expected = [ours, heuristic, dynamic["oracle_seconds"], *sorted(fixed.values())]
+    for (_, *cells), seconds in zip(rows[:-1], expected, strict=True):
+        check(cells, [seconds, seconds / ours])
+
+
+def test_errors_of_simulated_seconds_on_an_h200():
+    names = ("megatron_ts", "ulysses_z", "megatron_cz", "metp", "colossal_z")
+    rows = record("simulator")["h200"]["rows"]
+    found = {(row["s"], row["strategy"]): 100 * row["error"] for row in rows}
+    (page,) = [table("simulator.md", "| tokens | megatron_ts")]
+    for s, *cells in page:
+        told = [cell for cell in cells if cell != "out of memory"]
+        check(told, [found[int(s.replace(",", "")), name] for name in names[: len(told)]])
+    assert len(page) == len({s for s, _ in found})
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "is_so"),
+    [("1,024", 1024.4, True), ("9.5%", 9.44, False), ("-4%", -3.5, True)],
+)
+def test_numbers_are_compared_to_the_digits_that_are_told(text, value, is_so):
+    assert is_rounded(text, value) == is_so
