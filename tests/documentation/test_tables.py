@@ -150,6 +150,20 @@ def test_seconds_of_documents_that_are_chosen_for():
         check(cells, [seconds, seconds / ours])
 
 
+def test_errors_of_fits_on_cpu_ranks():
+    found = record("cost_model")
+    for name, *cells in table("cost-model.md", "| | largest error inside | at 4x |"):
+        check(cells, [100 * found[name][key] for key in ("memory_max", "memory_max_4x")])
+    keys = ("time_median", "time_p95", "time_median_2x")
+    noise = [found[key] for key in ("noise_floor", "noise_p95", "noise_floor_2x")]
+    for name, *cells in table("cost-model.md", "| | median inside | 95% inside"):
+        errors = [found[name][key] for key in keys] if name in found else noise
+        check(cells, [100 * error for error in errors])
+    lengths = {s for part in found["configuration"]["bytes"] for s in part}
+    page = (ROOT / "docs/cost-model.md").read_text(encoding="utf-8")
+    assert f"from one profile of {len(lengths)} lengths" in page
+
+
 def test_errors_of_simulated_seconds_on_an_h200():
     names = ("megatron_ts", "ulysses_z", "megatron_cz", "metp", "colossal_z")
     rows = record("simulator")["h200"]["rows"]
