@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_paradyse.costs.layers import ALIKE, ATTENTION, MLP, Operations, half_of
+from megatron_paradyse.costs.layers import ALIKE, ATTENTION, MLP, Operations
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.row import Row, of_each
@@ -18,19 +17,19 @@ from megatron_paradyse.plan import Plan, uniform_plan
 from megatron_paradyse.planner.cache import CAPACITY, CachedPlanner, SmoothedPlanner
 from megatron_paradyse.planner.gain import GainPlanner
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
+from megatron_paradyse.planner.layer_options import OptionsMaker
 from megatron_paradyse.planner.optimal import OptimalPlanner
 from megatron_paradyse.planner.peak import evaluate, with_margin
 from megatron_paradyse.planner.pipeline import UNLIMITED, shares
 from megatron_paradyse.planner.problem import (
     MOST_BYTES,
-    Choice,
     LayerOptions,
     Outcome,
     Planner,
     Problem,
     TooLargeError,
 )
-from megatron_paradyse.planner.sources import CostSource, Numbers, RowSource, StageMemory
+from megatron_paradyse.planner.sources import CostSource, RowSource, StageMemory
 from megatron_paradyse.strategies import offloads
 from megatron_paradyse.units import bytes_text
 
@@ -185,11 +184,18 @@ class CostPolicy:
         others, tail = 0, 0
         if not forward_only and memory.budget_bytes < UNLIMITED:  # else there is nothing to share
             others, tail = shares(budget - memory.static_bytes, memory.num_in_flight)
-        costs = self.costs if load is None else self._rows.costs(load)
-        shape = (seq_length, batch_size, forward_only, load)
         made: dict[tuple[Operations, tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
         layers = {}
-        countable = MOST_BYTES // (4 * len(numbers))  # a layer has two halves, and pairs of two
+        rows = self.rows
+        options = OptionsMaker(
+            self.costs if load is None else self._rows.costs(load),
+            memory,
+            batch_size=batch_size,
+            seq_length=seq_length,
+            forward_only=forward_only,
+            countable=MOST_BYTES // (4 * len(numbers)),  # a layer has two halves, and pairs of two
+            takes=None if rows is None else (lambda name, half: rows.takes(name, half, load)),
+        )
         most = memory.layers_on_host(seq_length, batch_size)
         for place, number in enumerate(numbers):
             of = ALIKE if self.operations is None else self.operations(number)
@@ -202,11 +208,10 @@ class CostPolicy:
                     tuple(name for name in half if name not in barred) for half in (first, second)
                 )
             if (of, first, second) not in made:
-                allowed = (first, second)
-                made[of, first, second] = self._options(costs, of, allowed, *shape, countable)
+                made[of, first, second] = options(of, (first, second))
             layers[number] = made[of, first, second]
         count = Counter(map(id, layers.values()))
-        whole = sum(count[id(options)] * options.most_bytes for options in made.values())
+        whole = sum(count[id(of_layer)] * of_layer.most_bytes for of_layer in made.values())
         if whole >= MOST_BYTES:
             raise TooLargeError(
                 f"s={seq_length:,}, b={batch_size:,}: its layers may hold {bytes_text(whole)}, and "
@@ -240,71 +245,6 @@ class CostPolicy:
 
     def _allowed(self, number: int, operation: str) -> tuple[str, ...]:
         return self.strategies if self.allowed is None else self.allowed(number, operation)
-
-    def _options(
-        self,
-        costs: CostSource,
-        of: Operations,
-        allowed,
-        s: int,
-        b: int,
-        forward_only: bool,
-        load: Load | None,
-        countable: int,
-    ) -> LayerOptions:
-        """countable: bytes of a choice from which on it is left out, if there are others: sums of
-        such bytes would not be exact, and no memory has them (score rows grow with s squared).
-        """
-        halves = []
-        for operation, names in zip(of, allowed, strict=True):
-            at = half_of(operation)
-            able = [name for name in names if self.rows is None or self.rows.takes(name, at, load)]
-            half = [self._choice(costs, operation, name, s, b, forward_only) for name in able]
-            found = tuple(choice for choice in half if choice is not None)
-            halves.append(tuple(c for c in found if c.most_bytes < countable) or found)
-            if not found:
-                raise UserError(
-                    f"no strategy of {', '.join(names)} can run {operation} for s={s}, b={b}: "
-                    "allow others, or profile them at this length"
-                )
-        source = costs.pairs
-        if forward_only or source is None:
-            return LayerOptions(halves[0], halves[1])
-        offered = [(first.name, second.name) for first in halves[0] for second in halves[1]]
-        pairs, same = {}, costs.same_pairs(set(offered))
-        for first in halves[0]:
-            for second in halves[1]:
-                if (first.name, second.name) in same:
-                    continue
-                numbers = source(first.name, second.name, s, b, of)
-                if numbers is not None:
-                    gathers = first.gathers or second.gathers
-                    pair = _make_choice(first.name, numbers, gathers)
-                    pairs[first.name, second.name] = pair
-        tries = costs.tries
-        untried = [pair for pair in offered if tries is not None and not tries(*pair)]
-        return LayerOptions(halves[0], halves[1], pairs, same, frozenset(untried))
-
-    def _choice(
-        self, costs: CostSource, operation, name: str, s: int, b: int, forward_only: bool
-    ) -> Choice | None:
-        if forward_only and costs.evaluation is not None:
-            numbers = costs.evaluation(operation, name, s, b)
-        else:
-            numbers = costs.training(operation, name, s, b)
-            if numbers is not None and forward_only:
-                seconds, kept, forward, _ = numbers
-                numbers = (seconds, 0, kept + forward, 0)
-        if numbers is None:
-            return None
-        if forward_only:
-            seconds, kept, forward, backward = numbers
-            numbers = (seconds, kept, forward + self._inputs(half_of(operation), s, b), backward)
-        return _make_choice(name, numbers, self.memory.gathers(half_of(operation), name, s, b))
-
-    def _inputs(self, half: str, s: int, b: int) -> int:
-        """Of an evaluation, beside what the embedding keeps: its own input, and its layer's."""
-        return (1 if half == ATTENTION else 2) * self.memory.input_bytes(s, b)
 
     def _exceeds(self, outcome: Outcome, batch_size: int, seq_length: int, row: Row | None) -> None:
         message = (
@@ -342,9 +282,3 @@ class HeuristicPolicy(CostPolicy):
 def _without_offload(names: tuple[str, ...]) -> tuple[str, ...]:
     """All of them where there is nothing else: then it was asked for."""
     return tuple(name for name in names if not offloads(name)) or names
-
-
-def _make_choice(name: str, numbers: Numbers, gathers: bool) -> Choice:
-    seconds, kept, forward, backward = numbers
-    sizes = (math.ceil(kept), math.ceil(forward), math.ceil(backward))
-    return Choice(name, seconds, *sizes, gathers)
