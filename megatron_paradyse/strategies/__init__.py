@@ -139,27 +139,9 @@ def get_strategy(name: str) -> Strategy:
 def _load(name: str) -> Strategy:
     if name in BUILT_IN:
         return importlib.import_module(f"{__name__}.{name}").STRATEGY
-    point = _third_party()[name]
-    where = f"entry point {name!r} of the group {ENTRY_POINT_GROUP}"
-    try:
-        strategy = point.load()
-    except Exception as error:  # of whatever the package does as it is imported
-        raise UserError(
-            f"{where}: cannot be imported, {type(error).__name__}: {error}: repair its package, or "
-            "uninstall it"
-        ) from error
-    from megatron_paradyse.strategies.contract import Strategy
+    from megatron_paradyse.strategies.third_party import load_strategy
 
-    if not isinstance(strategy, Strategy):
-        kind = strategy if isinstance(strategy, type) else type(strategy)
-        raise UserError(
-            f"{where}: not an object of the class Strategy, but {kind.__name__}: name one"
-        )
-    if strategy.name != name:
-        raise UserError(
-            f"{where}: the strategy calls itself {strategy.name!r}: give both the same name"
-        )
-    return strategy
+    return load_strategy(name, _third_party()[name])
 
 
 @cache

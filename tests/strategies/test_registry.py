@@ -12,11 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import megatron_paradyse.strategies as registry
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name, strategy_names
-from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+from megatron_paradyse.strategies.contract import (
+    AttentionShape,
+    AttentionWeights,
+    Microbatch,
+    MlpWeights,
+)
 from megatron_paradyse.strategies.marks import FLAG_OF_MARK, check_heeds
 
 FOLDER = Path(registry.__file__).parent
@@ -58,14 +64,14 @@ def test_refusals_name_rule_values_and_remedy():
         get_strategy("megatron_cz").check(replace(_shape(6, 1), output_gate=True), 5)
 
 
+def give(monkeypatch, strategy):
+    """By the entry point `mine`, as another package does."""
+    point = SimpleNamespace(load=lambda: strategy)
+    monkeypatch.setattr(registry, "_third_party", lambda: {"mine": point})
+
+
 def test_third_party_strategy_is_found_through_its_entry_point(monkeypatch):
-    class Point:
-        name = "mine"
-
-        def load(self):
-            return replace(get_strategy("megatron_ts"), name="mine", title="Mine")
-
-    monkeypatch.setattr(registry, "_third_party", lambda: {"mine": Point()})
+    give(monkeypatch, replace(get_strategy("megatron_ts"), name="mine", title="Mine"))
     assert "mine" in strategy_names()
     assert registry.get_strategy.__wrapped__("mine").title == "Mine"
     assert registry.get_strategy.__wrapped__("mine+recompute").title == "Mine+recompute"
@@ -88,11 +94,43 @@ def test_an_entry_point_that_gives_no_strategy_is_refused_by_its_name(value, mon
         registry.get_strategy.__wrapped__("mine")
 
 
+@pytest.mark.parametrize(("part", "value"), [("check", None), ("mlp", 3), ("takes", "all")])
+def test_a_part_that_is_no_function_is_refused(part, value, monkeypatch):
+    give(monkeypatch, replace(get_strategy("metp"), name="mine", **{part: value}))
+    with pytest.raises(UserError, match=rf"'mine' .*: {part} is {value!r}, not a function: give"):
+        registry.get_strategy.__wrapped__("mine")
+
+
+RESULTS = {
+    "as due": (lambda x: x, None),
+    "nothing": (lambda x: None, "a NoneType, where"),
+    "wider numbers": (torch.Tensor.double, r"\[4, 2, 8\] in torch.float64, where"),
+    "all ranks' rows": (lambda x: torch.cat((x, x)), r"\[8, 2, 8\] in torch.float32, where"),
+}
+
+
+@pytest.mark.parametrize("case", RESULTS)
+@pytest.mark.parametrize("part", ["attention", "mlp", "tiled_mlp"])
+def test_what_another_packages_strategy_returns_is_held_to_the_contract(part, case, monkeypatch):
+    """Megatron would go on with what adds up: another dtype, or with p = 1 more rows."""
+    result, said = RESULTS[case]
+    given = replace(get_strategy("metp"), name="mine", **{part: lambda x, *_: result(x)})
+    give(monkeypatch, given)
+    x, weight = torch.zeros(4, 2, 8), torch.zeros(8, 8)
+    weights = (AttentionWeights if part == "attention" else MlpWeights)(weight, weight)
+    run = getattr(registry.get_strategy.__wrapped__("mine"), part)
+    if said is None:
+        assert run(x, weights, None, None) is x
+        return
+    due = r" \[s/p, b, h\] = \[4, 2, 8\] in torch.float32 is due: repair"
+    with pytest.raises(UserError, match=f"^strategy mine: {part} returns {said}{due}"):
+        run(x, weights, None, None)
+
+
 def test_a_microbatch_that_another_packages_strategy_cannot_run_is_refused(monkeypatch):
     """Why it cannot is the strategy's own: of local_z alone it is where documents lie."""
     takes = replace(get_strategy("megatron_ts"), name="mine", takes=lambda m, p: m.seq_length > 99)
-    point = SimpleNamespace(load=lambda: takes)
-    monkeypatch.setattr(registry, "_third_party", lambda: {"mine": point})
+    give(monkeypatch, takes)
     registry.check_takes("mine+recompute", Microbatch(100, 1), 2)
     with pytest.raises(UserError, match=r"^mine cannot run .* of s=99 over p=2 ranks: use "):
         registry.check_takes("mine", Microbatch(99, 1), 2)
