@@ -10,6 +10,7 @@ import click
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.option_types import (
+    BYTES,
     DOCUMENTS,
     FILE,
     LENGTHS,
@@ -33,6 +34,7 @@ def policy_options(command: Callable) -> Callable:
         click.option("--host-memory", metavar="SIZE", help="A rank's host memory for +offload."),
         click.option(
             "--static-memory",
+            type=BYTES,
             metavar="SIZE",
             help="What a rank holds always, as training says at its start; default: as profiled.",
         ),
@@ -102,7 +104,7 @@ def plan(
     costs: str,
     config: str | None,
     num_layers: int | None,
-    static_memory: str | None,
+    static_memory: int | None,
     batch_size: int,
     as_json: bool,
     **flags: str | float | bool | None,
@@ -211,7 +213,7 @@ def max_length(
     costs: str,
     config: str | None,
     num_layers: int | None,
-    static_memory: str | None,
+    static_memory: int | None,
     batch_size: int,
     as_json: bool,
     flags: tuple[str, ...],

@@ -68,13 +68,13 @@ def make_setup(
     config: str | None = None,
     *,
     num_layers: int | None = None,
-    static_memory: str | None = None,
+    static_memory: int | None = None,
     grid: Grid | None = None,
     packed: bool = False,
 ) -> Setup:
     """flags: values of Settings, None where not given; config: a YAML file of settings.
 
-    static_memory: what the stage holds always, such as 21GiB; None: as the file's grid does, and of
+    static_memory: bytes that the stage holds always; None: as the file's grid does, and of
     another depth or stage by the parameters that the shape lets one estimate. packed: plans of
     packed rows too, which other strategies may run. UserError for a policy that does not choose by
     cost, a file without costs, no room, and of a part of a mixture of experts without
@@ -114,7 +114,7 @@ def make_setup(
     schedule = grid.stage - 1, grid.num_stages, grid.num_microbatches or grid.num_stages
     stage = policies.stage(
         share=share,
-        static_bytes=None if static_memory is None else parse_bytes(static_memory),
+        static_bytes=static_memory,
         has_embedding=first,
         has_head=last,
         num_in_flight=in_flight(*schedule),

@@ -98,6 +98,10 @@ REFUSED = {
         ["--lengths", "64", "--memory-budget", "1B", "--static-memory", "0B"],
         "a memory budget of 1B holds nothing",
     ),
+    "static memory": (
+        ["--lengths", "64", "--static-memory", "nan"],
+        "'--static-memory': a size is written like 76GiB, 512MiB or 80GB, got 'nan'",
+    ),
     "no room": (
         ["--lengths", "64", "--memory-budget", "50MB"],
         "parameters, gradients and optimizer take 95.1 MiB of a memory budget of 47.7 MiB",
