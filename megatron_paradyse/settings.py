@@ -17,7 +17,7 @@ from megatron_paradyse import setting_kinds as kinds
 from megatron_paradyse.data.choices import LONG_DOCUMENT_CHOICES, ORDER_CHOICES
 from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.setting_kinds import Kind, Restriction
-from megatron_paradyse.yaml_file import compose_yaml, refuse_twice, value_of
+from megatron_paradyse.yaml_file import compose_yaml, decimal_value_of, refuse_twice
 
 GRANULARITY_CHOICES = ("operation", "layer", "sequence")
 DOCUMENTS, PACKED, FIXED = "documents", "packed", "fixed"  # values of sequences
@@ -235,7 +235,7 @@ def settings_of(path: str, node: yaml.Node) -> dict[str, Any]:
         if key in settings:
             raise UserError(f"{where}: key {key!r} is given twice: keep one")
         refuse_twice(path, value_node)
-        value = value_of(value_node, f"{where}: {key}")
+        value = decimal_value_of(value_node, f"{where}: {key}")
         if value is None:
             raise UserError(f"{where}: {key} is empty: give a value, or leave the line out")
         if isinstance(value, dict):  # each of its lines, to name the one that is wrong

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.units import parse_bytes
 
 MAX_CHARACTERS = 1 << 20
+# Numbers that are others to YAML 1.1 than to who wrote them: 010 is 8, and 1:30 is 90.
+NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 MAX_NODES = 20_000  # with every alias written out; PyYAML reads so many in about a second
 
 
@@ -162,6 +165,29 @@ def value_of(node: yaml.Node, where: str) -> Any:
         raise UserError(
             f"{where}: cannot be read: {' '.join(why.split()):.200}: put a text in quotes"
         ) from error
+
+
+def decimal_value_of(node: yaml.Node, where: str) -> Any:
+    """As value_of; UserError for numbers of base 8 or 60 too."""
+    value = value_of(node, where)
+    for part in _scalars(node):
+        if part.tag.endswith((":int", ":float")) and NOT_DECIMAL.fullmatch(part.value):
+            read = yaml.SafeLoader("").construct_object(part)
+            raise UserError(
+                f"{where}: {part.value:.40} is {read} in YAML: write the number in decimal, or "
+                f"'{part.value:.40}' in quotes for a text"
+            )
+    return value
+
+
+def _scalars(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+    """Those within a node that has been read, so that none holds itself."""
+    if isinstance(node, yaml.ScalarNode):
+        yield node
+        return
+    for part in node.value:
+        for inner in part if isinstance(part, tuple) else (part,):
+            yield from _scalars(inner)
 
 
 def refuse_twice(path: str, node: yaml.Node) -> None:

@@ -82,6 +82,14 @@ def test_strategies_flag_is_a_comma_separated_list():
         ("layers:\n  1: [metp]\n  1: [metp]\n", r"yaml:3: key '1' is given twice: keep one"),
         ("layers: {[1, 2]: [metp]}\n", r"yaml:1: a key is a sequence: write it as a text or a num"),
         ("paradyse: {order: shuffled}\nparadyse: {}\n", r"yaml:2: key 'paradyse' is given twice"),
+        (
+            "layers: {010: [metp]}\n",
+            r"yaml:1: layers: 010 is 8 in YAML: .* decimal, or '010' in quo",
+        ),
+        (
+            "balance: true\nsmoothing: -1:30.5\n",
+            r"yaml:2: smoothing: -1:30.5 is -90.5 in YAML: write the number",
+        ),
         ("memory_budget: 76G\n", r"yaml:1: memory_budget: a size is written like 76GiB"),
         (
             "trace:\n\t- a\n",
