@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron_paradyse.ports import free_port
 
+FOLLOWS = 3  # watchdog.EXIT_CODE: a rank ends, for another one has
 # No other imports here: the helper process of a rank's first checkpoint repeats them.
 
 
@@ -130,17 +131,30 @@ def _is_stopped(process: int) -> bool:
 def _wait(children: dict[int, int], deadline: float) -> int:
     """Until all ended well (0), one failed (its code) or the time is up (124); drops the ended."""
     while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            children.pop(pid)
-            code = os.waitstatus_to_exitcode(status)
-            if code:
-                return code
-        elif time.monotonic() > deadline:
+        failed = [code for code in _ended(children) if code]
+        if failed == [FOLLOWS]:
+            time.sleep(
+                0.2
+            )  # the one that it follows closes its sockets before it can be waited for
+            failed += [code for code in _ended(children) if code]
+        if failed:
+            return next((code for code in failed if code != FOLLOWS), FOLLOWS)
+        if time.monotonic() > deadline:
             return 124
-        else:
-            time.sleep(0.02)
+        time.sleep(0.02)
     return 0
+
+
+def _ended(children: dict[int, int]) -> list[int]:
+    """The codes of those that have ended since; drops them."""
+    codes = []
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            break
+        children.pop(pid)
+        codes.append(os.waitstatus_to_exitcode(status))
+    return codes
 
 
 def _become_rank(request: dict, rank: int, port: int) -> None:
