@@ -45,11 +45,6 @@ class OperationFit:
     fits: tuple[HybridFit, ...] | tuple[PaperFit, ...]  # in the order of QUANTITIES
     timed: tuple[tuple[int, int, int], ...]
 
-    @property
-    def is_of_one_sequence(self) -> bool:
-        """Whether no b but 1 was measured."""
-        return all(b == 1 for b, _, _ in self.timed)
-
     def longest_seen(self, quantity: str) -> int:
         """The longest length at any b to which the fit of a quantity was made."""
         if quantity not in TIME_QUANTITIES:
@@ -91,6 +86,7 @@ class CostModel:
         self.packed = packed
         self._copy = copy
         self._rows = {(fit.strategy, fit.operation): i for i, fit in enumerate(self.fits)}
+        self._copied = [] if copy is None else self._of_one_sequence(EMBEDDING, PREDICTION)
         self._prepared: dict[int, HybridEvaluation | PaperEvaluation] = {}
         self._last: tuple[tuple[int, int], list[list[float]]] = ((0, 0), [])
 
@@ -184,11 +180,15 @@ class CostModel:
         if not 1 <= seq_length <= MAX_SEQ_LENGTH:
             raise UserError(f"seq_length must lie in [1, {MAX_SEQ_LENGTH}], got {seq_length!r:.40}")
         values = evaluation(seq_length).tolist()
-        for operation in (EMBEDDING, PREDICTION):  # of the latter at most: it may peak elsewhere
-            row = self._rows.get((MODEL, operation))
-            if self._copy is not None and row is not None and self.fits[row].is_of_one_sequence:
-                values[row][FORWARD] += self._copy(seq_length, batch_size)
+        for row in self._copied:  # of a prediction at most: it may peak elsewhere
+            assert self._copy is not None
+            values[row][FORWARD] += self._copy(seq_length, batch_size)
         return values
+
+    def _of_one_sequence(self, *operations: str) -> list[int]:
+        """The rows of these operations of the model of which no b but 1 was measured."""
+        rows = [self._rows[MODEL, name] for name in operations if (MODEL, name) in self._rows]
+        return [row for row in rows if all(b == 1 for b, _, _ in self.fits[row].timed)]
 
     def _prepare(self, batch_size: int) -> HybridEvaluation | PaperEvaluation:
         if not 1 <= batch_size <= MAX_BATCH_SIZE:

@@ -155,12 +155,12 @@ def _rows(setup: Setup, parts: PeakParts, one: Forecast) -> Iterator[tuple[str, 
 
 def _other_budgets(setup: Setup, one: Forecast) -> Iterator[str]:
     """What would change with 10% more or less memory."""
+    barred = setup.policy.barred(one.batch_size, one.seq_length, one.row)
+    size = (one.batch_size, one.planned_length)
+    how = *size, one.problem.forward_only, one.load, barred
     for share, word in ((MORE, "more"), (LESS, "less")):
         policy = setup.with_budget(share)
         budget = bytes_text(int(setup.stage.budget_bytes * share))
-        size = (one.batch_size, one.planned_length)
-        barred = policy.barred(one.batch_size, one.seq_length, one.row)
-        how = *size, one.problem.forward_only, one.load, barred
         problem = policy.problem(setup.layers, *how)
         outcome = policy.planner.plan(problem)
         title = f"With 10% {word} memory, {budget}: "
