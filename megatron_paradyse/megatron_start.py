@@ -8,12 +8,14 @@ end so, and nothing else. On a CPU, cpu_platform.py does the rest.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -242,17 +244,24 @@ def _short_warm_up(warm_up):
         from megatron.training import get_args
 
         args = get_args()
-        longest = args.seq_length
         most = WARM_UP_POSITIONS * args.tensor_model_parallel_size
-        if not getattr(args, "paradyse", False) or longest <= most:
+        if not getattr(args, "paradyse", False) or args.seq_length <= most:
             return warm_up(*arguments, **options)
-        args.seq_length = most
-        try:
+        with other_values(args, seq_length=most):
             return warm_up(*arguments, **options)
-        finally:
-            args.seq_length = longest
 
     return run
+
+
+@contextlib.contextmanager
+def other_values(args: argparse.Namespace, **values: Any) -> Iterator[None]:
+    """Megatron's arguments with these in the place of theirs, for a call of Megatron's."""
+    own = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(own)
 
 
 def _norm_with_sequence_parallel(original_new):

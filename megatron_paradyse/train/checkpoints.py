@@ -20,6 +20,7 @@ from megatron.training import checkpointing, get_args, print_rank_0, training
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.megatron_start import other_values
 from megatron_paradyse.train import counting
 from megatron_paradyse.train.byte_buffers import release_byte_buffers
 from megatron_paradyse.train.checkpoint_files import (
@@ -175,20 +176,6 @@ def as_given(args: argparse.Namespace) -> Iterator[None]:
         vars(args).update(ours)
 
 
-@contextlib.contextmanager
-def _reading_what_it_has(args: argparse.Namespace) -> Iterator[None]:
-    """While a checkpoint is read, Megatron's arguments without what this run leaves out of its own.
-
-    Megatron asks a checkpoint for what it would save, and then misses the rest.
-    """
-    ours = {name: getattr(args, name) for name in ("no_save_optim", "no_save_rng")}
-    vars(args).update(dict.fromkeys(ours))
-    try:
-        yield
-    finally:
-        vars(args).update(ours)
-
-
 def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_whole(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +184,8 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
         if folder is not None:
             _mend_tracker(folder, iteration_to_load(folder, megatron.ckpt_step))
         try:
-            with _reading_what_it_has(megatron):
+            # Megatron asks a checkpoint for what it would save, and then misses the rest.
+            with other_values(megatron, no_save_optim=None, no_save_rng=None):
                 result = load(*args, **kwargs)
         except (Exception, SystemExit, CheckpointException) as error:
             stopped = isinstance(error, SystemExit) and megatron.exit_on_missing_checkpoint

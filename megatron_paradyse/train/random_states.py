@@ -13,6 +13,8 @@ from typing import Any
 from megatron.core import mpu
 from megatron.training import checkpointing, get_args
 
+from megatron_paradyse.megatron_start import other_values
+
 
 def install() -> None:
     """Wrap how Megatron collects random states, and how it reads a checkpoint."""
@@ -25,13 +27,8 @@ def _of_all_replicas(states: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(states)
     def states_of_all(*args: Any, **kwargs: Any) -> Any:
-        megatron = get_args()
-        given = megatron.data_parallel_random_init
-        megatron.data_parallel_random_init = True
-        try:
+        with other_values(get_args(), data_parallel_random_init=True):
             return states(*args, **kwargs)
-        finally:
-            megatron.data_parallel_random_init = given
 
     return states_of_all
 
