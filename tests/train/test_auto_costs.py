@@ -22,8 +22,8 @@ from megatron_paradyse.train import auto_costs, cost_cache, plugin
 from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_kind import GPT
 from tests.train.harness import with_defaults, write_documents
+from tests.train.parsing import parsed, validated
 from tests.train.synthetic_costs import write_costs
-from tests.train.test_refused_flags import parsed, validated
 
 # Of the fields that shape a model and its buffers: what its weights begin as, and what is logged.
 DROPPED = {"init_method_std", "log_max_attention_logit"}

@@ -15,7 +15,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import agreement, plugin
 from megatron_paradyse.train.data_files import check_fixed_splits, check_split, other_vocabulary
 from tests.train.harness import MODEL, write_documents
-from tests.train.test_refused_flags import validated
+from tests.train.parsing import validated
 
 FLAGS = {
     "--data-path": "A B",

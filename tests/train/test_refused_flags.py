@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import sys
 
 import pytest
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.strategies import get_strategy
-from megatron_paradyse.train import plugin, strategy_flags
-from megatron_paradyse.train.auto_costs import SAID_ERROR
-from tests.train.harness import LATENT, with_defaults, write_documents
+from megatron_paradyse.train import strategy_flags
+from tests.train.harness import LATENT
+from tests.train.parsing import parsed, validated
 
 PACKED = ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", "4K"]
 PACKED += ["--micro-batch-size", 1]
@@ -209,52 +207,12 @@ def test_a_strategy_of_others_that_knows_no_gate_is_refused(monkeypatch):
         validated(args)
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"), [("8,0", (8, 0)), ("(8,-1)", (8, 0)), ("(8,3)", (8, 0)), ("(-1,0)", None)]
-)
-def test_a_window_is_what_transformer_engine_makes_of_it(given, kept, monkeypatch, tmp_path):
-    """Causal whatever the second number; a negative one hides nothing."""
-    write_documents(tmp_path / "corpus", [20] * 10)
-    args = parsed(monkeypatch, "--window-size", given)
-    args.data_path = [str(tmp_path / "corpus")]
-    assert validated(args).window_size == kept
-
-
 @pytest.mark.parametrize(("interval", "said"), [(None, "is missing"), (0, "0 is no interval")])
 def test_megatron_divides_by_the_interval_of_evaluations(interval, said, monkeypatch):
     args = parsed(monkeypatch)
     args.eval_interval = interval
     with pytest.raises(UserError, match=f"--eval-interval {said}, .*: give --eval-interval 1000"):
         validated(args)
-
-
-@pytest.mark.parametrize("interval", [None, 0])
-@pytest.mark.parametrize("flag", ["--skip-train", "--full-validation"])
-def test_where_no_evaluation_goes_by_an_interval_megatron_has_one(
-    flag, interval, monkeypatch, tmp_path
-):
-    """It divides the iteration of a checkpoint by it; later starts learn what was given."""
-    write_documents(tmp_path / "corpus", [20] * 10)
-    args = parsed(monkeypatch, flag)
-    args.eval_interval, args.data_path = interval, [str(tmp_path / "corpus")]
-    assert 10**9 // validated(args).eval_interval == 0
-    assert args.paradyse_instead_of["eval_interval"] is interval
-
-
-def parsed(monkeypatch, *flags):
-    """Megatron's arguments of MODEL with --paradyse, not yet validated."""
-    plugin.install()
-    from megatron.training.arguments import parse_args
-
-    given = with_defaults([*flags, "--paradyse", "--data-path", "none"])
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *given])
-    return parse_args()
-
-
-def validated(args):
-    from megatron.training.arguments import validate_args
-
-    return validate_args(args)
 
 
 SHARDED = ["--tensor-parallel-num-weight-shards 2", "--use-megatron-fsdp", "--use-torch-fsdp2"]
@@ -287,71 +245,6 @@ def test_what_only_a_checkouts_script_obeys_is_refused_without_it(flag, monkeypa
         gpt.pretrain()
 
 
-def test_megatrons_data_are_made_as_all_its_flags_say(monkeypatch, tmp_path):
-    """Every field of the configuration of its datasets that a flag of the same meaning sets."""
-    plugin.install()
-    from megatron_paradyse.train import gpt
-
-    counts = tmp_path / "counts.json"
-    counts.write_text('{"corpus": [8, 8]}')
-    flags = ["--multiple-validation-sets", "--full-validation", "--allow-ambiguous-pad-tokens"]
-    flags += ["--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap"]
-    flags += ["--object-storage-cache-path", "there", "--data-cache-path", "here"]
-    args = parsed(monkeypatch, *flags, "--per-dataset-sequences-path", counts)
-    args.data_parallel_size = 1
-    monkeypatch.setattr(gpt, "build_tokenizer", lambda args: argparse.Namespace(vocab_size=64))
-    blends = [(["corpus"], None), (["one", "other"], None), None]
-    config = gpt._dataset_config(args, None, blends)
-    assert config.multiple_validation_sets and config.full_validation
-    assert config.allow_ambiguous_pad_tokens and config.object_storage_cache_path == "there"
-    assert config.fast_cache_load and config.defer_npy_index_mmap
-    assert config.sequences_per_dataset == {"corpus": [8, 8]}
-    counts.unlink()
-    with pytest.raises(UserError, match=r"^--per-dataset-sequences-path .*: give the JSON file"):
-        gpt._dataset_config(args, None, blends)
-
-
-OF_A_CHECKPOINT = {
-    "--paradyse with --tensor-model-parallel-size 2 needs --sequence-parallel": {
-        "tensor_model_parallel_size": 2
-    },
-    "--recompute-num-layers 2 with --mtp-num-layers 1, whose layers Megatron recomputes": {
-        "mtp_num_layers": 1, "recompute_granularity": "full", "recompute_method": "uniform",
-        "recompute_num_layers": 2,
-    },
-    "--position-embedding-type mrope does not run with metp": {"position_embedding_type": "mrope"},
-    "--activation-func-clamp-value 7.0 does not run with metp": {
-        "activation_func_clamp_value": 7.0
-    },
-    "--num-experts 4 with biases: Megatron cannot fuse them": {
-        "num_experts": 4, "transformer_impl": "transformer_engine",
-    },
-    "--glu-linear-offset 1.0 does not run with metp": {"glu_linear_offset": 1.0},
-    "--num-attention-heads 7 is not divisible by --tensor-model-parallel-size 2": {
-        "tensor_model_parallel_size": 2, "sequence_parallel": True, "num_attention_heads": 7,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("said", OF_A_CHECKPOINT)
-def test_what_a_checkpoint_sets_is_checked_too(said, monkeypatch):
-    """As --use-checkpoint-args does, between parsing and validation."""
-    args = parsed(monkeypatch, "--paradyse-policy", "fixed:metp")
-    vars(args).update(OF_A_CHECKPOINT[said])
-    with pytest.raises(UserError, match=said):
-        validated(args)
-
-
-def test_a_checkpoint_may_give_the_sequence_length(monkeypatch, tmp_path):
-    write_documents(tmp_path / "corpus", [20] * 10)
-    args = parsed(monkeypatch, "--use-checkpoint-args")
-    args.data_path, args.seq_length = [str(tmp_path / "corpus")], None
-    with pytest.raises(UserError, match="--seq-length is missing"):
-        validated(argparse.Namespace(**vars(args)))
-    args.seq_length = 64
-    assert validated(args).calculate_per_token_loss
-
-
 @pytest.mark.parametrize("layout, apart", [("E|tt|ttm|L", True), ("Et|tmL", False), (None, False)])
 def test_more_tokens_are_predicted_where_the_loss_is(layout, apart):
     from megatron_paradyse.train.model_flags import check_prediction_stage
@@ -379,59 +272,3 @@ def test_iterations_that_a_tracker_file_names_are_refused(monkeypatch):
     )
     with pytest.raises(UserError, match=r"^--iterations-to-skip 7 9 with --paradyse: "):
         validated(args)
-
-
-def test_a_profile_leaves_out_schedules_of_learning_rate_batches_and_stages():
-    schedules = ["--lr-warmup-iters", "2000", "--lr-decay-samples", "4000000"]
-    schedules += ["--lr-warmup-samples=20000", "--step-batch-size-schedule", "0:1 64:2"]
-    schedules += ["--phase-transition-iterations", "2,4", "--train-samples", "32"]
-    schedules += ["--pipeline-model-parallel-layout", "E|tt|tt|L"]
-    schedules += ["--decoder-first-pipeline-num-layers", "1"]
-    schedules += ["--eval-global-batch-size", "2", "--eval-micro-batch-size", "2"]
-    schedules += ["--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "8", "--lr-warmup-init=1e-5"]
-    schedules += ["--init-model-with-meta-device", "--moe-use-upcycling"]  # of checkpoints
-    schedules += ["--overlap-param-gather-with-optimizer-step"]
-    schedules += ["--num-distributed-optimizer-instances", "2"]
-    plain = ["--num-layers", "4", "--vocab-size", "64", "--no-rope-freq", "[0,0,0,1]"]
-    kept = megatron_flags([*plain, *schedules], model_path=None, ranks=1)
-    assert kept == megatron_flags(plain, model_path=None, ranks=1)
-
-
-@pytest.mark.parametrize("line", ["error: no room", "error (rank 3): no room"])
-def test_the_words_of_a_failed_profile_are_found(line):
-    assert SAID_ERROR.match(line)[1] == "no room"
-    assert SAID_ERROR.match(f"an {line}") is None
-
-
-@pytest.mark.parametrize("schedule", ["0:4 1B:32 2B:16", "0:4,1B:0.032K, 2B:16", None])
-def test_microbatches_in_flight_are_those_of_the_largest_batch(schedule):
-    plugin.install()
-    from megatron_paradyse.train import choosing
-
-    args = argparse.Namespace(
-        step_batch_size_schedule=schedule,
-        seq_length=64,
-        global_batch_size=4 if schedule else 32,
-        micro_batch_size=2,
-        data_parallel_size=2,
-    )
-    assert choosing._most_microbatches(args) == 8
-
-
-@pytest.mark.parametrize(
-    ("granularity", "method", "layers", "expected"),
-    [
-        (None, None, None, [False, False]),
-        ("selective", None, None, [False, False]),
-        ("full", "uniform", 1, [True, True]),
-        ("full", "block", 1, [True, False]),
-    ],
-)
-def test_a_plan_recomputes_what_megatron_does_not(granularity, method, layers, expected):
-    plugin.install()
-    from megatron_paradyse.hook import _recomputed_by_megatron
-
-    config = argparse.Namespace(
-        recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
-    )
-    assert [_recomputed_by_megatron(config, place) for place in range(2)] == expected

@@ -1,0 +1,51 @@
+"""What --use-checkpoint-args sets is checked as what the command line gives."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_paradyse.errors import UserError
+from tests.train.harness import write_documents
+from tests.train.parsing import parsed, validated
+
+OF_A_CHECKPOINT = {
+    "--paradyse with --tensor-model-parallel-size 2 needs --sequence-parallel": {
+        "tensor_model_parallel_size": 2
+    },
+    "--recompute-num-layers 2 with --mtp-num-layers 1, whose layers Megatron recomputes": {
+        "mtp_num_layers": 1, "recompute_granularity": "full", "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    },
+    "--position-embedding-type mrope does not run with metp": {"position_embedding_type": "mrope"},
+    "--activation-func-clamp-value 7.0 does not run with metp": {
+        "activation_func_clamp_value": 7.0
+    },
+    "--num-experts 4 with biases: Megatron cannot fuse them": {
+        "num_experts": 4, "transformer_impl": "transformer_engine",
+    },
+    "--glu-linear-offset 1.0 does not run with metp": {"glu_linear_offset": 1.0},
+    "--num-attention-heads 7 is not divisible by --tensor-model-parallel-size 2": {
+        "tensor_model_parallel_size": 2, "sequence_parallel": True, "num_attention_heads": 7,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", OF_A_CHECKPOINT)
+def test_what_a_checkpoint_sets_is_checked_too(said, monkeypatch):
+    """As --use-checkpoint-args does, between parsing and validation."""
+    args = parsed(monkeypatch, "--paradyse-policy", "fixed:metp")
+    vars(args).update(OF_A_CHECKPOINT[said])
+    with pytest.raises(UserError, match=said):
+        validated(args)
+
+
+def test_a_checkpoint_may_give_the_sequence_length(monkeypatch, tmp_path):
+    write_documents(tmp_path / "corpus", [20] * 10)
+    args = parsed(monkeypatch, "--use-checkpoint-args")
+    args.data_path, args.seq_length = [str(tmp_path / "corpus")], None
+    with pytest.raises(UserError, match="--seq-length is missing"):
+        validated(argparse.Namespace(**vars(args)))
+    args.seq_length = 64
+    assert validated(args).calculate_per_token_loss
