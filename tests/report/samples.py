@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from click.testing import CliRunner
+
+from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from tests.costs.synthetic import make_table
@@ -98,3 +102,13 @@ def write_costs(path: Path) -> Path:
 
 def fitted(folder: Path):
     return read_cost_file(write_costs(folder / "costs.json"))
+
+
+def report(*arguments: object):
+    """What `megatron-paradyse report` with these says and ends with."""
+    return CliRunner().invoke(cli, ["report", *map(str, arguments)])
+
+
+def elements(page: ET.Element, tag: str) -> list[ET.Element]:
+    """Those of a tag, whatever their namespace."""
+    return [e for e in page.iter() if isinstance(e.tag, str) and e.tag.split("}")[-1] == tag]
