@@ -43,16 +43,13 @@ def row_of_cumulative(
 
 
 def _chunks(pieces: list[Range], size: int):
-    """The pieces cut into runs of `size` positions; what touches is joined."""
+    """The pieces cut into runs of `size` positions."""
     chunk: list[Range] = []
     room = size
     for start, stop in pieces:
         while start < stop:
             end = min(stop, start + room)
-            if chunk and chunk[-1][1] == start:
-                chunk[-1] = (chunk[-1][0], end)
-            else:
-                chunk.append((start, end))
+            chunk.append((start, end))
             room -= end - start
             start = end
             if not room:

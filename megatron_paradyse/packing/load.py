@@ -90,7 +90,6 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             continue
         held: dict[int, int] = {}  # by rank: up to where
         tokens: dict[int, int] = {}
-        before_rank, in_piece = -1, 0
         for rank, start, stop in pieces:
             size = stop - start
             scores[rank] += _scores(start, stop, length, causal, window)
@@ -98,13 +97,11 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             missing[rank] += before if before < window else window - 1
             held[rank] = stop
             tokens[rank] = tokens.get(rank, 0) + size
-            in_piece = in_piece + size if rank == before_rank else size
             num_pieces[rank] += 1
-            before_rank = rank
-            if in_piece > piece:
-                piece = in_piece
-            if piece_beside < in_piece < rows:
-                piece_beside = in_piece
+            if size > piece:
+                piece = size
+            if piece_beside < size < rows:
+                piece_beside = size
         for rank, stop in held.items():
             missing[rank] += 0 if causal else length - stop
             documents[rank] += 1

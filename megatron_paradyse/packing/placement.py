@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from megatron_paradyse.packing.row import Range, Row, contiguous
+from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.packing.work import scores_between
 
 MOST_PADDING = 1 / 32  # of a row, for which no document has to cross ranks
@@ -212,7 +212,7 @@ class _Ranks:
             if room:
                 held.append((padding, padding + room))
                 padding += room
-            shards.append(_joined(held))
+            shards.append(tuple(held))
         return Row(tuple(self._lengths), tuple(shards))
 
 
@@ -226,14 +226,3 @@ def _shares(quotas: list[tuple[int, int]], tokens: int) -> list[tuple[int, int]]
         shares.append((rank, upto - given))
         given = upto
     return shares
-
-
-def _joined(ranges: list[Range]) -> tuple[Range, ...]:
-    """Sorted ranges, those that touch made one."""
-    joined: list[Range] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)

@@ -22,7 +22,8 @@ class Row:
 
     lengths: tokens of each document, at least 1.
     shards: for each of the p ranks the ranges of positions that its s/p rows hold, in the order of
-        the rows; every position is held once. Contiguous chunks are the case of one range a rank.
+        the rows; every position is held once, and ranges that touch are made one. Contiguous
+        chunks are the case of one range a rank.
     groups: tensor-parallel groups whose ranks these are, one after the other. Of several, the row
         is wide: each group is that of another replica, and has s / groups of its positions.
     """
@@ -39,6 +40,7 @@ class Row:
         assert all(start < stop for start, stop in held), "no range is empty"
         assert len({sum(b - a for a, b in shard) for shard in self.shards}) == 1, "s/p rows each"
         assert min(self.lengths, default=0) > 0 and sum(self.lengths) <= self.seq_length
+        object.__setattr__(self, "shards", tuple(map(_joined, self.shards)))
 
     @property
     def p(self) -> int:
@@ -67,7 +69,8 @@ class Row:
     def by_groups(self) -> Row:
         """The same with each group as one rank that holds its tokens in the order of positions."""
         size = self.group_size
-        held = [sorted(itertools.chain(*self.shards[i : i + size])) for i in range(0, self.p, size)]
+        firsts = range(0, self.p, size)
+        held = [sorted(itertools.chain(*self.shards[i : i + size])) for i in firsts]
         return Row(self.lengths, tuple(map(tuple, held)))
 
     @property
@@ -135,6 +138,17 @@ class Row:
                 if begin >= stop:
                     break
                 yield number, max(start, begin) - begin, min(stop, end) - begin
+
+
+def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """The same in their order, those that touch made one."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
 
 
 def of_each(row: Row | None) -> str:

@@ -187,3 +187,15 @@ def test_rounding_makes_nothing_less_and_leaves_one_document_alone(window):
         assert (rounded.within is None) == (window is None)
     one = load_of_one(128, 4, causal=True, window=window)
     assert rounded_up(one, alignment=64, causal=True, window=window) == one
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 24)])
+def test_groups_of_a_wide_row_get_the_keys_that_their_queries_see(causal, window):
+    rng = random.Random(0)
+    for _ in range(20):
+        wide = dataclasses.replace(random_row(rng, 4, longest=200), groups=2)
+        load = load_of(wide, causal=causal, window=window)
+        for one, seen in ((load, 1 << 40), (load.within, window))[: 2 if window else 1]:
+            masked = {"causal": causal, "window": seen}
+            needed = [len(keys_needed(wide.by_groups, group, **masked)) for group in range(2)]
+            assert one.group_keys == max(needed)

@@ -77,6 +77,19 @@ def test_the_budget_is_the_fastest_that_fits():
     assert packing.tokens == 2048 and len(packing.replicas[0]) == 5
 
 
+@pytest.mark.parametrize("distribution", ["githubcode", "grch38"])
+@pytest.mark.parametrize("overhead", [0, 2000, 100_000])
+def test_a_few_rows_tell_which_budget_is_fastest(distribution, overhead):
+    """Of all powers of two, each tried whole, where a microbatch costs what so many tokens do."""
+    lengths = draw_lengths(distribution, 512, 1.0, 3).tolist()
+    flops = flops_costs(GRID)
+    costs = Costs(
+        lambda row: overhead + flops.row(row), lambda tokens: overhead + flops.alone(tokens)
+    )
+    best = min(pack(lengths, 1 << i, GRID, costs).seconds for i in range(8, 23))
+    assert pack(lengths, None, GRID, costs).seconds <= 1.02 * best
+
+
 def test_replicas_have_about_the_same_to_do():
     lengths = draw_lengths("githubcode", 512, 1.0, 3).tolist()
     packing = pack(lengths, 1 << 17, GRID, flops_costs(GRID))

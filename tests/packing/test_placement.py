@@ -102,5 +102,24 @@ def test_documents_that_need_two_ranks_are_on_two():
     assert imbalance(row, causal=True) <= EVEN
 
 
+def test_short_documents_even_out_what_spread_ones_left():
+    """To each the rank of the least scores: the ranks of the long ones have more from the start."""
+    short = [65, 91, 29, 93, 59, 11, 2, 88, 88, 76, 61, 68, 5, 42, 44, 100, 100, 117, 42, 62, 82]
+    row = place([517, 699, *short, 92, 74, 98, 115, 37, 98, 74, 112, 113, 68], 3, causal=True)
+    assert imbalance(row, causal=True) <= 1.01
+
+
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
+    p=st.sampled_from([2, 3, 4, 8]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_rank_holds_one_piece_of_a_document_in_bidirectional_attention(lengths, p):
+    """All its queries see as much: halves from both ends would even out nothing."""
+    for pieces in place(lengths, p, causal=False).pieces:
+        numbers = [number for number, _, _ in pieces]
+        assert len(set(numbers)) == len(numbers)
+
+
 def test_like_documents_take_a_rank_each():
     assert keys_received(place([100] * 8, 8, causal=True)) == [0] * 8

@@ -73,6 +73,11 @@ def test_a_zigzag_document_alone_is_even():
     assert imbalance(Row((8,), (((0, 2), (6, 8)), ((2, 4), (4, 6)))), causal=True) == 1.0
 
 
+def test_ranges_that_touch_are_one():
+    assert Row((8,), (((0, 2), (6, 8)), ((2, 4), (4, 6)))).shards == (((0, 2), (6, 8)), ((2, 6),))
+    assert Row((3, 1), (((2, 4), (0, 1), (1, 2)),)).shards == (((2, 4), (0, 2)),)
+
+
 def test_ranks_receive_the_rest_of_their_documents_only():
     assert keys_received(ZIGZAG) == [2, 4]
 
