@@ -128,6 +128,7 @@ def install() -> None:
     import megatron.core.datasets.utils as dataset_utils
     import megatron.training.global_vars as global_vars
     import megatron.training.training as training
+    from megatron.core import utils
     from megatron.core.transformer import torch_norm
 
     from megatron_paradyse import plain_adam
@@ -137,9 +138,19 @@ def install() -> None:
     dataset_utils.compile_helpers = _compile_in_a_checkout(dataset_utils.compile_helpers)
     global_vars.build_tokenizer = _in_one_line(global_vars.build_tokenizer)
     training.set_jit_fusion_options = _short_warm_up(training.set_jit_fusion_options)
+    utils.StragglerDetector.__exit__ = _stop_in_silence
     torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(
         torch_norm.WrappedTorchNorm.__new__
     )
+
+
+def _stop_in_silence(detector, *error: object) -> bool:
+    """The end of what --log-straggler times, in every training; the error goes on.
+
+    Megatron logs its traceback here. What an error says follows once nothing has caught it.
+    """
+    detector.stop()
+    return False
 
 
 def _compile_in_a_checkout(compile_helpers):

@@ -183,6 +183,15 @@ def test_a_compiled_function_may_have_more_variants_than_by_default():
             assert torch._dynamo.config.recompile_limit == expected
 
 
+def test_an_error_in_what_is_timed_for_stragglers_is_not_logged_beside_its_line(caplog):
+    """Megatron's detector writes the traceback of each, also where it times nothing."""
+    from megatron.core.utils import StragglerDetector
+
+    with pytest.raises(UserError, match="the data have"), StragglerDetector():
+        raise UserError("the data have the token 62")
+    assert not caplog.records
+
+
 def test_the_wheel_need_not_be_compiled():
     from megatron.core.datasets import utils
 

@@ -125,14 +125,13 @@ def test_training_refuses_with_one_line_and_leaves_no_rank(case, data, tmp_path)
     flags, message = CASES[case]
     if case in UNDER_TORCHRUN:
         run = train_under_torchrun(tmp_path, *data, *flags, ranks=2, timeout_seconds=120)
-        code, stderr = run.code, run.stderr
     else:
-        code, stderr = start(tmp_path, *data, *flags, ranks=2)
-    assert code not in (0, 124)  # 124: a rank was left, and ended at the limit
-    errors = [line for line in stderr.splitlines() if line.startswith("error")]
-    assert len(errors) == 1 and message in errors[0], stderr[-3000:]
+        run = attempt(tmp_path, *data, *flags, ranks=2)
+    assert run.code not in (0, 124)  # 124: a rank was left, and ended at the limit
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error")]
+    assert len(errors) == 1 and message in errors[0], run.stderr[-3000:]
     # torchrun, in its own process, reports by a traceback that a rank failed; no rank prints one
-    files = re.findall(r'File "([^"]+)", line', stderr)
+    files = re.findall(r'File "([^"]+)", line', run.stderr + run.stdout)
     assert all("torch/distributed/" in file or file == "<frozen runpy>" for file in files)
 
 
