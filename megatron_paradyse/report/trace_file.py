@@ -232,7 +232,8 @@ def read_trace(path: str, costs: CostFile | None = None) -> Trace:
                     "unfinished (still being written?)" if unfinished else str(error), number
                 )
     if not (trace.summary.microbatches or trace.iterations.count or trace.num_out_of_memory):
-        reason = next(iter(trace.warnings), "it is empty")
+        told = "its starts finished none" if trace.runs else "it is empty"
+        reason = next(iter(trace.warnings), told)
         raise UserError(
             f"{path} holds no microbatch and no iteration ({reason}): give the file that "
             "--paradyse-trace wrote"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import tracemalloc
 
 import pytest
@@ -174,11 +175,20 @@ def test_bytes_that_are_no_text_are_survived(tmp_path):
     assert read_trace(str(path)).summary.microbatches == 2
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", "hello\n", json.dumps(RUN) + "\n"])
-def test_a_file_that_is_no_trace_is_refused_in_one_line(content, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", "it is empty"),
+        ("\n\n", "it is empty"),
+        ("hello\n", "not JSON, or cut off"),
+        (json.dumps(RUN) + "\n", "its starts finished none"),  # as with --skip-train
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_in_one_line(content, why, tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text(content)
-    with pytest.raises(UserError, match="holds no microbatch and no iteration"):
+    said = re.escape(f"holds no microbatch and no iteration ({why}): give the file")
+    with pytest.raises(UserError, match=said):
         read_trace(str(path))
 
 
