@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from megatron_paradyse import prediction
 from megatron_paradyse.errors import UserError
@@ -80,6 +83,26 @@ def _add_setting(group, name: str) -> None:
 def _escaped(text: str) -> str:
     """argparse fills in what follows a percent sign."""
     return text.replace("%", "%%")
+
+
+def refuse_unknown_names(parser: argparse.ArgumentParser) -> None:
+    """Of flags whose values Megatron looks up among names: argparse catches no KeyError."""
+    for action in parser._actions:
+        if callable(action.type) and not isinstance(action.type, type):
+            action.type = _of_known_names(action.type, action.choices or ())
+
+
+def _of_known_names(read: Callable[[str], Any], values: Iterable[Any]) -> Callable[[str], Any]:
+    @functools.wraps(read)
+    def read_known(text: str) -> Any:
+        try:
+            return read(text)
+        except KeyError as error:
+            known = ", ".join(getattr(value, "name", str(value)) for value in values)
+            told = f"none of {known}" if known else "not known"
+            raise argparse.ArgumentTypeError(f"{text!r} is {told}") from error
+
+    return read_known
 
 
 def before_validation(args: argparse.Namespace) -> None:

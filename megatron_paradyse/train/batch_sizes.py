@@ -59,6 +59,11 @@ def check_one_size(args: argparse.Namespace) -> None:
     """Once Megatron has validated them; UserError where a batch of one size does not come out."""
     if args.step_batch_size_schedule is None and not args.skip_train:
         _check(args, "--global-batch-size", args.global_batch_size, args.micro_batch_size)
+        if args.train_samples and args.train_samples < args.global_batch_size:
+            raise UserError(
+                f"--train-samples {args.train_samples} trains nothing, as a global batch has "
+                f"{args.global_batch_size}: give that many or more, or --skip-train"
+            )
     if args.eval_iters:
         size = args.eval_global_batch_size
         _check(args, "--eval-global-batch-size", size, args.eval_micro_batch_size)

@@ -31,6 +31,10 @@ def check_megatrons_limits(args: argparse.Namespace) -> None:
             "--rerun-mode report_stats, which Megatron 0.19 takes and does not know: leave it out, "
             "or give validate_results or disabled"
         )
+    if args.num_workers < 0:
+        raise UserError(
+            f"--num-workers {args.num_workers}: give how many processes read ahead, or 0 for none"
+        )
     if args.use_ring_exchange_p2p and not hasattr(torch.distributed, "ring_exchange"):
         raise UserError(
             "--use-ring-exchange-p2p, which this PyTorch has not: it is of a build of NVIDIA's: "

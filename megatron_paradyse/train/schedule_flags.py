@@ -16,6 +16,12 @@ def check_schedule(args: argparse.Namespace) -> None:
         raise UserError(
             f"--log-interval {args.log_interval}, by which Megatron divides: give 1 or more"
         )
+    begun = args.override_ckpt_iteration
+    if begun is not None and begun < 0:
+        raise UserError(
+            f"--override-ckpt-iteration {begun}: give 0 to begin data and iterations anew, or "
+            "leave it out"
+        )
     for unit in ("iters", "samples"):
         _check_unit(args, unit)
     _check_learning_rate(args)

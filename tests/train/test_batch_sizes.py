@@ -28,6 +28,7 @@ def run_of(**more):
     of |= {"global_batch_size": 8, "micro_batch_size": 2, "consumed_train_samples": 0}
     of |= {"eval_global_batch_size": 8, "eval_micro_batch_size": 2, "eval_iters": 1}
     of |= {"skip_train": False, "decrease_batch_size_if_needed": False, "data_parallel_size": 2}
+    of |= {"train_samples": None}
     of |= {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
     of |= {"microbatch_group_size_per_vp_stage": None, "paradyse_settings": Settings()}
     return argparse.Namespace(**of | more)

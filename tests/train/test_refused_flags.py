@@ -49,6 +49,8 @@ REFUSED = {
         "--step-batch-size-schedule", "0:2",
     ],
     "--log-interval 0, by which Megatron divides: give 1 or more": ["--log-interval", 0],
+    "--override-ckpt-iteration -1: give 0 to begin .* anew, or": ["--override-ckpt-iteration", -1],
+    "--num-workers -1: give how many processes read ahead, or 0": ["--num-workers", -1],
     "--lr-decay-iters 0 leaves no iters": ["--lr-decay-iters", 0],
     "--lr-decay-style WSD with --train-iters 4 .*: give --lr-wsd-decay-iters": [
         "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", 2,
@@ -197,6 +199,31 @@ def test_what_an_optimizer_lacks_is_told_in_one_line(monkeypatch):
     said = "^Megatron refuses these flags: --use-precision-aware-optimizer requires FusedAdam"
     with pytest.raises(UserError, match=said):
         argument_utils.pretrain_cfg_container_from_args(validated(args), None)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "known"),
+    [
+        ("--exit-signal", "TERM", "none of SIGHUP, .*, SIGTERM, .*"),
+        ("--attention-backend", "triton", "none of flash, fused, unfused, local, auto"),
+        ("--cuda-graph-modules", "all", "not known"),
+    ],
+)
+def test_a_name_that_megatron_does_not_know_is_refused(flag, value, known, monkeypatch):
+    """It looks such names up where argparse expects no KeyError."""
+    with pytest.raises(UserError, match=f"^argument {flag}.*: '{value}' is {known}: see --help$"):
+        parsed(monkeypatch, flag, value)
+
+
+@pytest.mark.parametrize("samples", [3, 4])
+def test_samples_of_less_than_one_batch_are_refused(samples, monkeypatch, tmp_path):
+    """Megatron rounds their iterations down to none, and ends with code 0."""
+    write_documents(tmp_path / "corpus", [20] * 10)
+    args = parsed(monkeypatch, "--train-samples", samples)
+    args.data_path = [str(tmp_path / "corpus")]
+    said = "^--train-samples 3 trains nothing, as a global batch has 4: give that many or more, or"
+    with pytest.raises(UserError, match=said) if samples < 4 else contextlib.nullcontext():
+        validated(args)
 
 
 def test_a_strategy_of_others_that_knows_no_gate_is_refused(monkeypatch):
