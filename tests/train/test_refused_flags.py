@@ -11,7 +11,7 @@ import pytest
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy
 from megatron_paradyse.train import strategy_flags
-from tests.train.harness import LATENT
+from tests.train.harness import LATENT, write_documents
 from tests.train.parsing import parsed, validated
 
 PACKED = ["--paradyse-sequences", "packed", "--paradyse-pack-tokens", "4K"]
