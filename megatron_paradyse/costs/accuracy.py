@@ -83,19 +83,17 @@ def measure_accuracy(
     """
     other = {} if held_out is None else {(s, o): points for s, o, points in held_out.groups()}
     found: dict[tuple[str, str, str, str, str], list[float]] = {}
-    p = table.description.p
     for strategy, operation, points in table.groups():
         if held_out is None:
             questions = [*_leave_one_out(points), *_beyond(points)]
         else:
             questions = [*_held_out(points, other.get((strategy, operation), ()))]
         largest = {name: max((getattr(m, name) for m in points), default=0.0) for name in REPORTED}
-        window = table.description.window(operation)
         for question in questions:
             if num_timed_lengths(question.fitted) < MIN_LENGTHS:
                 continue
             for model in models:
-                fit = fit_operation(strategy, operation, question.fitted, model, p=p, window=window)
+                fit = fit_operation(strategy, operation, question.fitted, model, table.description)
                 fitted = CostModel(model, [fit], _NO_CONSTANTS)
                 for m in question.asked:
                     answer = fitted.operation(strategy, operation, m.seq_length, m.batch_size)

@@ -126,6 +126,15 @@ class Description:
         LayerKinds(self.model.num_layers, self.other_layers)  # UserError where they contradict
 
     @functools.cached_property
+    def edge_tile_tokens(self) -> float:
+        """Of a microbatch that fits into one tile of embedding and loss head; infinite without."""
+        if self.p == 1 or self.head_tile == OFF:
+            return math.inf
+        if self.head_tile is None and self.dtype not in ELEMENT_BYTES:
+            return math.inf
+        return int(self.head_tile or tile_text(AUTO, self.model, p=self.p, dtype=self.dtype))
+
+    @functools.cached_property
     def windows(self) -> dict[str, int]:
         """Of each kind of attention that has a window: the keys that a query sees."""
         names = [name for name in self.layer_kinds.halves() if half_of(name) == ATTENTION]

@@ -7,11 +7,9 @@ tiles (edges/embedding.py) are looked up with the sequence first.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.description import ELEMENT_BYTES, Description, tile_text
-from megatron_paradyse.edges.tiles import AUTO, OFF
+from megatron_paradyse.costs.description import ELEMENT_BYTES, Description
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,5 @@ def embedding_copy(d: Description) -> EmbeddingCopy | None:
     if d.dtype not in ELEMENT_BYTES:
         return None
     bytes_per_token = float(d.model.hidden_size * ELEMENT_BYTES[d.dtype])
-    if d.p == 1:
-        return EmbeddingCopy(bytes_per_token, math.inf)
-    tile = d.head_tile or tile_text(AUTO, d.model, p=d.p, dtype=d.dtype)
-    most_tokens = math.inf if tile == OFF else int(tile)
-    return EmbeddingCopy(bytes_per_token * (d.p - 1) / d.p, most_tokens)
+    share = (d.p - 1) / d.p if d.p > 1 else 1.0
+    return EmbeddingCopy(bytes_per_token * share, d.edge_tile_tokens)

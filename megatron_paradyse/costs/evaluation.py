@@ -8,6 +8,7 @@ fit is described, so that every machine rounds alike: a product of matrices is a
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -79,17 +80,21 @@ class _Side:
 
     def __init__(self, laws: Sequence[Law], batch_size: int) -> None:
         self._batch_size = batch_size
-        self._laws = _coefficients([law.pieces for law in laws])
-        self._in_tiles = _coefficients([law.in_tiles or law.pieces for law in laws])
         windows = np.array([law.window for law in laws])
         self._windows = windows if np.isfinite(windows).any() else None
         self._reaches = np.array([law.reach for law in laws])
-        tiles = {law.tile_tokens for law in laws if law.in_tiles}
-        assert len(tiles) <= 1, "all fits of a model are of the same tiles"
-        self._tile_length = min(tiles, default=math.inf) / batch_size
+        # Of layers and of the model's edges, which have tiles of their own.
+        tiles = sorted({law.tile_tokens for law in laws if law.in_tiles})
+        self._tile_lengths = [tokens / batch_size for tokens in tiles]
+        self._laws = [
+            _coefficients(
+                [law.in_tiles if law.tile_tokens in begun else law.pieces for law in laws]
+            )
+            for begun in (tiles[:count] for count in range(len(tiles) + 1))
+        ]
 
     def __call__(self, s: float) -> Array:
-        c0, c1, c2, c3 = self._in_tiles if s > self._tile_length else self._laws
+        c0, c1, c2, c3 = self._laws[bisect_left(self._tile_lengths, s)]
         return (c0 + self._batch_size * (c1 + s * (c2 + self._keys(s) * c3))).max(axis=0)
 
     def _keys(self, s: float) -> Array | float:

@@ -53,6 +53,7 @@ from megatron_paradyse.costs.table import (
     MAX_BATCH_SIZE,
     MAX_QUANTITY,
     MAX_SEQ_LENGTH,
+    MODEL,
     QUANTITIES,
     CostTable,
     Measurement,
@@ -136,17 +137,29 @@ def read_model(value: Any, table: CostTable) -> CostModel:
         if name in fits:
             raise ContentError(f"{where} is a second fit of the {fit.operation} of {fit.strategy}")
         fits[name] = fit
-    hybrid = [one for fit in fits.values() for one in fit.fits if isinstance(one, HybridFit)]
-    laws = [one.law for one in hybrid] + [one.law.beyond for one in hybrid if one.law.beyond]
-    tiles = {law.tile_tokens for law in laws if law.in_tiles}
-    if len(tiles) > 1:
-        raise ContentError(f"model has tiles of {sorted(tiles)} tokens: all are of one size")
-    bends = {law.bend for law in laws if law.beyond}
-    if len(bends) > 1:
-        raise ContentError(f"model has laws beyond {sorted(bends)}: all begin at one length")
+    _check_laws(fits.values())
     packed = _read_packed(values.get("packed", []), table, fits)
     copy = embedding_copy(table.description)
     return CostModel(kind, tuple(fits.values()), table.constants, host_link(table), packed, copy)
+
+
+def _check_laws(fits: Collection[OperationFit]) -> None:
+    """Of one tile of the layers and one of the model's edges, and of one bend."""
+    bends: set[float] = set()
+    for edges in (True, False):
+        hybrid = [
+            one
+            for fit in fits
+            for one in fit.fits
+            if isinstance(one, HybridFit) and (fit.strategy == MODEL) == edges
+        ]
+        laws = [one.law for one in hybrid] + [one.law.beyond for one in hybrid if one.law.beyond]
+        tiles = {law.tile_tokens for law in laws if law.in_tiles}
+        if len(tiles) > 1:
+            raise ContentError(f"model has tiles of {sorted(tiles)} tokens: all are of one size")
+        bends |= {law.bend for law in laws if law.beyond}
+    if len(bends) > 1:
+        raise ContentError(f"model has laws beyond {sorted(bends)}: all begin at one length")
 
 
 def _read_packed(value: Any, table: CostTable, fits: Collection[tuple[str, str]]) -> Packed:

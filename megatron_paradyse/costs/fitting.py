@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_paradyse.costs.description import Description
 from megatron_paradyse.costs.embedding_copy import embedding_copy
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
 from megatron_paradyse.costs.laws import Array
@@ -30,6 +31,7 @@ from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import (
     ATTENTION,
     BYTE_QUANTITIES,
+    MODEL,
     QUANTITIES,
     TIME_QUANTITIES,
     CostTable,
@@ -51,14 +53,7 @@ def fit_table(table: CostTable, kind: str = HYBRID) -> CostModel:
     if kind not in MODELS:
         raise UserError(f"a model is one of {', '.join(MODELS)}, got {kind!r:.40}")
     fits = [
-        fit_operation(
-            strategy,
-            operation,
-            points,
-            kind,
-            p=table.description.p,
-            window=table.description.window(operation),
-        )
+        fit_operation(strategy, operation, points, kind, table.description)
         for strategy, operation, points in table.groups()
         if num_timed_lengths(points) >= MIN_LENGTHS
     ]
@@ -105,15 +100,14 @@ def fit_operation(
     operation: str,
     points: Sequence[Measurement],
     kind: str,
-    *,
-    p: int,
-    window: float,
+    d: Description,
 ) -> OperationFit:
     """Fit the five quantities of one operation to its measurements, seconds to the timed ones.
 
-    p: ranks that share a sequence; window: keys that a query of its attention sees. A tile of 64
-    queries sees 63 more, in a kernel call of the whole sequence, a rank's part, or half of that.
+    A tile of 64 queries sees 63 more keys than the window has, in a kernel call of the whole
+    sequence, a rank's part, or half of that.
     """
+    p, window = d.p, d.window(operation)
     # Forests draw by place: the order in which a table tells its points must not matter.
     points = sorted(points, key=lambda m: (m.seq_length, m.batch_size))
 
@@ -133,7 +127,7 @@ def fit_operation(
                 operation=operation,
                 is_time=name in TIME_QUANTITIES,
                 kept=values("kept_bytes", name) if name in BYTE_QUANTITIES[1:] else None,
-                tile_tokens=TILE_ROWS * p,
+                tile_tokens=d.edge_tile_tokens if strategy == MODEL else TILE_ROWS * p,
                 window=window,
                 reaches=[parts * (window + TILE - 1) for parts in (1, p, 2 * p)],
                 bend=shortest_narrow(window, p) if base_name(strategy) in RINGS else math.inf,

@@ -96,10 +96,10 @@ def fit_hybrid(
             return law
         if _is_near(law, s[chosen], b[chosen], total[chosen]):
             return law
-        # The law of one side is above the other's points: of tiles there is less for more tokens.
         few, many = sorted((beyond, chosen & ~beyond), key=np.count_nonzero)
         if np.count_nonzero(few) < LEAST_OF_SIDE:
-            return law_of(many)
+            s_one, b_one, y_one = (float(x[few.argmax()]) for x in (s, b, total))
+            return _with_one_more(law_of(many), s_one, b_one, y_one, tile_tokens)
         below = law_of(chosen & ~beyond)
         if in_tiles := law_of(beyond, [(below.window, below.reach)]).pieces:
             return replace(below, in_tiles=in_tiles, tile_tokens=tile_tokens)
@@ -130,6 +130,23 @@ def fit_hybrid(
         tuple(1 + min(max(r, -MAX_RESIDUAL), MAX_RESIDUAL) for r in row) for row in steps.rows
     )
     return HybridFit(law, StepTable(steps.edges, steps.batch_sizes, rows))
+
+
+def _with_one_more(law: Law, s: float, b: float, y: float, tile_tokens: float) -> Law:
+    """The law of the points on one side of a tile, and of one y on the other.
+
+    Layers hold less in tiles for more tokens: the law is above y then, and stays for all. Where it
+    is below, as a loss head's is, fewer tokens of y's side hold y, and more of them as much more
+    as the law says.
+    """
+    here = law(s, b)
+    if y <= here:
+        return law
+    more = min(law(2 * s, b) - here, y)
+    pieces = ((y, 0.0, 0.0, 0.0), (y - more, 0.0, more / (s * b), 0.0))
+    if s * b > tile_tokens:
+        return replace(law, in_tiles=pieces, tile_tokens=tile_tokens)
+    return replace(law, pieces=pieces, in_tiles=law.pieces, tile_tokens=tile_tokens)
 
 
 def _score(law: Law, s: Array, b: Array, y: Array) -> float:
