@@ -127,6 +127,20 @@ def test_a_forward_ends_with_the_outputs_of_attention_and_layer():
     assert found.kept_bytes == one.kept_bytes and found.forward_bytes >= z.x
 
 
+@pytest.mark.parametrize(("n", "g"), [(4, 1), (4, 4)])
+def test_metp_rows_wider_than_a_block_of_weights_hold_what_is_predicted(n, g):
+    """In half types a product of a rank's rows is made beside the gradient of the block."""
+    p, s, variant = 4, 512, "weights"
+    row = contiguous([s // 16] * 16, p)
+    case = dataclasses.replace(case_of("metp", p, "causal", variant, None), s=s, n=n, g=g)
+    one = OperationCosts(0.0, 0.0, *(measured.__wrapped__(case)[q] for q in BYTES))
+    truth = measured.__wrapped__(dataclasses.replace(case, row=row))
+    sizes = dataclasses.replace(model_of(p, "causal", variant).packed.sizes, n=n, g=g)
+    costs = row_bytes.walked_row_bytes("metp", "metp", one, sizes, load_of(row, causal=True))
+    assert costs.kept_bytes == truth["kept_bytes"]
+    assert costs.backward_bytes == pytest.approx(truth["backward_bytes"], rel=0.01)
+
+
 @pytest.mark.parametrize("strategy", ["megatron_ts", "ulysses_z"])
 def test_one_document_beside_padding_needs_room_as_many_do(strategy):
     p, variant = 2, "activations"

@@ -115,6 +115,9 @@ def _odd_cases(strategy: str, operation: str):
     if strategy.startswith("metp"):  # whose rank that holds most is not the first
         shared = {"n": 6, "d": 24, "h": 96, "s": 48, "b": 1}
         yield AttentionCase(strategy, 2, "bidirectional", g=3, **shared, **bfloat16)
+        for g in (2, 1):  # a rank's rows times h outweigh a block of weights
+            sizes = {"n": 2, "g": g, "d": 16, "h": 512, "s": 256, "b": 1}
+            yield AttentionCase(strategy, 2, "causal", **sizes, **bfloat16)
         yield AttentionCase(strategy, 3, "causal", g=2, bias=True, **shared)
         yield AttentionCase(strategy, 3, "causal", g=2, bias=True, gate=True, **shared)
 

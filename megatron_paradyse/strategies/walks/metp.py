@@ -148,8 +148,8 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         split_backward(m, z, q=q, kv=kv, k_is_view=True)
         if z.rope_channels:
             m.drop("angles")
-        m.touch(product_piece(z, z.rows, z.h))
         m.hold(grad_block=z.wide(block))
+        m.touch(product_piece(z, z.rows, z.h))
         if z.half_type:
             m.touch(block_rows(z) * z.h * z.element_bytes)
         hold_gated(m, z, gates, positions=z.positions)
