@@ -109,10 +109,14 @@ class Operations:
         kwargs = {**self._layer_kwargs, "packed_seq_params": planned}
 
         def run(x):
-            with _as_in_a_block(self._model.config):
-                if half == LAYER:
-                    return layer(hidden_states=x, **kwargs)[0], None
-                return layer.run_half(half, x, kwargs), None
+            try:
+                with _as_in_a_block(self._model.config):
+                    if half == LAYER:
+                        return layer(hidden_states=x, **kwargs)[0], None
+                    return layer.run_half(half, x, kwargs), None
+            except Exception:
+                layer.mlp_norm_manager = None  # Megatron's, else x stays until the layer's next MLP
+                raise
 
         return Operation(self._input, run)
 

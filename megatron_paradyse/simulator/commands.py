@@ -188,7 +188,8 @@ def _print(table: CostTable) -> None:
         rows.add_row(strategy, *cells, f"{kept:.0f}")
     Console().print(rows)
     refused = {m.strategy: m.status for m in table.measurements if not m.is_ok}
-    for strategy, status in refused.items():
+    of_rows = {f"{m.strategy}, packed rows": m.status for m in table.rows if not m.is_ok}
+    for strategy, status in (refused | of_rows).items():
         click.echo(f"{strategy}: {status}")
 
 

@@ -15,9 +15,9 @@ from megatron_paradyse.packing.work import keys_at_once, keys_received, scores_p
 from megatron_paradyse.profiler.operations import Operations
 from megatron_paradyse.profiler.row_points import row_points
 from megatron_paradyse.shapes import attention_shape
-from megatron_paradyse.simulator.operation import simulated_costs
+from megatron_paradyse.simulator.operation import left_out, simulated_costs
 from megatron_paradyse.simulator.simulated_rank import attention_as_rank, read_anywhere
-from megatron_paradyse.strategies import check_takes, get_strategy
+from megatron_paradyse.strategies import check_takes, get_strategy, leaving_out
 from megatron_paradyse.strategies.contract import AttentionShape
 
 if TYPE_CHECKING:
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 def simulated_rows(
     options: Options, description: Description, model, device, report: Report
 ) -> Iterator[RowMeasurement]:
-    """Of the rank that needs most; what a strategy cannot run is left out, single documents say."""
+    """Of the rank that needs most; what a strategy cannot run is left out, single documents say.
+
+    With why where another package's strategy ends with an error: on rows alone, it may be.
+    """
     shape = attention_shape(model.layer.self_attention, training=True)
     operations = None
     lengths = dict.fromkeys(options.lengths, True)
@@ -42,11 +45,15 @@ def simulated_rows(
             with device:
                 operations = Operations(model, point.seq_length, 1, read=read_anywhere)
         found = []
-        for rank in ranks_of_row(point.row, shape):
-            with attention_as_rank(model, rank):
-                with device:  # which must know the angles of a row that all layers share
-                    operation = operations.get(ATTENTION, point.strategy, point.row)
-                found.append(simulated_costs(operation, device))
+        try:
+            for rank in ranks_of_row(point.row, shape):
+                with attention_as_rank(model, rank):
+                    with device:  # which must know the angles of a row that all layers share
+                        operation = operations.get(ATTENTION, point.strategy, point.row)
+                    found.append(simulated_costs(operation, device))
+        except leaving_out(point.strategy) as error:
+            yield RowMeasurement(point.strategy, point.load, left_out(error))
+            continue
         most = {name: max(getattr(costs, name) for costs in found) for name in QUANTITIES}
         yield RowMeasurement(point.strategy, point.load, OK, **most)
 

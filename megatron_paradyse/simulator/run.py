@@ -26,7 +26,7 @@ from megatron_paradyse.costs.table import (
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.network import Network
-from megatron_paradyse.simulator.operation import simulated_costs
+from megatron_paradyse.simulator.operation import left_out, simulated_costs
 from megatron_paradyse.strategies import PACKED_ONLY, base_name
 from megatron_paradyse.strategies.accounting import RANKS_DIFFER, RINGS
 from megatron_paradyse.strategies.sizes import is_narrow
@@ -153,26 +153,24 @@ def _measurements(
 
 def _measurement(options: Options, model, device, operations, strategy: str, operation: str):
     """Of the rank that needs most, or "unsupported" with the reason."""
-    from megatron_paradyse.profiler.agree import status_of
     from megatron_paradyse.shapes import attention_shape
     from megatron_paradyse.simulator.simulated_rank import attention_as_rank
-    from megatron_paradyse.strategies import check_takes, get_strategy
+    from megatron_paradyse.strategies import check_takes, get_strategy, leaving_out
     from megatron_paradyse.strategies.contract import Microbatch
 
     s, b = operations.size
     shape = attention_shape(model.layer_of(operation).self_attention, training=True)
+    narrow = is_narrow(shape.window, s, options.p)
+    ranks = ranks_that_differ(strategy, operation, p=options.p, causal=shape.causal, narrow=narrow)
+    found = []
     try:
         get_strategy(strategy).check(shape, options.p)
         check_takes(strategy, Microbatch(s, b), options.p)
-    except UserError as error:
-        return Measurement(strategy, operation, s, b, status_of(error))
-    found = []
-    narrow = is_narrow(shape.window, s, options.p)
-    for rank in ranks_that_differ(
-        strategy, operation, p=options.p, causal=shape.causal, narrow=narrow
-    ):
-        with attention_as_rank(model, rank):
-            found.append(simulated_costs(operations.get(operation, strategy), device))
+        for rank in ranks:
+            with attention_as_rank(model, rank):
+                found.append(simulated_costs(operations.get(operation, strategy), device))
+    except leaving_out(strategy) as error:
+        return Measurement(strategy, operation, s, b, left_out(error))
     most = {name: max(getattr(costs, name) for costs in found) for name in QUANTITIES}
     return Measurement(strategy, operation, s, b, OK, **most)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_paradyse.costs.table import MODEL, OK, OOM, Measurement, edges_of
-from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.points import like_first
 from megatron_paradyse.simulator.network import Network
 
@@ -113,16 +111,14 @@ class StandIn:
                     self._journal.add(one)
 
     def _point(self, operations, strategy: str, operation: str) -> Measurement:
-        from megatron_paradyse.profiler.agree import status_of
+        from megatron_paradyse.simulator.operation import left_out
+        from megatron_paradyse.strategies import leaving_out
 
         s, b = operations.size
         try:
             found = self._measured(operations, strategy, operation)
-        except (RuntimeError, MemoryError, UserError) as error:
-            status = status_of(error)
-            error.__traceback__ = None  # its frames hold tensors
-            gc.collect()
-            return Measurement(strategy, operation, s, b, status)
+        except (RuntimeError, MemoryError, leaving_out(strategy)) as error:
+            return Measurement(strategy, operation, s, b, left_out(error))
         peak = found["kept_bytes"] + max(found["forward_bytes"], found["backward_bytes"])
         budget = self._options.memory_bytes or self._journal.description.hardware.memory_bytes
         if self._meter.live_bytes + peak > budget:

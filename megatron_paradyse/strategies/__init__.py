@@ -83,6 +83,11 @@ def check_takes_wide(name: str, groups: int) -> None:
         )
 
 
+def leaving_out(name: str) -> type[Exception]:
+    """What leaves the strategy out where costs are made: of another package's code, anything."""
+    return UserError if base_name(name) in BUILT_IN else Exception
+
+
 def base_name(name: str) -> str:
     """ "ulysses_z+offload" -> "ulysses_z"; the name may be of a strategy that is not there."""
     suffix = OFFLOAD if name.endswith(OFFLOAD) else RECOMPUTE
@@ -138,6 +143,11 @@ def get_strategy(name: str) -> Strategy:
 
 def _load(name: str) -> Strategy:
     if name in BUILT_IN:
+        if name in _third_party():
+            raise UserError(
+                f"entry point {name!r} of the group {ENTRY_POINT_GROUP}: a built-in strategy has "
+                f"this name: rename it, or uninstall its package ({_third_party()[name].value})"
+            )
         return importlib.import_module(f"{__name__}.{name}").STRATEGY
     from megatron_paradyse.strategies.third_party import load_strategy
 

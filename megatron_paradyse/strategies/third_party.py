@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,10 +47,30 @@ def load_strategy(name: str, point: EntryPoint) -> Strategy:
     tiled = strategy.tiled_mlp
     return replace(
         strategy,
+        check=_answering(name, "check", strategy.check),
+        takes=None if strategy.takes is None else _answering(name, "takes", strategy.takes),
         attention=_checked(name, "attention", strategy.attention),
         mlp=_checked(name, "mlp", strategy.mlp),
         tiled_mlp=None if tiled is None else _checked(name, "tiled_mlp", tiled),
     )
+
+
+def _answering(name: str, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """UserError in the place of any other error: of its own code, before anything runs."""
+
+    @wraps(function)
+    def answering(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"strategy {name}: {part} ends with {type(error).__name__}: {error}: repair its "
+                "package, or use another strategy"
+            ) from error
+
+    return answering
 
 
 def _checked(name: str, part: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:

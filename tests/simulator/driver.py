@@ -1,14 +1,17 @@
 """Writes simulated cost files, in a process that has Megatron imported: driver OPTIONS.
 
 OPTIONS is JSON: output, p, lengths, strategies, flags; and what else simulate() takes.
+others: of strategies of other packages, the values of their entry points by name.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import EntryPoint
 from typing import Any
 
+from megatron_paradyse import strategies
 from megatron_paradyse.costs.cost_file import write_cost_file
 from megatron_paradyse.simulator import short_loops
 from megatron_paradyse.simulator.hardware import find_device
@@ -22,6 +25,9 @@ def main() -> None:
     given: dict[str, Any] = json.loads(sys.argv[1])
     if given.pop("whole_loops", False):
         short_loops.WHOLE = 1 << 20
+    group, others = strategies.ENTRY_POINT_GROUP, given.pop("others", {})
+    points = {name: EntryPoint(name, value, group) for name, value in others.items()}
+    strategies._third_party = lambda: points
     sizes.TILE_ROWS = given.pop("tile_rows", sizes.TILE_ROWS)
     output, p = given.pop("output"), given.pop("p")
     flags = model_flags(None, given.pop("flags"), ranks=p, dtype=given.pop("dtype"))

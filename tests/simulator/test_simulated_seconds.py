@@ -110,6 +110,30 @@ def test_simulated_tables_are_labelled_and_fit_into_cost_models(tmp_path):
     assert held[0].backward_bytes > held[1].backward_bytes
 
 
+def test_a_broken_strategy_of_another_package_is_left_out_with_why(tmp_path):
+    """What the others cost stays what it is without it."""
+    broken = "tests.simulator.broken_strategies"
+    others = {name: f"{broken}:{name.upper()}" for name in ("late", "never", "unsure")}
+    more = {"lengths": (128,), "packed": True}
+    table = simulated(
+        tmp_path / "with", GPT, 2, **more, others=others, strategies=(*others, "metp")
+    )
+    alone = simulated(tmp_path / "without", GPT, 2, **more, strategies=("metp",))
+    said = {(m.strategy, m.operation): m.status for m in table.measurements if not m.is_ok}
+    unsure = (
+        "unsupported: strategy unsure: check ends with KeyError: 'of all': repair its package, or "
+    )
+    assert said.pop(("never", "mlp")) == "unsupported: KeyError: 'of all'"
+    assert set(said) == {("unsure", "attention"), ("unsure", "mlp")}
+    assert all(status.startswith(unsure) for status in said.values())
+    rows = {(m.strategy, m.status) for m in table.rows}
+    ok = {("metp", "ok"), ("never", "ok"), ("local_z", "ok")}
+    assert rows == ok | {("late", "unsupported: KeyError: 'of rows'")}
+    kept = [m for m in table.measurements if m.strategy in ("model", "metp")]
+    assert kept == list(alone.measurements)
+    assert [m for m in table.rows if m.strategy not in others] == list(alone.rows)
+
+
 def _plan_with(model) -> None:
     """With room enough the planner takes what the model says is fastest."""
 

@@ -94,6 +94,29 @@ def test_an_entry_point_that_gives_no_strategy_is_refused_by_its_name(value, mon
         registry.get_strategy.__wrapped__("mine")
 
 
+def test_an_entry_point_may_not_have_the_name_of_a_built_in_strategy(monkeypatch):
+    """It was left aside without a word."""
+    point = EntryPoint("metp", "theirs:METP", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "_third_party", lambda: {"metp": point})
+    assert strategy_names().count("metp") == 1
+    said = r"^entry point 'metp' of .*: a built-in .*: rename it, or .* \(theirs:METP\)$"
+    for name in ("metp", "metp+recompute"):
+        with pytest.raises(UserError, match=said):
+            registry.get_strategy.__wrapped__(name)
+    assert registry.get_strategy.__wrapped__("ulysses_z").name == "ulysses_z"
+
+
+@pytest.mark.parametrize("part", ["check", "takes"])
+def test_errors_of_another_packages_answers_are_told_as_its_own(part, monkeypatch):
+    def fail(*_):
+        raise KeyError("gone")
+
+    give(monkeypatch, replace(get_strategy("metp"), name="mine", **{part: fail}))
+    strategy = registry.get_strategy.__wrapped__("mine")
+    with pytest.raises(UserError, match=f"^strategy mine: {part} ends with KeyError: 'gone': rep"):
+        getattr(strategy, part)(None, 2)
+
+
 @pytest.mark.parametrize(("part", "value"), [("check", None), ("mlp", 3), ("takes", "all")])
 def test_a_part_that_is_no_function_is_refused(part, value, monkeypatch):
     give(monkeypatch, replace(get_strategy("metp"), name="mine", **{part: value}))
