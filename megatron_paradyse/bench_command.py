@@ -61,12 +61,20 @@ def find_benchmarks() -> dict[str, Benchmark]:
         )
     found = {}
     for path in sorted(folder.glob("*.py")):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
         if MARK in text:
-            summary = (ast.get_docstring(ast.parse(text)) or path.stem).splitlines()[0]
+            summary = _summary(text) or path.stem
             saved = sorted(p.name for p in (folder / "results").glob(f"{path.stem}-*.json"))
             found[path.stem] = Benchmark(path.stem, summary, tuple(saved))
     return found
+
+
+def _summary(text: str) -> str:
+    """The first line of its docstring; of one that is not Python, as while it is written, why."""
+    try:
+        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    except (SyntaxError, ValueError) as error:
+        return f"cannot be read as Python: {error}"
 
 
 @click.command(
@@ -160,7 +168,12 @@ def run_benchmark(name: str, arguments: Sequence[str], time_limit: float) -> Run
     start = time.monotonic()
     command = [sys.executable, "-m", f"{FOLDER}.{name}", "--json", *arguments]
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
     ) as process:
         try:
             output, _ = process.communicate(timeout=time_limit)
@@ -174,9 +187,12 @@ def run_benchmark(name: str, arguments: Sequence[str], time_limit: float) -> Run
     if process.returncode:
         return Run(name, seconds, None, f"ended with exit code {process.returncode}: see above")
     try:
-        return Run(name, seconds, json.loads(output.strip().splitlines()[-1]))
+        result = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):
         return Run(name, seconds, None, "its last line of output is not JSON")
+    if not isinstance(result, dict):
+        return Run(name, seconds, None, "its last line of output is no JSON object")
+    return Run(name, seconds, result)
 
 
 def _end(process: subprocess.Popen) -> None:

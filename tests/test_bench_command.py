@@ -124,6 +124,28 @@ def test_one_that_fails_is_named_and_the_others_run(checkout):
     assert talking["error"] == "its last line of output is not JSON"
 
 
+def test_results_of_another_form_are_errors_of_theirs_alone(checkout):
+    """They ended the command, and what had run before was lost."""
+    texts = {"list": b"[1]", "bytes": b"\xff"}
+    for name, text in texts.items():
+        code = f"'''Says.'''\n# options(__doc__\nimport os\nos.write(1, {text!r})\n"
+        (checkout / f"benchmarks/{name}.py").write_text(code)
+    result = bench("list", "bytes", "quick", "--json")
+    ran = json.loads(result.stdout)["benchmarks"]
+    assert result.exit_code == 1
+    ends = ("its last line of output is no JSON object", "its last line of output is not JSON")
+    assert [run["error"] for run in ran] == [*ends, None]
+
+
+def test_a_benchmark_that_cannot_be_read_is_listed_with_why(checkout):
+    (checkout / "benchmarks/half.py").write_bytes(b"'''Half.'''\nx = options(__doc__\n")
+    (checkout / "benchmarks/latin.py").write_bytes(b"'''Caf\xe9.'''\n# options(__doc__\n")
+    listed = json.loads(bench("--json").stdout)["benchmarks"]
+    found = {one["name"]: one["summary"] for one in listed}
+    assert found["half"].startswith("cannot be read as Python: '(' was never closed")
+    assert found["latin"] == "Caf\ufffd." and found["quick"] == "What it measures."
+
+
 def test_one_that_takes_too_long_is_ended_with_its_ranks(checkout):
     os.mkfifo(checkout / "alive")
     pipe = os.open(checkout / "alive", os.O_RDONLY | os.O_NONBLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -49,6 +50,15 @@ def test_this_machine_can_train_and_says_what_it_has():
     assert states["torch"]["found"].startswith(metadata.version("torch"))
     assert states["megatron-core"]["state"] == states["gloo"]["state"] == OK
     assert all(c["cost"] for c in values["checks"] if c["state"] != OK)
+
+
+def test_words_of_another_program_need_not_be_utf_8(found, tmp_path, monkeypatch):
+    """They ended the command."""
+    path = tmp_path / "nvidia-smi"
+    path.write_text("#!/bin/sh\nprintf 'A \\377 GPU'\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert found(CPU)["GPUs"].found == "nvidia-smi names A \ufffd GPU, torch sees none"
 
 
 def test_on_a_cpu_the_packages_of_gpus_are_no_lack(found):

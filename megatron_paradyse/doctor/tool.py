@@ -9,12 +9,18 @@ SECONDS = 10
 
 
 def output_of(*command: str) -> str:
-    """Its standard output, "" where it is not there, fails or hangs."""
+    """Its standard output, whatever its bytes are; "" where it is not there, fails or hangs."""
     if shutil.which(command[0]) is None:
         return ""
     try:
         process = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, check=True
+            command,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=SECONDS,
+            check=True,
         )
     except (subprocess.SubprocessError, OSError):
         return ""
