@@ -19,6 +19,7 @@ from megatron_paradyse.units import BYTES_PATTERN, COUNT_PATTERN, parse_bytes, p
 Schema = dict[str, Any]
 SPAN = r"(\d{1,6})(?:-(\d{1,6}))?"  # of layers: 5, or 1-4; numbers beyond are refused by name
 MAX_SECONDS = 86_400
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]{1,6}")
 _NODES = r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?"
 
 
@@ -86,10 +87,18 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
+def _number(value: Any) -> float | None:
+    """The number that it is, 5e-2 too, which is one to editors and a text to PyYAML."""
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        value = float(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def _share(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+    number = _number(value)
+    if number is None or not 0 <= number <= 1:
         raise UserError(f"{where}: {value!r:.60} is not a number from 0 to 1")
-    return float(value)
+    return float(number)
 
 
 def _switch(value: Any, where: str) -> bool:
@@ -105,10 +114,10 @@ def _token(value: Any, where: str) -> int:
 
 
 def _seconds(value: Any, where: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= MAX_SECONDS:
+    number = _number(value)
+    if number is None or not 0 <= number <= MAX_SECONDS:
         raise UserError(f"{where}: {value!r:.60} is not a number of seconds from 0 to a day")
-    return float(value)
+    return float(number)
 
 
 def _size(value: Any, where: str) -> str:

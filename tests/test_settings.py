@@ -106,6 +106,20 @@ def test_yaml_errors_name_file_line_and_value(tmp_path, text, message):
         make_settings({}, write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("5e-2", 0.05), ("1.5E-1", 0.15), ("1e-400", 0.0), ("0.05", 0.05)]
+)
+def test_numbers_with_an_exponent_are_numbers(text, value, tmp_path):
+    """As in JSON Schema and on the command line; PyYAML reads those without a point as texts."""
+    assert make_settings({}, write(tmp_path, f"smoothing: {text}\n")).smoothing == value
+    settings = make_settings({}, write(tmp_path, f"watchdog_seconds: {text}\n"))
+    assert settings.watchdog_seconds == value
+    with pytest.raises(UserError, match="yaml:1: smoothing: '5e1' is not a number from 0 to 1"):
+        make_settings({}, write(tmp_path, "smoothing: 5e1\n"))
+    with pytest.raises(UserError, match="'1e999' is not a number of seconds from 0 to a day"):
+        make_settings({}, write(tmp_path, "watchdog_seconds: 1e999\n"))
+
+
 def test_layers_are_restricted_by_number_or_range(tmp_path):
     text = "layers:\n  1-2: [megatron_ts, metp]\n  5: {attention: [ulysses_z], mlp: [metp]}\n"
     layers = make_settings({}, write(tmp_path, text)).layers
