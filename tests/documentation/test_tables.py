@@ -175,6 +175,90 @@ def test_errors_of_simulated_seconds_on_an_h200():
     assert len(page) == len({s for s, _ in found})
 
 
+def test_how_even_placements_within_windows_are():
+    rows = record("placement")["windowed_rows"]
+    page = table("packing.md", "| window | p = 2 to 8")
+    assert len(page) == len({row["window"] for row in rows})
+    for window, *cells in page:
+        expected = [
+            max(
+                row["imbalance_max"]
+                for row in rows
+                if row["window"] == int(window.replace(",", ""))
+                and row["p"] in ranks
+                and row["budget_tokens"] == budget << 10
+            )
+            for ranks in ((2, 4, 8), (64,))
+            for budget in (64, 256, 1024)
+        ]
+        check(cells, expected)
+
+
+def test_errors_of_merged_attention():
+    found = {(row["dtype"], row["p"]): row for row in record("numerics")["rows"]}
+    rows = table("numerics.md", "| p | float32")
+    assert 2 * len(rows) == len(found)
+    for p, error, units, share, half_error, half_units in rows:
+        single, half = found["float32", int(p)], found["bfloat16", int(p)]
+        assert float(error) == float(f"{single['error_max']:.1e}")
+        of_bound = 100 * single["error_over_bound"]
+        values = [single["error_in_units"], of_bound, half["error_max"], half["error_in_units"]]
+        check([units, share, half_error, half_units], values)
+
+
+def test_seconds_beyond_what_megatron_ts_can_run():
+    dynamic = record("dynamic_workload")
+    keys = ("tail_ratio_to_simple_rule", "tail_operation_over_layer", "tail_layer_mixing_ratio")
+    of_lengths = zip(*(dynamic[key] for key in keys), strict=True)
+    rows = table("choosing.md", "| tokens | over")
+    for (s, *cells, _), tail, ratios in zip(rows, dynamic["tail"], of_lengths, strict=True):
+        check([s, *cells], [tail["s"], *ratios])
+
+
+def test_errors_of_predicted_iterations():
+    alike, differ = record("whole_model"), record("whole_model_differ")
+    keys = (
+        ("memory_max",),
+        ("time_median", "time_p95"),
+        ("time_noise",),
+        ("processor_time_median",),
+    )
+    for (_, *cells), of in zip(table("profiler.md", "| | layers alike"), keys, strict=True):
+        for cell, found in zip(cells, (alike, differ), strict=True):
+            check(cell.split(", "), [100 * found[key] for key in of])
+
+
+def test_bytes_a_token_of_embedding_and_head():
+    moments = {"peak of the forward": "forward", "kept": "kept", "peak of the backward": "backward"}
+    found = {
+        (row["way"], row["edge"], row["moment"]): row["bytes_per_token"]
+        for row in record("edges")["rows"]
+        if row["positions"] == "rope" and row["maker"] == "all"
+    }
+    sums = [row for row in table("memory.md", "| what | Megatron, measured") if "**" in row[0]]
+    for name, megatron, _, tiles in sums[:-1]:
+        edge, _, moment = name.strip("*").partition(", ")
+        values = [found[way, edge, moments[moment]] for way in ("megatron", "tiles")]
+        check([megatron, tiles], values)
+    assert len(sums) == 6
+
+
+def test_errors_of_simulated_seconds_on_eight_a100():
+    simulated = record("simulator")
+    medians = table("simulator.md", "| | median | wanted")
+    told = [cell.partition(" (")[0].split(", ") for _, cell, _ in medians]
+    by = ("error_median_by_strategy", "error_median_by_length")
+    overall, strategies, lengths = [simulated["error_median"]], *(simulated[k].values() for k in by)
+    for cells, errors in zip(told[:3], (overall, strategies, lengths), strict=True):
+        check(cells, [100 * error for error in errors])
+    share, right = 100 * simulated["pairs_right"], simulated["pairs_right"] * simulated["pairs"]
+    check([told[3][0], told[3][1].partition(" ")[0]], [share, right])
+    rows = table("simulator.md", "| layers, h | strategy")
+    for (size, name, cell), row in zip(rows, simulated["large_deviations"], strict=True):
+        assert (size, name) == (f"{row['layers']}, {row['hidden_size']}", row["strategy"])
+        check([cell], [100 * row["error"]])
+
+
 @pytest.mark.parametrize(
     ("text", "value", "is_so"),
     [("1,024", 1024.4, True), ("9.5%", 9.44, False), ("-4%", -3.5, True)],
