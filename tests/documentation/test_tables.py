@@ -194,6 +194,34 @@ def test_how_even_placements_within_windows_are():
         check(cells, expected)
 
 
+def test_attention_with_windows():
+    found = {(row["p"], row["window"], row["s"]): row for row in record("windows")["rows"]}
+    rows = table("strategies.md", "| ranks, window | s")
+    assert len(rows) == len(found)
+    of = ""
+    for name, s, *cells in rows:
+        of = name or of
+        ranks, _, window = of.replace(",", "").partition(" ")
+        row = found[int(ranks), int(window.split()[-1]), int(s[:-1]) << 10]
+        check([cell.partition(" ")[0] for cell in cells], list(row["ms"].values()))
+        whole = [cell.partition(" ")[2] for cell in cells[:2]]
+        check(whole, [row["whole_ms"][key] for key in ("megatron_cz", "metp")])
+
+
+def test_plans_of_layers_with_and_without_a_window():
+    plans = {one["s"]: one for one in record("windows")["plans"]}
+    page = " ".join((ROOT / "docs/strategies.md").read_text(encoding="utf-8").split())
+    lost = {s: f"{100 * (one['single_over_plan'] - 1):.1f}%" for s, one in plans.items()}
+    first, *longer = lost.values()
+    assert list(plans) == [s << 10 for s in (16, 32, 64, 128)]
+    told = "{}, {} and {} longer at 32K, 64K and 128K, embedding and loss head".format(*longer)
+    assert told in page and f"MegatronTS's MLP throughout, {first};" in page
+    assert {one["plan"] for one in plans.values()} == {
+        "1-12 ulysses_z/megatron_ts",
+        "1-5 megatron_cz/ulysses_z, 6 ulysses_z, 7-11 megatron_cz/ulysses_z, 12 ulysses_z",
+    }
+
+
 def test_errors_of_merged_attention():
     found = {(row["dtype"], row["p"]): row for row in record("numerics")["rows"]}
     rows = table("numerics.md", "| p | float32")
