@@ -44,12 +44,12 @@ def finish(name: str, result: dict, configuration: dict, arguments: argparse.Nam
         "date": datetime.date.today().isoformat(),
         "quick": arguments.quick,
     }
+    print(json.dumps(document), flush=True)  # first: it took an hour, and a disk may be full
     if arguments.save:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{name}-{hardware_tag()}.json"
         write_whole(path, json.dumps(document, indent=1) + "\n")
         print(f"wrote {path}", file=sys.stderr)
-    print(json.dumps(document))
 
 
 def interleaved(

@@ -41,7 +41,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Run:
-    """What became of one: its result, or why there is none."""
+    """What became of one: its result, and what went wrong, so that there is none or none saved."""
 
     name: str
     seconds: float
@@ -184,15 +184,21 @@ def run_benchmark(name: str, arguments: Sequence[str], time_limit: float) -> Run
         finally:
             _end(process)
     seconds = time.monotonic() - start
-    if process.returncode:
-        return Run(name, seconds, None, f"ended with exit code {process.returncode}: see above")
+    result, why = _result(output)
+    if process.returncode:  # there may be a result that could not be saved
+        why = f"ended with exit code {process.returncode}: see above"
+    return Run(name, seconds, result, why)
+
+
+def _result(output: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The last line, or why it is none."""
     try:
         result = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        return Run(name, seconds, None, "its last line of output is not JSON")
+        return None, "its last line of output is not JSON"
     if not isinstance(result, dict):
-        return Run(name, seconds, None, "its last line of output is no JSON object")
-    return Run(name, seconds, result)
+        return None, "its last line of output is no JSON object"
+    return result, None
 
 
 def _end(process: subprocess.Popen) -> None:

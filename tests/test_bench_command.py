@@ -94,7 +94,16 @@ def test_a_quick_result_replaces_no_full_one(checkout, capsys):
     assert "argument --save: not allowed with argument --quick" in capsys.readouterr().err
 
 
-def test_a_result_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_result_that_cannot_be_saved_is_told_all_the_same(checkout):
+    text = QUICK + "sys.exit('error: the disk is full')\n"
+    (checkout / "benchmarks/unsaved.py").write_text(text)
+    result = bench("unsaved", "--json")
+    (run,) = json.loads(result.stdout)["benchmarks"]
+    assert result.exit_code == 1 and run["error"] == "ended with exit code 1: see above"
+    assert run["result"]["rows"] == [1, 2]
+
+
+def test_a_result_is_saved_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     path = tmp_path / f"quick-{common.hardware_tag()}.json"
     path.write_text("before")
@@ -103,6 +112,7 @@ def test_a_result_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="make room there"):
         common.finish("quick", {}, {}, arguments)
     assert path.read_text() == "before" and len(list(tmp_path.iterdir())) == 1
+    assert json.loads(capsys.readouterr().out)["benchmark"] == "quick"  # an hour's work
 
 
 def _full_disk(*_):

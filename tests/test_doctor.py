@@ -151,6 +151,17 @@ def test_memory_is_what_programs_may_take(free_gib, state, monkeypatch):
     assert (check.state, check.found) == (state, f"64.0 GiB{told}")
 
 
+def test_a_current_folder_that_is_gone_is_told(tmp_path, monkeypatch):
+    """It ended the command: "No such file or directory"."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    result = CliRunner().invoke(cli, ["doctor"])
+    assert result.exit_code == 1 and not result.stdout
+    assert result.stderr == "error: the current folder is gone: cd to one that is there\n"
+
+
 def test_a_checkout_of_another_version_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
     (check,) = machine.checkout("0.19")

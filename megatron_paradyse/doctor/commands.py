@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from typing import Any
 
@@ -22,7 +23,12 @@ def doctor(as_json: bool) -> int:
     network.
     """
     from megatron_paradyse.doctor.checks import check_all
+    from megatron_paradyse.errors import UserError
 
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:  # every import would fail, and its package be blamed
+        raise UserError("the current folder is gone: cd to one that is there") from error
     checks = check_all()
     can_train = not any(check.state == FAULT for check in checks)
     if as_json:
