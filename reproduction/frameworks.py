@@ -64,11 +64,14 @@ def as_published(name: str = AS_PUBLISHED, **changes: Any) -> Framework:
 
 @dataclass(frozen=True)
 class Ran:
-    """One microbatch, forward and backward: seconds None where it does not fit."""
+    """One microbatch, forward and backward: seconds None where it does not fit.
+
+    peak_bytes: None where they are more than the planner counts.
+    """
 
     tokens: int
     seconds: float | None
-    peak_bytes: int
+    peak_bytes: int | None
     plan: str = ""
 
 
@@ -130,10 +133,12 @@ class FixedRunner:
         planned = aligned(tokens)
         problem = self.setup.policy.problem(self.setup.layers, 1, planned, False)
         edges = edge_seconds(self.setup, planned, 1)
-        return {
+        counted = {
             name: Ran(tokens, o.seconds + edges if o.fits else None, o.peak_bytes)
             for name, o in alone(problem).items()
         }
+        beyond = Ran(tokens, None, None)
+        return {name: counted.get(name, beyond) for name in self.setup.policy.strategies}
 
 
 def aligned(tokens: int) -> int:

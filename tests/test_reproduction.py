@@ -108,6 +108,14 @@ def test_the_longest_length_trains_and_the_next_does_not(costs):
     assert fits == [True, False]
 
 
+def test_a_strategy_whose_bytes_are_more_than_are_counted_fits_nowhere(costs):
+    """Quadratic ones come to more than 2^53 where others still train: BERT's at 2.1M tokens."""
+    fixed = FixedRunner(costs, "untiled")
+    far = fixed.run(1 << 29)
+    assert far.keys() == fixed.run(512).keys() == set(STRATEGIES)
+    assert far["colossal_z"].seconds is None and far["colossal_z"].peak_bytes is None
+
+
 def test_without_the_published_forest_polynomials_tell_seconds_at_every_length():
     bare = without_forest(fit_table(make_table(), PAPER))
     assert {fit.longest_seen(name) for fit in bare.fits for name in QUANTITIES} == {1}
