@@ -20,9 +20,7 @@ def deal(
     """
     per_replica, rest = divmod(len(lengths), micro_batch_size * num_replicas)
     assert rest == 0, "Megatron's global batch is a multiple of replicas times microbatch size"
-    order = list(range(len(lengths)))
-    if micro_batch_size > 1:
-        order.sort(key=lambda index: (lengths[index], index))
+    order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
     groups = [
         sorted(order[start : start + micro_batch_size])
         for start in range(0, len(lengths), micro_batch_size)

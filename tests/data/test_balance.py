@@ -47,3 +47,22 @@ def test_the_slowest_replica_is_within_a_third_of_the_best_deal(lengths):
         for chosen in itertools.combinations(range(6), 3)
     )
     assert slowest <= 4 / 3 * best + 1e-9
+
+
+def test_samples_of_like_lengths_share_a_microbatch():
+    """Padded to the longer one: by any other pairs a microbatch of short ones would be long."""
+    lengths = [5, 100, 7, 90, 6, 99, 8, 91]
+    dealt = deal(lengths, micro_batch_size=2, num_replicas=2, seconds=seconds)
+    assert sorted(itertools.chain(*dealt)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_microbatch_takes_as_long_as_its_longest_sample():
+    """The one of 11 and 500 tokens takes longer than three others together."""
+    lengths = [*range(1, 12), 500]
+    dealt = deal(lengths, micro_batch_size=2, num_replicas=2, seconds=seconds)
+    assert dealt == [[[0, 1], [2, 3], [10, 11]], [[4, 5], [6, 7], [8, 9]]]
+
+
+def test_single_samples_stay_in_the_order_of_the_batch():
+    dealt = deal([9, 3, 8, 4], micro_batch_size=1, num_replicas=2, seconds=seconds)
+    assert dealt == [[[0], [1]], [[2], [3]]]
