@@ -95,6 +95,7 @@ class MicrobatchHook:
         self._policy, self._observer, self._verify = policy, observer, verify
         self._counts = counts
         self._outcome = getattr(policy, "outcome", None)  # of a policy that chooses by cost
+        self._draws = getattr(policy, "draws", False)  # of one that chooses at random
         self._layer_numbers = tuple(layer.plan_number for layer in layers)
         self._shards = block.tp_group.size() if block.config.sequence_parallel else 1
         self._iteration, self._microbatch = -1, -1
@@ -144,6 +145,8 @@ class MicrobatchHook:
         how: dict = {"forward_only": not torch.is_grad_enabled()}
         if row is not None:  # a policy that is never asked about rows need not know of them
             how["row"] = row
+        if self._draws:
+            how["at"] = (self._iteration, self._microbatch)
         start = time.perf_counter()
         seconds, peak_bytes = None, None
         if self._outcome is not None:

@@ -81,12 +81,17 @@ class PlanFilePolicy:
 
 
 class RandomPolicy:
-    """Draws a choice for every layer of every microbatch: to prove that plans change no result."""
+    """Draws a choice for every layer of every microbatch: to prove that plans change no result.
+
+    By where training is, so that an iteration that runs again, in place or after a restart, has the
+    plans that it had.
+    """
+
+    draws = True  # the hook says at which microbatch
 
     def __init__(self, seed: str, strategies: Sequence[str]):
         self.strategies = tuple(strategies)
         self._seed = seed
-        self._drawn = 0
 
     def plan(
         self,
@@ -94,24 +99,28 @@ class RandomPolicy:
         seq_length: int,
         layer_numbers: Sequence[int],
         *,
+        at: tuple[int, int] = (0, 0),
         row: Row | None = None,
         **_: object,
     ) -> Plan:
-        self._drawn += 1
+        """at: the iteration and the microbatch in it; replicas draw alike."""
         attention = mlp = self.strategies
         if row is not None and row.groups > 1:
             attention = tuple(name for name in attention if takes_wide(name))
         return Plan(
             {
                 number: LayerChoice(
-                    self._draw(number, "attention", attention), self._draw(number, "mlp", mlp)
+                    self._draw(at, number, "attention", attention),
+                    self._draw(at, number, "mlp", mlp),
                 )
                 for number in layer_numbers
             }
         )
 
-    def _draw(self, layer_number: int, operation: str, names: tuple[str, ...]) -> str:
-        key = f"{self._seed} {self._drawn} {layer_number} {operation}"
+    def _draw(
+        self, at: tuple[int, int], layer_number: int, operation: str, names: tuple[str, ...]
+    ) -> str:
+        key = f"{self._seed} {at} {layer_number} {operation}"
         number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])
         return names[number % len(names)]
 

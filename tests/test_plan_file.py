@@ -84,7 +84,8 @@ def test_a_plan_must_fit_the_number_of_layers():
 def test_random_plans_differ_by_microbatch_and_repeat_with_the_seed():
     def draw(seed):
         policy = make_policy(Settings(policy=f"random:{seed}", strategies=("metp", "ulysses_z")))
-        return [policy.plan(1, 128, range(1, 9)) for _ in range(4)]
+        places = [(iteration, microbatch) for iteration in (0, 1) for microbatch in (0, 1)]
+        return [policy.plan(1, 128, range(1, 9), at=at) for at in places]
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)

@@ -116,8 +116,11 @@ def frozen() -> None:
 def dropout() -> None:
     """The same of an iteration that is run again, under another plan too; another of the next."""
     start(p=2)
-    made = loop(configuration(attention_dropout=0.3), layer)
-    planned = attach(made.models, policy="random:6", strategies="megatron_cz,metp+recompute")
+    made, again = (loop(configuration(attention_dropout=0.3), layer) for _ in range(2))
+    again.models[0].load_state_dict(made.models[0].state_dict())
+    names = "megatron_cz,metp+recompute"
+    planned = attach(made.models, policy="random:6", strategies=names)
+    other = attach(again.models, policy="random:7", strategies=names)
     first = made.results(made.models, LENGTHS)
     planned.iteration = 1
     following = made.results(made.models, LENGTHS)
@@ -125,6 +128,10 @@ def dropout() -> None:
     compare("iteration 0 again", first, made.results(made.models, LENGTHS))
     planned.iteration = 1
     compare("iteration 1 again", following, made.results(made.models, LENGTHS))
+    other.iteration = 1
+    compare("other plans", following, made.results(again.models, LENGTHS))
+    assert other.last is not None and planned.last is not None
+    assert other.last.plan.runs() != planned.last.plan.runs()
     assert float((first["loss of 0"] - following["loss of 0"]).abs()) > 1e-4
 
 

@@ -15,7 +15,7 @@ COMPARED = {
     "frozen": 4,
     "packed": 4,
     "values": 2,
-    "dropout": 2,
+    "dropout": 3,
     "checkpointed": 1,
     "refused": 1,
 }

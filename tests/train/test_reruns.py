@@ -93,12 +93,16 @@ def test_megatrons_end_for_a_result_says_what_was_found(checks, words, state, mo
 
 
 def test_an_iteration_after_which_megatron_ends_is_in_the_trace(tmp_path):
-    """An injected error that comes again, and a second start on the same device."""
+    """An injected error that comes again, and a second start on the same device.
+
+    Both run the random plans that the iteration had: others would round otherwise.
+    """
     write_documents(tmp_path / "corpus", [30] * 20)
     trace = tmp_path / "trace.jsonl"
     flags = ["--data-path", tmp_path / "corpus", "--split", "100,0,0", "--paradyse"]
     flags += ["--micro-batch-size", 1, "--global-batch-size", 2, "--paradyse-trace", trace]
     flags += ["--save", tmp_path / "kept", "--load", tmp_path / "kept", "--save-interval", 100]
+    flags += ["--paradyse-policy", "random:1"]
     flags += ["--error-injection-type", "persistent_error", "--error-injection-rate"]
     for rate, said in ((1, "and the same as it ran"), (10**6, "and ran again on the device that")):
         run = attempt(tmp_path, *flags, rate, ranks=1)
@@ -111,6 +115,8 @@ def test_an_iteration_after_which_megatron_ends_is_in_the_trace(tmp_path):
     kinds = "run", "microbatch", "microbatch", "iteration"
     first, in_place = [*kinds], ["microbatch"] * 4 + ["iteration"]
     assert [record["kind"] for record in records] == [*first, *in_place, *first]
+    plans = [r["plan"] for r in records if r["kind"] == "microbatch"]
+    assert plans[2:4] == plans[4:6] == plans[6:8] and len(set(plans)) == 4
     ended = [r for r in records if r["kind"] == "iteration" and "exit_code" in r]
     assert [(r["iteration"], r["exit_code"]) for r in ended] == [(2, 16), (2, 16)]
     assert read_trace(str(trace)).warnings == {} and read_trace(str(trace)).iterations.count == 3
