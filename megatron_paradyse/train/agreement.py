@@ -96,11 +96,13 @@ def values_of(args: argparse.Namespace) -> Values:
 
 
 @cache
-def code_digest() -> str:
-    """Of the sources of this package, by their paths and contents."""
+def code_digest(without: tuple[str, ...] = ()) -> str:
+    """Of the sources of this package, by their paths and contents. without: folders left out."""
     root = Path(megatron_paradyse.__file__).parent
     hashed = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] in without:
+            continue
         hashed.update(f"{path.relative_to(root).as_posix()}\0".encode())
         hashed.update(hashlib.sha256(path.read_bytes()).digest())
     return hashed.hexdigest()[:16]

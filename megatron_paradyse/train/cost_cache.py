@@ -14,6 +14,7 @@ import torch
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.strategies import with_names_of_costs
+from megatron_paradyse.train.agreement import code_digest
 from megatron_paradyse.train.describe import versions
 from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.train.model_layers import ModelLayers, count_layers
@@ -27,6 +28,9 @@ WITHOUT_EFFECT = re.compile(
     r"num_workers|global_batch_size|rampup.*|consumed.*|iteration|skipped.*|paradyse.*|start_.*|"
     r"do_.*|non_.*|phase_.*|num_dataset.*)"
 )
+
+# Folders of this package that make no costs. A change of any other makes costs anew, once.
+CODE_WITHOUT_EFFECT = ("data", "doctor", "planner", "preview", "report", "train")
 
 
 def cache_folder() -> Path:
@@ -56,7 +60,7 @@ def cost_key(args: argparse.Namespace, settings: Settings) -> str:
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
     others = ModelLayers.of_arguments(args, count_layers(args)).kinds().others
     values |= {"layers": repr(others)} if others else {}
-    values |= {"rings": "send what windows leave"} if args.window_size else {}
+    values |= {"code": code_digest(CODE_WITHOUT_EFFECT)}
     values |= {"device": f"{device_name()}, {_size()}", "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -18,7 +18,7 @@ from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.settings import FIELDS, Settings
 from megatron_paradyse.simulator.models import model_flags
-from megatron_paradyse.train import auto_costs, cost_cache, plugin
+from megatron_paradyse.train import agreement, auto_costs, cost_cache, plugin
 from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_kind import GPT
 from tests.train.harness import with_defaults, write_documents
@@ -239,6 +239,31 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
     assert len(keys) == 4
+
+
+def test_costs_of_other_code_are_not_found(tmp_path, monkeypatch):
+    """An earlier version measured and fitted otherwise; what only plans or reports changes none."""
+    write_documents(tmp_path / "corpus", [20] * 10)
+    args = parsed(monkeypatch, "--paradyse-policy", "optimal", "--micro-batch-size", 1)
+    args.data_path = [str(tmp_path / "corpus")]
+    args = validated(args)
+    root = tmp_path / "megatron_paradyse"
+    package = argparse.Namespace(__file__=str(root / "__init__.py"))
+    monkeypatch.setattr(agreement, "megatron_paradyse", package)
+    keys = []
+    for name in (
+        "costs/laws.py",
+        "strategies/metp.py",
+        "submodules.py",
+        "planner/a.py",
+        "train/b.py",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("one line\n")
+        agreement.code_digest.cache_clear()
+        keys.append(cost_cache.cost_key(args, args.paradyse_settings))
+    agreement.code_digest.cache_clear()
+    assert len(set(keys)) == 3 and keys[2] == keys[3] == keys[4]
 
 
 TO_PROFILE = {  # of each setting a value that a run by cost may have
