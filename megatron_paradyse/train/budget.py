@@ -15,19 +15,19 @@ from megatron_paradyse.machine import free_bytes
 from megatron_paradyse.planner.from_file import RESERVE_SHARE
 from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train.memory_record import grid
+from megatron_paradyse.train.memory_record import Start, grid, memory_bytes
 from megatron_paradyse.units import bytes_text, parse_bytes
 
 HOST_SHARE = 0.8  # of free host memory: data, checkpoints and the system take the rest
 TAUGHT_MARGIN = 0.02  # what a plan that ran out of memory is believed to have lacked
 
 
-def budget_bytes(settings: Settings, *, records: Sequence[Path] = ()) -> int:
+def budget_bytes(settings: Settings, *, costs: str, records: Sequence[Path] = ()) -> int:
     """The budget of this run, the least of any rank: replicas then deal and plan alike.
 
     A GPU without --paradyse-memory-budget: what is free before the model is built, less a
     reserve. records: files of earlier starts (memory_record.files_to_read), whose plans that ran
-    out of memory lower the budget. All ranks must call it.
+    out of memory lower the budget. costs: the fingerprint of the cost file. All ranks must call it.
     """
     if settings.memory_budget is not None:
         budget = parse_bytes(settings.memory_budget)
@@ -36,7 +36,7 @@ def budget_bytes(settings: Settings, *, records: Sequence[Path] = ()) -> int:
         budget = free + torch.cuda.memory_reserved() - int(RESERVE_SHARE * total)
     else:
         budget = UNLIMITED
-    budget = min([budget, *_taught(records)])
+    budget = min([budget, *_taught(records, settings, costs)])
     least = torch.tensor([budget], device=torch.cuda.current_device())
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     return int(least)
@@ -59,9 +59,10 @@ def host_bytes(settings: Settings) -> int | None:
     return None if int(least) == UNLIMITED else int(least)
 
 
-def _taught(records: Sequence[Path]) -> list[int]:
-    """Budgets at which plans that ran out of memory in earlier runs would not have been chosen."""
-    found = {path: budgets for path in records if (budgets := _budgets_of(path))}
+def _taught(records: Sequence[Path], settings: Settings, costs: str) -> list[int]:
+    """Budgets at which plans that ran out of memory in earlier runs are not chosen."""
+    here, margin = Start(grid(), costs, memory_bytes(settings)), settings.memory_margin
+    found = {path: budgets for path in records if (budgets := _budgets_of(path, here, margin))}
     if not found:
         return []
     path = min(found, key=lambda path: min(found[path]))
@@ -72,16 +73,16 @@ def _taught(records: Sequence[Path]) -> list[int]:
     return found[path]
 
 
-def _budgets_of(path: Path) -> list[int]:
-    """By each record of a file that holds for this grid and device, as it says itself, or in a
-    trace the start before it.
+def _budgets_of(path: Path, here: Start, margin: float) -> list[int]:
+    """By each record of a file that holds for this start, as it says itself, or in a trace the
+    start before it.
 
-    Such a plan had predicted_peak_bytes by the cost model, with the margin on top: below that less
-    TAUGHT_MARGIN it is not chosen again. Where corrections had raised that, a start, which has none
-    yet, predicts uncorrected_peak_bytes.
+    Such a plan had predicted_peak_bytes by the cost model, with the margin of this start on top:
+    below that less TAUGHT_MARGIN it is not chosen again. Where corrections had raised that, a
+    start, which has none yet, predicts uncorrected_peak_bytes.
     """
-    found, here = [], grid()
-    started = here
+    found = []
+    started = here.grid
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if '"out_of_memory"' not in line and '"run"' not in line:
@@ -93,11 +94,12 @@ def _budgets_of(path: Path) -> list[int]:
                     continue
                 predicted = record["predicted_peak_bytes"]
                 predicted = min(predicted, record.get("uncorrected_peak_bytes") or predicted)
-                limit = int(predicted * (1 + record["memory_margin"]))
+                limit = int(int(predicted * (1 + margin)) * (1 - TAUGHT_MARGIN))
+                holds = here.has_like(record, started)
             except (ValueError, TypeError, KeyError, OverflowError):
                 continue
-            if record.get("grid", started) == here:
-                found.append(int(limit * (1 - TAUGHT_MARGIN)))
+            if holds:
+                found.append(limit)
     return found
 
 

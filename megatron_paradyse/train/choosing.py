@@ -74,7 +74,9 @@ class CostPolicies:
         for warning in check_compatible(description, run, accept=settings.accept_costs):
             print_rank_0(f"> paradyse: {warning}")
         self._check_same_file()
-        self.budget_bytes = budget_bytes(settings, records=files_to_read(args, trace))
+        self.budget_bytes = budget_bytes(
+            settings, costs=self.costs.file.fingerprint, records=files_to_read(args, trace)
+        )
         self._of_file = FilePolicies(
             settings,
             self.costs,

@@ -41,18 +41,18 @@ class IterationLog:
         telemetry: Telemetry,
         trace: Trace | None,
         summary: Summary,
-        margin: float,
+        circumstances: Callable[[], dict[str, Any]],
         peak_by_file: Callable[[Planned], int | None],
         after: Callable[[int, list[Microbatch]], None],
     ):
         """style: "megatron" appends to Megatron's line; "compact" prints a short one instead.
 
-        margin: the safety margin of the plans, for the trace. peak_by_file: what the costs predict
-        without corrections, of a microbatch whose plan has a predicted peak. after: called with
-        every iteration's number and microbatches, on all ranks.
+        circumstances: of a plan that ran out of memory, for its record. peak_by_file: what the
+        costs predict without corrections, of a microbatch whose plan has a predicted peak. after:
+        called with every iteration's number and microbatches, on all ranks.
         """
-        self._style, self._margin, self._after = style, margin, after
-        self._peak_by_file = peak_by_file
+        self._style, self._after = style, after
+        self._circumstances, self._peak_by_file = circumstances, peak_by_file
         self._telemetry, self._trace, self._summary = telemetry, trace, summary
         self._step_seconds = 0.0
         self._interval = _Interval()
@@ -187,7 +187,7 @@ class IterationLog:
         alive = self._telemetry.live_peak_bytes()
         by_file = self._peak_by_file(planned) if predicted else None
         record = out_of_memory_record(
-            microbatch, margin=self._margin, alive=alive, peak_by_file=by_file
+            microbatch, self._circumstances(), alive=alive, peak_by_file=by_file
         )
         kept = []
         if self._trace is not None:

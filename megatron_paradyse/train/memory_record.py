@@ -5,15 +5,59 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import mpu
 from megatron.training import get_args
 
+from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.describe import hardware
+from megatron_paradyse.units import parse_bytes
 
 NAME = "paradyse-out-of-memory.jsonl"
+SAME_MEMORY = 1.01  # drivers keep a little back
+
+
+@dataclass(frozen=True)
+class Start:
+    """What decides whether a record of an earlier start holds for this one.
+
+    costs: the fingerprint of the file by which peaks are predicted; memory_bytes: see memory_bytes.
+    """
+
+    grid: list[Any]
+    costs: str
+    memory_bytes: int | None
+
+    def has_like(self, record: dict[str, Any], grid: list[Any]) -> bool:
+        """Whether a record, of a start on this grid if it names none, would come again here.
+
+        Not where its peak is of other costs, nor where there is more memory now. What a record of
+        an earlier version does not tell is taken to be the same.
+        """
+        if record.get("grid", grid) != self.grid or record.get("costs", self.costs) != self.costs:
+            return False
+        had = record.get("memory_bytes")
+        return had is None or (self.memory_bytes or float("inf")) <= had * SAME_MEMORY
+
+
+def memory_bytes(settings: Settings) -> int | None:
+    """What can run out: the device's memory, or the budget that is enforced on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1]
+    return None if settings.memory_budget is None else parse_bytes(settings.memory_budget)
+
+
+def circumstances(settings: Settings, costs: str | None) -> dict[str, Any]:
+    """Of a record: the margin of its plan, and what Start compares.
+
+    costs: the fingerprint; None of a policy without.
+    """
+    margin, memory = settings.memory_margin, memory_bytes(settings)
+    return {"memory_margin": margin, "costs": costs, "memory_bytes": memory}
 
 
 def keep_beside_checkpoints(record: dict[str, Any]) -> bool:

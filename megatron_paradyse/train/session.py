@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -25,6 +26,7 @@ from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.data_files import learns_all
 from megatron_paradyse.train.log import IterationLog
 from megatron_paradyse.train.loop_counts import loop_counts
+from megatron_paradyse.train.memory_record import circumstances
 from megatron_paradyse.train.run_record import run_record
 from megatron_paradyse.train.static_bytes import static_bytes
 from megatron_paradyse.train.summary import Summary
@@ -67,7 +69,7 @@ class Session:
             telemetry=self._telemetry,
             trace=self._trace,
             summary=self._summary,
-            margin=self.settings.memory_margin,
+            circumstances=self._circumstances,
             peak_by_file=self._peak_by_file,
             after=self._after_iteration,
         ).install()
@@ -132,6 +134,10 @@ class Session:
 
     def _peak_by_file(self, planned: Planned) -> int | None:
         return None if self._policies is None else self._policies.peak_by_file(planned)
+
+    def _circumstances(self) -> dict[str, Any]:
+        costs = None if self._policies is None else self._policies.costs.file.fingerprint
+        return circumstances(self.settings, costs)
 
     def _after_iteration(self, iteration: int, microbatches: list[Microbatch]) -> None:
         online = self._policies.online if self._policies is not None else None

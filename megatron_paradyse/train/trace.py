@@ -136,16 +136,15 @@ class Trace:
 
 
 def out_of_memory_record(
-    microbatch: Microbatch, *, margin: float, alive: int | None, peak_by_file: int | None
+    microbatch: Microbatch,
+    circumstances: dict[str, Any],
+    *,
+    alive: int | None,
+    peak_by_file: int | None,
 ) -> dict[str, Any]:
-    """The line of a microbatch that did not fit."""
-    more = {
-        "kind": "out_of_memory",
-        "memory_margin": margin,
-        "uncorrected_peak_bytes": peak_by_file,
-        "peak_bytes": alive,
-    }
-    return as_record(microbatch) | more
+    """The line of a microbatch that did not fit. circumstances: see memory_record.py."""
+    more = {"kind": "out_of_memory", "uncorrected_peak_bytes": peak_by_file, "peak_bytes": alive}
+    return as_record(microbatch) | circumstances | more
 
 
 def as_record(microbatch: Microbatch) -> dict[str, Any]:

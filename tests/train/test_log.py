@@ -46,7 +46,7 @@ def test_operations_are_those_of_the_iterations_whose_seconds_they_are_divided_b
         telemetry=nothing,
         trace=None,
         summary=nothing,
-        margin=0.0,
+        circumstances=dict,
         peak_by_file=lambda planned: None,
         after=lambda *of: None,
     )

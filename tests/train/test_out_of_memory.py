@@ -12,7 +12,10 @@ from tests.train.synthetic_costs import write_costs
 
 
 def test_a_restart_without_a_trace_plans_otherwise_for_what_ran_out_of_memory(tmp_path):
-    """Costs that claim next to nothing lead into the emulated limit at the first microbatch."""
+    """Costs that claim next to nothing lead into the emulated limit at the first microbatch.
+
+    With a smaller margin too, with which the plan would fit a budget that was lowered by the first.
+    """
     write_documents(tmp_path / "corpus", [1500] * 20)
     costs = write_costs(tmp_path / "costs.json", scale_bytes=1e-3, static_bytes=1e6)
     saved = tmp_path / "saved"
@@ -22,12 +25,12 @@ def test_a_restart_without_a_trace_plans_otherwise_for_what_ran_out_of_memory(tm
     flags += ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
     flags += ["--paradyse-policy", "optimal", "--paradyse-cost-model", costs]
     flags += ["--paradyse-accept-costs", "--paradyse-no-correction"]
-    flags += ["--paradyse-memory-budget", "9MB", "--paradyse-memory-margin", 0]
-    first = attempt(tmp_path / "first", *flags, ranks=2)
+    flags += ["--paradyse-memory-budget", "9MB", "--paradyse-memory-margin"]
+    first = attempt(tmp_path / "first", *flags, 0.1, ranks=2)
     said = "start again with this --save, which lowers the budget"
     assert first.code == 2 and said in first.stderr, first.stderr[-3000:]
     before = failed(saved)
-    again = attempt(tmp_path / "again", *flags, ranks=2)
+    again = attempt(tmp_path / "again", *flags, 0, ranks=2)
     assert "plans that ran out of memory: the budget is at most" in again.stdout
     after = [record for record in failed(saved) if record not in before]
     assert after, again.stderr[-3000:]
@@ -93,19 +96,39 @@ def failed(folder):
         ({"predicted_peak_bytes": None}, []),
         ({"uncorrected_peak_bytes": 400}, [490]),
         ({"uncorrected_peak_bytes": None}, [980]),
+        ({"memory_margin": 0.5}, [980]),  # that of this start keeps the plan from coming again
+        ({"costs": "abc"}, [980]),
+        ({"costs": "def"}, []),  # which predict other peaks
+        ({"memory_bytes": 2000}, [980]),
+        ({"memory_bytes": 1985}, [980]),
+        ({"memory_bytes": 1900}, []),  # there is more now
+        ({"memory_bytes": None}, [980]),
     ],
 )
-def test_only_what_holds_for_this_grid_and_device_lowers_the_budget(
-    line, budgets, monkeypatch, tmp_path
-):
+def test_only_what_holds_for_this_start_lowers_the_budget(line, budgets, tmp_path):
     plugin.install()
     from megatron_paradyse.train import budget
 
-    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
     record = {"kind": "out_of_memory", "predicted_peak_bytes": 800, "memory_margin": 0.25} | line
     path = tmp_path / "records.jsonl"
     path.write_text('{"kind": "out_of_memory", "pred\n' + json.dumps(record) + "\n")
-    assert budget._budgets_of(path) == budgets
+    assert budget._budgets_of(path, here(memory_bytes=2000), 0.25) == budgets
+
+
+def here(memory_bytes: int | None = None):
+    from megatron_paradyse.train.memory_record import Start
+
+    return Start(["H100", 4, 1], "abc", memory_bytes)
+
+
+def test_what_an_enforced_budget_was_too_small_for_teaches_nothing_without_one(tmp_path):
+    plugin.install()
+    from megatron_paradyse.train import budget
+
+    record = {"kind": "out_of_memory", "predicted_peak_bytes": 800, "memory_bytes": 1000}
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert budget._budgets_of(path, here(), 0.25) == []
 
 
 def start(name: str, tensor: int) -> dict:
@@ -122,13 +145,12 @@ def start(name: str, tensor: int) -> dict:
         ([start("H100", 2), start("H100", 4)], [980]),
     ],
 )
-def test_a_trace_goes_on_from_starts_on_other_grids(starts, budgets, monkeypatch, tmp_path):
+def test_a_trace_goes_on_from_starts_on_other_grids(starts, budgets, tmp_path):
     """What 2 ranks could not hold lowered the budget of 4 that go on with their trace."""
     plugin.install()
     from megatron_paradyse.train import budget
 
-    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
     record = {"kind": "out_of_memory", "predicted_peak_bytes": 800, "memory_margin": 0.25}
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in [*starts, record]))
-    assert budget._budgets_of(path) == budgets
+    assert budget._budgets_of(path, here(), 0.25) == budgets
