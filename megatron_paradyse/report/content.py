@@ -182,6 +182,7 @@ class Content:
         best, iterations = self.best_fixed, self.main.iterations.count
         return {
             "iterations": iterations,
+            "iterations_again": self.main.num_again,
             "microbatches": sum(trace.summary.microbatches for trace in self.traces),
             "seconds": self.main.seconds,
             "tokens": self.main.tokens or None,

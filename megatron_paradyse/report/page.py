@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_paradyse import __version__
 from megatron_paradyse.report.content import Content
@@ -32,7 +32,7 @@ def facts(content: Content) -> list[Fact]:
     rate, tokens = numbers["tokens_per_second"], numbers["tokens"]
     longest = numbers["longest_sequence_tokens"]
     found = [
-        Fact("iterations", f"{numbers['iterations']:,}", _starts(numbers["starts"])),
+        Fact("iterations", f"{numbers['iterations']:,}", _starts(numbers)),
         Fact("tokens", "not in the trace" if tokens is None else f"{tokens:,}"),
         Fact(
             "tokens/s",
@@ -52,8 +52,11 @@ def facts(content: Content) -> list[Fact]:
     return found
 
 
-def _starts(count: int) -> str:
-    return f"{count} starts" if count > 1 else ""
+def _starts(numbers: dict[str, Any]) -> str:
+    count, again = numbers["starts"], numbers["iterations_again"]
+    if count < 2:
+        return ""
+    return f"{count} starts" + (f", {again:,} of them ran again" if again else "")
 
 
 def _saved(content: Content) -> Fact:

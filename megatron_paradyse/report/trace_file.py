@@ -68,6 +68,7 @@ class Trace:
     iterations: Sample[Iteration] = field(default_factory=Sample)
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     num_out_of_memory: int = 0
+    num_again: int = 0  # iterations that an earlier start had finished
     seconds: float = 0.0
     tokens: int = 0
     seconds_of_tokens: float = 0.0  # of the iterations that tell their tokens
@@ -83,6 +84,8 @@ class Trace:
     _plans: dict[str, str] = field(default_factory=dict)
     _strategies: set[str] = field(default_factory=set)
     _policies: list[tuple[Stage, CostPolicy]] = field(default_factory=list)
+    _furthest: int = 0  # iteration that was finished, and that before the last start
+    _before: int = 0
     _num_layers: int = 0
     _first_chunk: tuple[int, ...] | None = None
 
@@ -107,6 +110,8 @@ class Trace:
         if isinstance(record, Iteration):
             self._reach(record.iteration)
             self.iterations.add(record)
+            self.num_again += record.iteration <= self._before
+            self._furthest = max(self._furthest, record.iteration)
             self.seconds += record.seconds
             self.tokens += record.tokens or 0
             self.seconds_of_tokens += record.seconds if record.tokens else 0.0
@@ -123,6 +128,7 @@ class Trace:
             self.runs.append(record)
             self.corrected = None
             self._renew()
+            self._before = self._furthest
             self.budgets.append((0, 0, record.memory_budget_bytes))
         else:
             raise ContentError(f"more than {MOST_RUNS} starts")

@@ -253,6 +253,16 @@ def test_budgets_follow_the_starts(tmp_path):
     assert len(trace.runs) == 3
 
 
+def test_iterations_that_ran_again_are_told(tmp_path):
+    """Killed after the fourth, and started twice from the checkpoint of the second."""
+    lines = [*records(4), RUN, RUN, *(iteration(i) for i in (3, 4, 5)), RUN]
+    lines += [iteration(i) for i in (3, 4, 5, 6)]
+    content = Content([read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))], None)
+    numbers = content.as_json()
+    assert numbers["iterations"] == 4 + 3 + 4 and numbers["iterations_again"] == 2 + 3
+    assert facts(content)[0].note == "4 starts, 5 of them ran again"
+
+
 def test_the_figure_of_memory_has_each_budget_over_the_iterations_of_its_start(tmp_path):
     from matplotlib.figure import Figure
 
