@@ -27,7 +27,7 @@ def budget_bytes(settings: Settings, *, costs: str, records: Sequence[Path] = ()
 
     A GPU without --paradyse-memory-budget: what is free before the model is built, less a
     reserve. records: files of earlier starts (memory_record.files_to_read), whose plans that ran
-    out of memory lower the budget. costs: the fingerprint of the cost file. All ranks must call it.
+    out of memory lower the budget. costs: see name_of_costs. All ranks must call it.
     """
     if settings.memory_budget is not None:
         budget = parse_bytes(settings.memory_budget)

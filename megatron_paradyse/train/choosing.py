@@ -38,7 +38,7 @@ from megatron_paradyse.train.batch_sizes import batch_sizes
 from megatron_paradyse.train.budget import budget_bytes, host_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
 from megatron_paradyse.train.describe import describe
-from megatron_paradyse.train.memory_record import files_to_read
+from megatron_paradyse.train.memory_record import files_to_read, name_of_costs
 from megatron_paradyse.train.model_layers import count_layers
 from megatron_paradyse.train.static_bytes import largest_by_stage
 from megatron_paradyse.units import bytes_text
@@ -75,7 +75,7 @@ class CostPolicies:
             print_rank_0(f"> paradyse: {warning}")
         self._check_same_file()
         self.budget_bytes = budget_bytes(
-            settings, costs=self.costs.file.fingerprint, records=files_to_read(args, trace)
+            settings, costs=self.name_of_costs, records=files_to_read(args, trace)
         )
         self._of_file = FilePolicies(
             settings,
@@ -236,6 +236,12 @@ class CostPolicies:
         stage = next(stage for stage, policy in self.made if policy is planned.policy)
         s, b = _aligned(planned.seq_length), planned.batch_size
         return prediction_seconds(self._of_file.model.operation, stage, s, b)
+
+    @property
+    def name_of_costs(self) -> str:
+        """For records of what ran out of memory."""
+        assert self.settings.cost_model is not None, "see read_costs"
+        return name_of_costs(self.settings.cost_model, self.costs.file.fingerprint)
 
     def forget(self) -> None:
         """Start smoothing anew, as a restart does."""

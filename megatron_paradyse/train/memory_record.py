@@ -14,6 +14,7 @@ from megatron.core import mpu
 from megatron.training import get_args
 
 from megatron_paradyse.settings import Settings
+from megatron_paradyse.train.cost_cache import cache_folder
 from megatron_paradyse.train.describe import hardware
 from megatron_paradyse.units import parse_bytes
 
@@ -25,7 +26,7 @@ SAME_MEMORY = 1.01  # drivers keep a little back
 class Start:
     """What decides whether a record of an earlier start holds for this one.
 
-    costs: the fingerprint of the file by which peaks are predicted; memory_bytes: see memory_bytes.
+    costs: by which peaks are predicted, see name_of_costs; memory_bytes: see memory_bytes.
     """
 
     grid: list[Any]
@@ -51,10 +52,19 @@ def memory_bytes(settings: Settings) -> int | None:
     return None if settings.memory_budget is None else parse_bytes(settings.memory_budget)
 
 
+def name_of_costs(path: str, fingerprint: str) -> str:
+    """What tells costs apart: of those that a start measured the file's name in the cache.
+
+    Where the cache is lost they are measured again at each start. Their seconds are others then,
+    and so is the fingerprint; their bytes, and so the peaks that they predict, stay.
+    """
+    return Path(path).stem if Path(path).parent == cache_folder() else fingerprint
+
+
 def circumstances(settings: Settings, costs: str | None) -> dict[str, Any]:
     """Of a record: the margin of its plan, and what Start compares.
 
-    costs: the fingerprint; None of a policy without.
+    costs: see name_of_costs; None of a policy without.
     """
     margin, memory = settings.memory_margin, memory_bytes(settings)
     return {"memory_margin": margin, "costs": costs, "memory_bytes": memory}

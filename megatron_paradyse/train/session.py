@@ -136,7 +136,7 @@ class Session:
         return None if self._policies is None else self._policies.peak_by_file(planned)
 
     def _circumstances(self) -> dict[str, Any]:
-        costs = None if self._policies is None else self._policies.costs.file.fingerprint
+        costs = None if self._policies is None else self._policies.name_of_costs
         return circumstances(self.settings, costs)
 
     def _after_iteration(self, iteration: int, microbatches: list[Microbatch]) -> None:

@@ -131,6 +131,18 @@ def test_what_an_enforced_budget_was_too_small_for_teaches_nothing_without_one(t
     assert budget._budgets_of(path, here(), 0.25) == []
 
 
+def test_costs_that_each_start_measures_anew_are_the_same(monkeypatch, tmp_path):
+    """Where their cache is lost; else a job that starts again would run out of memory forever."""
+    plugin.install()
+    from megatron_paradyse.train.memory_record import name_of_costs
+
+    monkeypatch.setenv("MEGATRON_PARADYSE_CACHE", str(tmp_path / "cache"))
+    kept, given = str(tmp_path / "cache" / "costs-12.json"), str(tmp_path / "costs-12.json")
+    assert name_of_costs(kept, "abc") == name_of_costs(kept, "def")
+    assert name_of_costs(kept, "abc") != name_of_costs(kept.replace("12", "13"), "abc")
+    assert name_of_costs(given, "abc") != name_of_costs(given, "def")
+
+
 def start(name: str, tensor: int) -> dict:
     """The record of a start in a trace."""
     return {"kind": "run", "hardware": {"name": name}, "ranks": {"tensor": tensor, "pipeline": 1}}
