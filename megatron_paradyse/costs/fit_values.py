@@ -7,7 +7,8 @@ and fits, by quantity:
              factors  null, or a step table of 0.5 to 1.5
              in_tiles where there is one: pieces for s b > tokens
              window   where there is one: keys that a query sees
-             reach    where there is one: keys of a tile, of which the last coefficient is then
+             reach    where there is one: keys of a tile, of which the last coefficient is then;
+                      without a window tokens
              beyond   where there is one: "from", and of s >= from pieces, in_tiles, window,
                       reach
              The fits of workspace are of its peak: forward_peak_bytes, backward_peak_bytes.

@@ -128,6 +128,7 @@ def fit_operation(
                 is_time=name in TIME_QUANTITIES,
                 kept=values("kept_bytes", name) if name in BYTE_QUANTITIES[1:] else None,
                 tile_tokens=d.edge_tile_tokens if strategy == MODEL else TILE_ROWS * p,
+                whole_tokens=2 * d.edge_tile_tokens if strategy == MODEL else math.inf,
                 window=window,
                 reaches=[parts * (window + TILE - 1) for parts in (1, p, 2 * p)],
                 bend=shortest_narrow(window, p) if base_name(strategy) in RINGS else math.inf,

@@ -53,6 +53,7 @@ def fit_hybrid(
     is_time: bool,
     kept: Array | None = None,
     tile_tokens: float = math.inf,
+    whole_tokens: float = math.inf,
     window: float = math.inf,
     reaches: Sequence[float] = (),
     bend: float = math.inf,
@@ -60,6 +61,7 @@ def fit_hybrid(
     """Fit y at the points (s, b); kept: y is workspace above it, and the fit is of their sum.
 
     tile_tokens: of a microbatch of which a rank holds one tile: bytes beyond have their own law.
+    whole_tokens: up to which these may grow with tokens as not beyond; of what has no window.
     window: keys that a query of the attention sees; what computes all scores and hides some is
     told from what leaves them out by which law is nearer; so is a tile of scores, see laws.py, of
     which reaches are the keys that it may have at most. bend: the shortest sequence of those that
@@ -101,8 +103,11 @@ def fit_hybrid(
             s_one, b_one, y_one = (float(x[few.argmax()]) for x in (s, b, total))
             return _with_one_more(law_of(many), s_one, b_one, y_one, tile_tokens)
         below = law_of(chosen & ~beyond)
-        if in_tiles := law_of(beyond, [(below.window, below.reach)]).pieces:
-            return replace(below, in_tiles=in_tiles, tile_tokens=tile_tokens)
+        more = [(math.inf, whole_tokens)] if whole_tokens < math.inf else []
+        above = law_of(beyond, [(below.window, below.reach), *more])
+        if above.pieces:
+            reach = min(below.reach, above.reach)
+            return replace(below, in_tiles=above.pieces, tile_tokens=tile_tokens, reach=reach)
         return law
 
     law = law_of_side(np.ones_like(s, dtype=bool))

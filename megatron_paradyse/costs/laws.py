@@ -15,7 +15,9 @@ most. The last term is of these keys then.
 
 Some of it goes in tiles of the sequence when tokens are more than a tile's, which is known
 (strategies/sizes.py): where no law comes near all exact numbers, those beyond have their own. So
-have sequences that are long beside a window, where rings of attention exchange other keys.
+have sequences that are long beside a window, where rings of attention exchange other keys. Of a
+loss head in tiles the second grows until tokens are two tiles' and is whole from then on: less
+steeply, again, which no largest of sums is. The last term may be of tokens up to `reach` there.
 
 Fitted to relative error (weights 1/y). How many pieces and which terms: by Akaike's criterion, with
 a floor under the error, so that no term is spent on what no plan would notice.
@@ -50,8 +52,8 @@ class Law:
 
     in_tiles: those for s b > tile_tokens; empty: there is none but pieces. window: the keys that a
     query sees, itself included. reach: where it is finite, c3 is of keys b in place of s^2 b: none
-    up to the window, then s, and reach at most. beyond: the law for s >= bend, which has no beyond;
-    None: this one.
+    up to the window, then s, and reach at most; without a window of the tokens s b, reach at most.
+    beyond: the law for s >= bend, which has no beyond; None: this one.
     """
 
     pieces: tuple[tuple[float, ...], ...]
@@ -66,15 +68,22 @@ class Law:
         s, b = seq_length, batch_size
         if self.beyond is not None and s >= self.bend:
             return self.beyond(s, b)
-        pieces, keys = self._pieces(s * b), self.keys(s)
+        pieces, keys = self._pieces(s * b), self.keys(s, b)
         return max((c0 + b * (c1 + s * (c2 + keys * c3)) for c0, c1, c2, c3 in pieces), default=0)
 
-    def keys(self, seq_length: float) -> float:
+    def keys(self, seq_length: float, batch_size: float = 1) -> float:
         """That are counted for a query: s, or less where the window is shorter; or a tile's / s."""
         s = seq_length
+        if self.of_tokens:
+            return min(s, self.reach / batch_size) / s
         if self.reach < math.inf:
             return min(s, self.reach) / s if s > self.window else 0.0
         return s if s <= self.window else self.window * (2.0 - self.window / s)
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether c3 is of tokens up to reach."""
+        return self.window == math.inf > self.reach
 
     def _pieces(self, tokens: float) -> tuple[tuple[float, ...], ...]:
         return self.in_tiles if tokens > self.tile_tokens else self.pieces
@@ -95,7 +104,9 @@ def num_terms(law: Law) -> int:
 def terms(s: Array, b: Array, window: float = math.inf, reach: float = math.inf) -> Array:
     """[..., 4]: what the coefficients of a law multiply."""
     pairs = s * s - np.maximum(s - window, 0.0) ** 2
-    if reach < math.inf:
+    if window == math.inf > reach:
+        pairs = np.minimum(s, reach / b)
+    elif reach < math.inf:
         pairs = np.where(s > window, np.minimum(s, reach), 0.0)
     return np.stack(np.broadcast_arrays(np.ones_like(s), b, s * b, pairs * b), axis=-1)
 
@@ -124,7 +135,8 @@ def fit_law(
     count as equal. exact: y is counted, not timed. Then AIC needs no correction for few points,
     and pairs are tried only where no law without them comes near: an exact number has no noise
     that could hide a square, and a square that is not there ruins what lies beyond the range.
-    seen: window and reach, one of these; a tie goes to the first.
+    seen: window and reach, one of these; a tie goes to the first. Of tokens up to reach, without a
+    window, there may be a term whatever quadratic says.
     """
     total = y if above is None else y + above
     if not np.any(total > 0):
@@ -135,7 +147,11 @@ def fit_law(
     best, best_score = Law(()), math.inf
     for window, reach in seen:
         design = terms(s, b, window, reach)[order] / scale[:, None]
-        found, score = _fit_pieces(design, target, b, quadratic, max_pieces, error_floor, exact)
+        linear = [CONSTANT, TOKENS] + ([BATCH] if len(np.unique(b)) > 1 else [])
+        choices = [[*linear, PAIRS]] if quadratic or window == math.inf > reach else [linear]
+        if exact and quadratic:
+            choices = [linear, [*linear, PAIRS]]
+        found, score = _fit_pieces(design, target, choices, max_pieces, error_floor, exact)
         if score < best_score - 1e-9:
             best, best_score = Law(found, window=window, reach=reach), score
     return best
@@ -144,17 +160,12 @@ def fit_law(
 def _fit_pieces(
     design: Array,
     target: Array,
-    b: Array,
-    quadratic: bool,
+    choices: Sequence[Sequence[int]],
     max_pieces: int,
     error_floor: float,
     exact: bool,
 ) -> tuple[tuple[tuple[float, ...], ...], float]:
-    """The pieces with the least AIC, and that."""
-    linear = [CONSTANT, TOKENS] + ([BATCH] if len(np.unique(b)) > 1 else [])
-    choices = [[*linear, PAIRS]] if quadratic else [linear]
-    if exact and quadratic:
-        choices = [linear, [*linear, PAIRS]]
+    """The pieces with the least AIC, and that; of the first choice of terms that comes near."""
     for candidates in choices:
         best: tuple[tuple[float, ...], ...] = ()
         best_score = best_error = math.inf

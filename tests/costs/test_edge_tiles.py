@@ -95,11 +95,48 @@ def test_without_a_tile_there_is_one_law():
     assert not any(fit.law.in_tiles for fit in model.fits_of("model", "head"))
 
 
-def test_edges_of_a_model_hold_what_costs_of_other_lengths_say(tmp_path):
+def test_the_second_tile_of_a_head_grows_up_to_twice_the_tokens_of_one():
+    """Its peak, by 3,000 bytes a token there and by 150 from there on; of two sequences too."""
+
+    def peak(tokens: float) -> float:
+        return 2.2e6 + 150.0 * tokens + 3000.0 * min(tokens, 2 * EDGE_TILE)
+
+    def points(s: int) -> tuple[float, float, float]:
+        return (4e3 * s, 1e3 * s, 0.0) if s <= EDGE_TILE else (100.0 * s, peak(s) - 100.0 * s, 0.0)
+
+    lengths = (500, 1000, 2500, 5000, 12000)
+    table = table_of(lengths)
+    changed = [
+        dataclasses.replace(m, **dict(zip(BYTE_QUANTITIES, points(m.seq_length), strict=True)))
+        for m in table.measurements
+        if m.operation == "head"
+    ]
+    table = dataclasses.replace(table, measurements=tuple(changed))
+    model = fit_table(table)
+    again = read_model(json.loads(json.dumps(write_model(model))), table)
+    for s, b in [*((s, 1) for s in (2001, 2500, 4000, 4001, 1 << 20)), (1500, 2), (5000, 3)]:
+        found = model.operation("model", "head", s, b)
+        assert peaks(found)[1] == pytest.approx(peak(s * b), rel=1e-6)
+        assert again.operation("model", "head", s, b) == found
+        (fit,) = model.fits
+        assert hybrid_value(fit.fits[3], s, b, fit.max_length) == pytest.approx(peak(s * b))
+
+
+@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["float32", "bfloat16"])
+def test_edges_of_a_model_hold_what_costs_of_other_lengths_say(dtype, tmp_path):
     """Of embedding and head, each in one tile of 256 tokens or in several."""
-    lengths, others = (96, 192, 320, 640, 1536), (128, 256, 512)
+    lengths, others = (96, 192, 320, 640, 1536), (128, 256, 512, 1024, 2048)
     more = {"lengths": (*lengths, *others), "strategies": ("megatron_ts",)}
-    flags = [*GPT[:-2], "--vocab-size", 4096, "--paradyse-head-tile", 256, "--seq-length", 2048]
+    flags = [
+        *GPT[:-2],
+        *dtype,
+        "--vocab-size",
+        4096,
+        "--paradyse-head-tile",
+        256,
+        "--seq-length",
+        2048,
+    ]
     table = simulated(tmp_path, [*flags, "--max-position-embeddings", 2048], 2, **more)
     fitted = tuple(m for m in table.measurements if m.seq_length in lengths)
     model = fit_table(dataclasses.replace(table, measurements=fitted))
