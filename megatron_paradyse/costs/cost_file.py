@@ -2,7 +2,8 @@
 
     schema_version   1; any other is refused
     description      see description.py
-    constants        see table.py; without host_bytes_per_second or buffer_tokens where not known
+    constants        see table.py; without host_bytes_per_second, buffer_tokens or waiting_bytes
+                     where not known
     measurements     see table.py; a measurement that is not "ok" has no quantities
     model            null, or {kind, operations}: see fit_values.py
     rows             see rows.py; missing where no packed row was measured

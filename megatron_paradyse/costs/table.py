@@ -160,6 +160,8 @@ class Constants:
         rank copies; None where it is not known.
     buffer_tokens: s b of the microbatch for which that gather buffer was made; None where the file
         does not say: then the longest that was measured.
+    waiting_bytes: of static_bytes, that gradient of tied embeddings, which the loss head's bytes
+        have too; None where the file does not say.
     """
 
     static_bytes: float
@@ -167,6 +169,7 @@ class Constants:
     optimizer_bytes: float = 0.0
     host_bytes_per_second: float | None = None
     buffer_tokens: float | None = None
+    waiting_bytes: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

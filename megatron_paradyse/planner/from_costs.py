@@ -53,7 +53,9 @@ class Stage:
     what +offload may take of host memory, None without limit; num_in_flight: forwards that wait for
     their backward at once; held_besides: inputs that the schedule holds for each of them
     (pipeline.py); margin: how far a real peak may be above its estimate, as a share of it;
-    num_predicting: its layers of multi-token prediction, which a stage with the head has.
+    num_predicting: its layers of multi-token prediction, which a stage with the head has;
+    waiting_bytes: of static_bytes, the gradient of tied embeddings, which is there from the head's
+    backward on: its costs have it too.
     """
 
     budget_bytes: int
@@ -70,6 +72,7 @@ class Stage:
     held_besides: float = 0.0
     margin: float = 0.0
     num_predicting: int = 0
+    waiting_bytes: int = 0
 
     @property
     def edges(self) -> dict[str, int]:
@@ -204,7 +207,7 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
             return 0
         costs = of_model(HEAD, s, b)
         peak = costs.kept_bytes + max(costs.forward_bytes, costs.backward_bytes)
-        peak = max(0, peak - waiting_bytes(s, b))
+        peak = max(0, peak - waiting_bytes(s, b) - stage.waiting_bytes)
         if stage.num_predicting:
             costs = of_model(PREDICTION, s, b)
             peak = max(peak, costs.forward_bytes, costs.backward_bytes)

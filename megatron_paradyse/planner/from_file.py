@@ -101,14 +101,20 @@ class FilePolicies:
         has_head: bool = True,
         num_in_flight: int = 1,
         held_besides: float = 0.0,
+        waiting_bytes: int | None = None,
     ) -> Stage:
         """share: of the model's parameters. By default the whole model on one stage.
 
         static_bytes: what the stage holds all the time; None: as the file's grid does, which is
         wrong where other replicas share the optimizer's states. UserError where the file's static
-        bytes are fewer than its gather buffer.
+        bytes are fewer than its gather buffer. waiting_bytes: of the gradient of tied embeddings
+        that they have at most; None: as the file says. Where several heads run, that of one waits
+        for the next head's.
         """
-        description = self.costs.file.table.description
+        table = self.costs.file.table
+        description = table.description
+        has_one_head = has_embedding and has_head and not description.mtp_num_layers
+        waiting = int(table.constants.waiting_bytes or 0) if has_one_head else 0
         if static_bytes is None:
             static_bytes = int(self._profiled_bytes * share * self._depth)
         return Stage(
@@ -126,6 +132,7 @@ class FilePolicies:
             held_besides=held_besides,
             margin=self.settings.memory_margin,
             num_predicting=(description.mtp_num_layers or 0) if has_head else 0,
+            waiting_bytes=waiting if waiting_bytes is None else min(waiting, waiting_bytes),
         )
 
     @property

@@ -167,7 +167,9 @@ def build_and_measure(
         waiting = waiting_gradient_bytes(model.chunks[0])
         constants[0] += meter.live_bytes - before + waiting + workspace_bytes
     static_bytes, seconds, peak = largest_over_ranks(constants)
-    return model, Constants(static_bytes, seconds, peak, buffer_tokens=longest_tokens)
+    return model, Constants(
+        static_bytes, seconds, peak, buffer_tokens=longest_tokens, waiting_bytes=waiting
+    )
 
 
 def _multiply_once() -> None:

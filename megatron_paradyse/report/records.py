@@ -271,6 +271,7 @@ def _read_stage(value: Any) -> Stage:
     if isinstance(value, dict):  # earlier traces say nothing of these
         earlier = {"input_bytes_per_token": 0.0, "host_bytes": None, "angle_bytes_per_position": 0}
         earlier |= {"mlp_free_above": None, "num_predicting": 0, "held_besides": 0.0}
+        earlier |= {"waiting_bytes": 0}
         value = {**earlier, **value}
     fields = dict(check_fields(Stage, value, "a stage"))
     highest = {"margin": 9, "input_bytes_per_token": MAX_INTEGER, "held_besides": MAX_LAYERS}

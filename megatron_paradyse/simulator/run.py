@@ -122,6 +122,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
             optimizer_seconds=numbers * OPTIMIZER_TRAFFIC_BYTES / rate,
             host_bytes_per_second=options.device.host_rate,
             buffer_tokens=longest_tokens,
+            waiting_bytes=waiting_bytes,
         )
         measurements = tuple(_measurements(options, description, model, device, report))
         rows: tuple[RowMeasurement, ...] = ()

@@ -40,7 +40,7 @@ from megatron_paradyse.train.correcting import OnlineCorrection
 from megatron_paradyse.train.describe import describe
 from megatron_paradyse.train.memory_record import files_to_read, name_of_costs
 from megatron_paradyse.train.model_layers import count_layers
-from megatron_paradyse.train.static_bytes import largest_by_stage
+from megatron_paradyse.train.static_bytes import largest_by_stage, waiting_gradient_bytes
 from megatron_paradyse.units import bytes_text
 
 
@@ -101,6 +101,7 @@ class CostPolicies:
             has_head=block.post_process,
             num_in_flight=in_flight(**_schedule(args)),
             held_besides=held_besides(**_schedule(args)),
+            waiting_bytes=sum(map(waiting_gradient_bytes, model_chunks)),
         )
         policy = self._of_file.policy(stage, correct=self._correct)
         self.made.append((stage, policy))

@@ -121,6 +121,33 @@ def test_the_buffer_in_static_bytes_is_of_the_tokens_that_the_file_says(tokens, 
     assert policies(said).stage().static_bytes == 1e8 - BUFFER * tokens
 
 
+def test_the_gradient_of_tied_embeddings_counts_once_beside_the_head(settings, tmp_path):
+    """The head's backward makes it, and it waits from there on; of the last of several heads too.
+
+    A training that has none, or a file that does not tell, takes nothing off the head.
+    """
+    waiting = 400
+    told = edited(
+        settings, tmp_path / "x.json", lambda f: f["constants"].update(waiting_bytes=waiting)
+    )
+
+    def head_bytes(given, **parts):
+        return problem(given, 192, **parts).head_bytes
+
+    whole = head_bytes(settings)
+    assert whole > waiting and problem(told, 192).base_bytes == problem(settings, 192).base_bytes
+    assert head_bytes(told) == head_bytes(told, waiting_bytes=9999) == whole - waiting
+    assert head_bytes(told, waiting_bytes=0) == head_bytes(told, has_embedding=False) == whole
+    assert head_bytes(settings, waiting_bytes=waiting) == whole
+    (tmp_path / "more").mkdir()
+    several = write_costs(tmp_path / "more" / "costs.json", num_predicting=1)
+    several = dataclasses.replace(settings, cost_model=str(several))
+    same = edited(
+        several, tmp_path / "y.json", lambda f: f["constants"].update(waiting_bytes=waiting)
+    )
+    assert head_bytes(same) == head_bytes(several)
+
+
 def test_static_bytes_below_their_buffer_are_refused(settings, tmp_path):
     few = edited(
         settings, tmp_path / "x.json", lambda file: file["constants"].update(static_bytes=1000)

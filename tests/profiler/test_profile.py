@@ -101,6 +101,7 @@ def test_static_bytes_are_parameters_gradients_and_adam(profiled):
     expected = 16 * parameters + LENGTHS[-1] * HIDDEN * 4 + vocabulary * 4
     constants = read_cost_file(profiled[0]).table.constants
     assert constants.static_bytes == pytest.approx(expected, rel=0.002)
+    assert constants.waiting_bytes == vocabulary * 4
     assert constants.optimizer_seconds > 0
 
 

@@ -297,6 +297,7 @@ def test_a_trace_from_before_the_hosts_memory_was_planned_is_read(tmp_path):
     (run,) = read_trace(path).runs
     assert (run.stages[0].host_bytes, run.stages[0].input_bytes_per_token) == (None, 0.0)
     assert run.stages[0].angle_bytes_per_position == run.stages[0].held_besides == 0
+    assert run.stages[0].waiting_bytes == 0
 
 
 def test_layers_are_shared_by_their_number_where_stages_differ_in_it(tmp_path):
