@@ -140,14 +140,10 @@ def fit_hybrid(
 def _with_one_more(law: Law, s: float, b: float, y: float, tile_tokens: float) -> Law:
     """The law of the points on one side of a tile, and of one y on the other.
 
-    Layers hold less in tiles for more tokens: the law is above y then, and stays for all. Where it
-    is below, as a loss head's is, fewer tokens of y's side hold y, and more of them as much more
-    as the law says.
+    Fewer tokens of y's side hold y at most, and more of them no more than in proportion; beyond the
+    tile no more than as much more as the law says, too: what goes in tiles grows less.
     """
-    here = law(s, b)
-    if y <= here:
-        return law
-    more = min(law(2 * s, b) - here, y)
+    more = min(law(2 * s, b) - law(s, b), y) if s * b > tile_tokens else y
     pieces = ((y, 0.0, 0.0, 0.0), (y - more, 0.0, more / (s * b), 0.0))
     if s * b > tile_tokens:
         return replace(law, in_tiles=pieces, tile_tokens=tile_tokens)

@@ -31,7 +31,12 @@ def mlp(s: int) -> tuple[float, float, float]:
     return 64.0 * s, 1e6 + 2000.0 * min(s, LAYER_TILE), 1e6 + 3000.0 * min(s, LAYER_TILE)
 
 
-def table_of(lengths=LENGTHS, tile: str = str(EDGE_TILE)) -> CostTable:
+def large_head(s: int) -> tuple[float, float, float]:
+    """Of which a tile is much less than the whole, as a BERT's of 512 tokens."""
+    return (8e3 * s, 9e3 * s, 1e6) if s <= EDGE_TILE else (1e6 + 300.0 * s, 9e6, 1e6)
+
+
+def table_of(lengths=LENGTHS, tile: str = str(EDGE_TILE), head=head) -> CostTable:
     points = [
         Measurement(strategy, operation, s, 1, "ok", 1e-6 * s, 1e-6 * s, *map(float, sizes(s)))
         for strategy, operation, sizes in (("model", "head", head), ("metp", "mlp", mlp))
@@ -72,6 +77,24 @@ def test_with_one_length_on_a_side_no_peak_of_a_head_is_missed(lengths):
         found = peaks(model.operation("model", "head", s))
         assert found[0] >= 0.98 * truth[0] or s < lengths[0]
         assert max(found) >= 0.98 * (truth[0] + max(truth[1:]))
+
+
+@pytest.mark.parametrize("of", [head, large_head])
+@pytest.mark.parametrize("lengths", [(128, 400, 1280, 4096), (1280, 4096, 12800, 40960)])
+def test_a_lone_length_on_a_side_is_told_exactly_and_others_are_bounded(lengths, of):
+    """Whether the law of the other side is above its bytes there or below."""
+    model = fit_table(table_of(lengths, head=of))
+
+    def found_and_true(s: int) -> list[float]:
+        kept, *above = of(s)
+        return [max(peaks(model.operation("model", "head", s))), kept + max(above)]
+
+    for s in lengths:
+        found, true = found_and_true(s)
+        assert found == pytest.approx(true, rel=5e-3), s
+    for s in (64, 1000, 1999, 2001, 3000, 8000, 1 << 20):
+        found, true = found_and_true(s)
+        assert found >= 0.99 * true, s
 
 
 @pytest.mark.parametrize(
