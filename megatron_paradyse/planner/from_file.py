@@ -108,13 +108,11 @@ class FilePolicies:
         static_bytes: what the stage holds all the time; None: as the file's grid does, which is
         wrong where other replicas share the optimizer's states. UserError where the file's static
         bytes are fewer than its gather buffer. waiting_bytes: of the gradient of tied embeddings
-        that they have at most; None: as the file says. Where several heads run, that of one waits
-        for the next head's.
+        that they have at most; None: as the file says.
         """
         table = self.costs.file.table
         description = table.description
-        has_one_head = has_embedding and has_head and not description.mtp_num_layers
-        waiting = int(table.constants.waiting_bytes or 0) if has_one_head else 0
+        waiting = int(table.constants.waiting_bytes or 0) if has_embedding and has_head else 0
         if static_bytes is None:
             static_bytes = int(self._profiled_bytes * share * self._depth)
         return Stage(
