@@ -178,7 +178,7 @@ def other_flags(spec: Spec) -> None:
 def other_code(spec: Spec) -> None:
     from megatron_paradyse.train import agreement
 
-    agreement.code_digest = lambda: "0123456789abcdef"  # type: ignore[assignment]
+    agreement.sources = lambda: {Path("other.py"): b""}  # type: ignore[assignment]
 
 
 def other_plans(spec: Spec) -> None:

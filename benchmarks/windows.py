@@ -75,15 +75,10 @@ def layers_in_turns(folder: Path) -> list[dict[str, Any]]:
     Seconds are those of a microbatch: layers, embedding and head.
     """
     raw, fitted = folder / "raw.json", folder / "costs.json"
-    turns = [
-        "--num-layers",
-        NUM_LAYERS,
-        "--window-attn-skip-freq",
-        FULL_EVERY,
-        *_window(WINDOWS[0]),
-    ]
+    turns = ["--num-layers", str(NUM_LAYERS), "--window-attn-skip-freq", str(FULL_EVERY)]
+    turns += _window(WINDOWS[0])
     longest = ["--max-length", "256K", "--strategies", ",".join(SINGLE)]
-    _simulate("megatron_paradyse", raw, RANKS[-1], [*longest, *map(str, turns)])
+    _simulate("megatron_paradyse", raw, RANKS[-1], [*longest, *turns])
     _run("megatron_paradyse", ["fit", str(raw), "-o", str(fitted)])
     given = ["plan", str(fitted), "--lengths", PLANNED, "--json"]
     plans = []
@@ -113,7 +108,10 @@ def _simulate(module: str, path: Path, p: int, flags: list[str]) -> None:
 def _run(module: str, arguments: list[str]) -> str:
     print(f"{module} {' '.join(arguments[:8])} ...", file=sys.stderr)
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout
+    run = subprocess.run(
+        command, cwd=ROOT, check=True, timeout=3600, text=True, stdout=subprocess.PIPE
+    )
+    return run.stdout
 
 
 if __name__ == "__main__":

@@ -80,10 +80,12 @@ class _Side:
 
     def __init__(self, laws: Sequence[Law], batch_size: int) -> None:
         self._batch_size = batch_size
-        windows = np.array([law.window for law in laws])
-        self._reaches = np.array([law.reach for law in laws])
-        self._windows = windows if np.isfinite([windows, self._reaches]).any() else None
-        self._of_tokens = np.array([law.of_tokens for law in laws], dtype=bool)
+        # Tokens up to a reach are those of a tile, of which no window hides any.
+        windows = np.array([0.0 if law.of_tokens else law.window for law in laws])
+        self._windows = windows if np.isfinite(windows).any() else None
+        self._reaches = np.array(
+            [law.reach / batch_size if law.of_tokens else law.reach for law in laws]
+        )
         # Of layers and of the model's edges, which have tiles of their own.
         tiles = sorted({law.tile_tokens for law in laws if law.in_tiles})
         self._tile_lengths = [tokens / batch_size for tokens in tiles]
@@ -104,9 +106,7 @@ class _Side:
             return s
         within = s <= self._windows
         of_pairs = np.where(within, s, self._windows * (2.0 - self._windows / s))
-        reaches = np.where(self._of_tokens, self._reaches / self._batch_size, self._reaches)
-        of_tiles = np.minimum(s, reaches) / s
-        of_tiles = np.where(within & ~self._of_tokens, 0.0, of_tiles)
+        of_tiles = np.where(within, 0.0, np.minimum(s, self._reaches) / s)
         return np.where(self._reaches < math.inf, of_tiles, of_pairs)
 
 

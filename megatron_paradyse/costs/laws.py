@@ -83,7 +83,7 @@ class Law:
     @property
     def of_tokens(self) -> bool:
         """Whether c3 is of tokens up to reach."""
-        return self.window == math.inf > self.reach
+        return _is_of_tokens(self.window, self.reach)
 
     def _pieces(self, tokens: float) -> tuple[tuple[float, ...], ...]:
         return self.in_tiles if tokens > self.tile_tokens else self.pieces
@@ -101,10 +101,14 @@ def num_terms(law: Law) -> int:
     return count if law.beyond is None else count + 1 + num_terms(law.beyond)
 
 
+def _is_of_tokens(window: float, reach: float) -> bool:
+    return window == math.inf > reach
+
+
 def terms(s: Array, b: Array, window: float = math.inf, reach: float = math.inf) -> Array:
     """[..., 4]: what the coefficients of a law multiply."""
     pairs = s * s - np.maximum(s - window, 0.0) ** 2
-    if window == math.inf > reach:
+    if _is_of_tokens(window, reach):
         pairs = np.minimum(s, reach / b)
     elif reach < math.inf:
         pairs = np.where(s > window, np.minimum(s, reach), 0.0)
@@ -145,10 +149,11 @@ def fit_law(
     scale = scale_of(y)[order]
     target = total[order] / scale
     best, best_score = Law(()), math.inf
+    linear = [CONSTANT, TOKENS] + ([BATCH] if len(np.unique(b)) > 1 else [])
     for window, reach in seen:
         design = terms(s, b, window, reach)[order] / scale[:, None]
-        linear = [CONSTANT, TOKENS] + ([BATCH] if len(np.unique(b)) > 1 else [])
-        choices = [[*linear, PAIRS]] if quadratic or window == math.inf > reach else [linear]
+        more = quadratic or _is_of_tokens(window, reach)
+        choices = [[*linear, PAIRS]] if more else [linear]
         if exact and quadratic:
             choices = [linear, [*linear, PAIRS]]
         found, score = _fit_pieces(design, target, choices, max_pieces, error_floor, exact)

@@ -16,7 +16,6 @@ def output_of(*command: str) -> str:
         process = subprocess.run(
             command,
             capture_output=True,
-            text=True,
             encoding="utf-8",
             errors="replace",
             timeout=SECONDS,

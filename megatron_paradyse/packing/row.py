@@ -69,8 +69,7 @@ class Row:
     def by_groups(self) -> Row:
         """The same with each group as one rank that holds its tokens in the order of positions."""
         size = self.group_size
-        firsts = range(0, self.p, size)
-        held = [sorted(itertools.chain(*self.shards[i : i + size])) for i in firsts]
+        held = [sorted(itertools.chain(*self.shards[i : i + size])) for i in range(0, self.p, size)]
         return Row(self.lengths, tuple(map(tuple, held)))
 
     @property

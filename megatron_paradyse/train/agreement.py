@@ -14,7 +14,7 @@ import platform
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 
@@ -96,15 +96,19 @@ def values_of(args: argparse.Namespace) -> Values:
 
 
 @cache
-def code_digest(without: tuple[str, ...] = ()) -> str:
-    """Of the sources of this package, by their paths and contents. without: folders left out."""
+def sources() -> dict[Path, bytes]:
+    """Of this package, the digest of each by its path in it."""
     root = Path(megatron_paradyse.__file__).parent
+    paths = sorted(root.rglob("*.py"))
+    return {path.relative_to(root): hashlib.sha256(path.read_bytes()).digest() for path in paths}
+
+
+def code_digest(without: Collection[str] = ()) -> str:
+    """Of the sources of this package, by their paths and contents. without: folders left out."""
     hashed = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] in without:
-            continue
-        hashed.update(f"{path.relative_to(root).as_posix()}\0".encode())
-        hashed.update(hashlib.sha256(path.read_bytes()).digest())
+    for path, digest in sources().items():
+        if path.parts[0] not in without:
+            hashed.update(f"{path.as_posix()}\0".encode() + digest)
     return hashed.hexdigest()[:16]
 
 

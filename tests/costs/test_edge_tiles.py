@@ -150,17 +150,9 @@ def test_edges_of_a_model_hold_what_costs_of_other_lengths_say(dtype, tmp_path):
     """Of embedding and head, each in one tile of 256 tokens or in several."""
     lengths, others = (96, 192, 320, 640, 1536), (128, 256, 512, 1024, 2048)
     more = {"lengths": (*lengths, *others), "strategies": ("megatron_ts",)}
-    flags = [
-        *GPT[:-2],
-        *dtype,
-        "--vocab-size",
-        4096,
-        "--paradyse-head-tile",
-        256,
-        "--seq-length",
-        2048,
-    ]
-    table = simulated(tmp_path, [*flags, "--max-position-embeddings", 2048], 2, **more)
+    flags = [*GPT[:-2], *dtype, "--vocab-size", 4096, "--paradyse-head-tile", 256]
+    flags += ["--seq-length", 2048, "--max-position-embeddings", 2048]
+    table = simulated(tmp_path, flags, 2, **more)
     fitted = tuple(m for m in table.measurements if m.seq_length in lengths)
     model = fit_table(dataclasses.replace(table, measurements=fitted))
     for m in table.measurements:

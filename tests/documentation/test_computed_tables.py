@@ -9,8 +9,7 @@ from megatron_paradyse.simulator.network import ANY, LINKS
 from megatron_paradyse.strategies import sizes as sizes_module
 from megatron_paradyse.strategies.accounting import operation_costs
 from megatron_paradyse.strategies.sizes import LayerSizes
-from tests.documentation.markdown import ROOT
-from tests.documentation.test_tables import check, table
+from tests.documentation.test_tables import check, table, tables
 
 NAMES = {
     "MegatronTS": "megatron_ts",
@@ -23,18 +22,6 @@ NAMES = {
 IN_BRACKETS = re.compile(r" \(([0-9.]+)\)")
 
 
-def tables_of_workspace() -> list[list[list[str]]]:
-    """Long and short sequences, and long ones that recompute."""
-    lines = (ROOT / "docs/strategies.md").read_text(encoding="utf-8").splitlines()
-    starts = [i + 2 for i, line in enumerate(lines) if line.startswith("| | sent forward | sent")]
-    found = []
-    for start in starts:
-        end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
-        rows = [line.strip("|").split("|") for line in lines[start:end]]
-        found.append([[cell.strip() for cell in row] for row in rows])
-    return found
-
-
 def in_units_of_u(name: str, s: int, suffix: str) -> list[float]:
     strategy, operation = name.split()
     layer = LayerSizes(s=s, b=1, h=4096, n=32, g=32, d=128, f=16384, p=8)
@@ -45,7 +32,7 @@ def in_units_of_u(name: str, s: int, suffix: str) -> list[float]:
 
 
 def test_workspace_of_the_strategies(monkeypatch):
-    long, short, again = tables_of_workspace()
+    long, short, again = tables("strategies.md", "| | sent forward | sent")
     for rows, s, suffix in ((long, 1 << 18, ""), (short, 4096, ""), (again, 1 << 18, "+recompute")):
         for name, *cells in rows:
             check([IN_BRACKETS.sub("", cell) for cell in cells], in_units_of_u(name, s, suffix))

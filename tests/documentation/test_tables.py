@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from statistics import median
 
@@ -11,16 +12,20 @@ from tests.documentation.markdown import ROOT
 from tests.documentation.test_measured import record
 
 
-def table(page: str, head: str) -> list[list[str]]:
-    """The cells of the table whose head begins so, row by row, without marks of code."""
+def tables(page: str, head: str) -> list[list[list[str]]]:
+    """The cells of the tables whose heads begin so, row by row, without marks of code."""
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("`", "").splitlines()
-    (start,) = [number for number, line in enumerate(lines) if line.startswith(head)]
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
+    found = []
+    for start in (number for number, line in enumerate(lines) if line.startswith(head)):
+        rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+        found.append([[cell.strip() for cell in line.strip("|").split("|")] for line in rows])
+    return found
+
+
+def table(page: str, head: str) -> list[list[str]]:
+    """Those of the only one."""
+    (found,) = tables(page, head)
+    return found
 
 
 def is_rounded(text: str, value: float) -> bool:

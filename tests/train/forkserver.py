@@ -81,7 +81,7 @@ def _look_once() -> None:
     metadata.entry_points(group="torch.distributed.backends")
     for name in strategies.strategy_names():
         strategies.get_strategy(name)  # imports it
-    agreement.code_digest()
+    agreement.sources()
     for stream in (sys.stdout, sys.stderr):
         vars(stream).pop("write", None)
 
@@ -133,9 +133,7 @@ def _wait(children: dict[int, int], deadline: float) -> int:
     while children:
         failed = [code for code in _ended(children) if code]
         if failed == [FOLLOWS]:
-            time.sleep(
-                0.2
-            )  # the one that it follows closes its sockets before it can be waited for
+            time.sleep(0.2)  # the one that it follows closes its sockets before it has ended
             failed += [code for code in _ended(children) if code]
         if failed:
             return next((code for code in failed if code != FOLLOWS), FOLLOWS)

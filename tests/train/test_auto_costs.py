@@ -251,18 +251,13 @@ def test_costs_of_other_code_are_not_found(tmp_path, monkeypatch):
     package = argparse.Namespace(__file__=str(root / "__init__.py"))
     monkeypatch.setattr(agreement, "megatron_paradyse", package)
     keys = []
-    for name in (
-        "costs/laws.py",
-        "strategies/metp.py",
-        "submodules.py",
-        "planner/a.py",
-        "train/b.py",
-    ):
+    made_by = ("costs/laws.py", "strategies/metp.py", "submodules.py")
+    for name in (*made_by, "planner/a.py", "train/b.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("one line\n")
-        agreement.code_digest.cache_clear()
+        agreement.sources.cache_clear()
         keys.append(cost_cache.cost_key(args, args.paradyse_settings))
-    agreement.code_digest.cache_clear()
+    agreement.sources.cache_clear()
     assert len(set(keys)) == 3 and keys[2] == keys[3] == keys[4]
 
 
