@@ -5,7 +5,7 @@
     constants        see table.py; without host_bytes_per_second, buffer_tokens or waiting_bytes
                      where not known
     measurements     see table.py; a measurement that is not "ok" has no quantities
-    model            null, or {kind, operations}: see fit_values.py
+    model            null, or {kind, laws, operations}: see fit_values.py
     rows             see rows.py; missing where no packed row was measured
 
 Written all or nothing. Read as if an enemy had written it: nothing is executed, sizes are bounded,
@@ -31,7 +31,7 @@ from megatron_paradyse.costs.description import (
     Hardware,
     ModelShape,
 )
-from megatron_paradyse.costs.fit_values import read_model, write_model
+from megatron_paradyse.costs.fit_values import LAWS, read_laws, read_model, write_model
 from megatron_paradyse.costs.layers import MAX_LAYERS
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.rows import read_row, row_values
@@ -69,12 +69,16 @@ POINT_KEYS = ("strategy", "operation", "seq_length", "batch_size", "status")
 
 @dataclass(frozen=True)
 class CostFile:
-    """A cost file that was read; fingerprint: SHA-256 of its bytes, for ranks to compare."""
+    """A cost file that was read.
+
+    fingerprint: SHA-256 of its bytes, for ranks to compare; laws: by which its model was fitted.
+    """
 
     path: str
     table: CostTable
     model: CostModel | None
     fingerprint: str
+    laws: int = LAWS
 
     def require_model(self) -> CostModel:
         if self.model is None:
@@ -83,6 +87,15 @@ class CostFile:
                 f"run megatron-paradyse fit {self.path} -o {self.path}"
             )
         return self.model
+
+    def warning(self) -> str | None:
+        """Where another version fitted the model: that this one predicts otherwise."""
+        if self.laws == LAWS:
+            return None
+        return (
+            f"another version of megatron_paradyse fitted {self.path}: this one predicts better "
+            f"after megatron-paradyse fit {self.path} -o {self.path}"
+        )
 
 
 def read_cost_file(path: str | os.PathLike[str]) -> CostFile:
@@ -96,9 +109,10 @@ def read_cost_file(path: str | os.PathLike[str]) -> CostFile:
         check_keys(values, "the file", (*KEYS, "rows") if has_rows else KEYS)
         table = _read_table(values)
         model = None if values["model"] is None else read_model(values["model"], table)
+        laws = LAWS if values["model"] is None else read_laws(values["model"])
     except (ContentError, UserError) as error:
         raise UserError(f"{path}: {error}: {REMEDY}") from error
-    return CostFile(path, table, model, hashlib.sha256(content).hexdigest())
+    return CostFile(path, table, model, hashlib.sha256(content).hexdigest(), laws)
 
 
 def check_cost_output(path: str | os.PathLike[str]) -> None:
@@ -139,7 +153,8 @@ def _to_json(table: CostTable, model: CostModel | None) -> str:
     model_text = "null"
     if model is not None:
         values = write_model(model)
-        model_text = f'{{"kind": "{values["kind"]}", "operations": {lines(values["operations"])}'
+        model_text = f'{{"kind": "{values["kind"]}", "laws": {values["laws"]}, '
+        model_text += f'"operations": {lines(values["operations"])}'
         packed = values.get("packed")
         model_text += f', "packed": {lines(packed)}}}' if packed else "}"
     return (

@@ -1,7 +1,7 @@
 """A fitted model as plain values of a cost file, and back, with everything checked.
 
-Per operation: strategy, operation, min_length, max_length (of the measurements that were fitted),
-and fits, by quantity:
+laws: LAWS of the version that fitted it; missing: 1. Per operation: strategy, operation,
+min_length, max_length (of the measurements that were fitted), and fits, by quantity:
 
     hybrid   pieces   up to 3 arrays of 4 numbers >= 0: coefficients of 1, b, s b, s^2 b
              factors  null, or a step table of 0.5 to 1.5
@@ -62,6 +62,9 @@ from megatron_paradyse.costs.table import (
 
 Measured = Mapping[tuple[str, str], Sequence[Measurement]]  # (strategy, operation) -> what is ok
 
+# One more with each change after which the same measurements are fitted otherwise.
+LAWS = 2
+MAX_LAWS = 1 << 20
 MAX_OPERATIONS = 500
 MAX_EDGES = 500
 MAX_BATCH_SIZES = 32
@@ -90,7 +93,8 @@ def write_model(model: CostModel) -> dict[str, Any]:
     ]
     fits = model.packed.fits.values() if model.packed is not None else ()
     packed = [_row_values(fit) for fit in fits]
-    return {"kind": model.kind, "operations": operations} | ({"packed": packed} if packed else {})
+    values = {"kind": model.kind, "laws": LAWS, "operations": operations}
+    return values | ({"packed": packed} if packed else {})
 
 
 def _row_values(fit: PackedFit) -> dict[str, Any]:
@@ -124,7 +128,7 @@ def _table_values(table: StepTable) -> dict[str, Any]:
 
 def read_model(value: Any, table: CostTable) -> CostModel:
     """The model of these values, which must be of this table; ContentError otherwise."""
-    values = check_keys(value, "model", ("kind", "operations"), optional=("packed",))
+    values = check_keys(value, "model", ("kind", "operations"), optional=("packed", "laws"))
     kind = values["kind"]
     if kind not in MODELS:
         raise ContentError(f"model.kind must be one of {', '.join(MODELS)}, got {kind!r:.40}")
@@ -142,6 +146,11 @@ def read_model(value: Any, table: CostTable) -> CostModel:
     packed = _read_packed(values.get("packed", []), table, fits)
     copy = embedding_copy(table.description)
     return CostModel(kind, tuple(fits.values()), table.constants, host_link(table), packed, copy)
+
+
+def read_laws(value: Mapping[str, Any]) -> int:
+    """Of a model's values: by which LAWS it was fitted."""
+    return check_integer(value.get("laws", 1), "model.laws", low=1, high=MAX_LAWS)
 
 
 def _check_laws(fits: Collection[OperationFit]) -> None:

@@ -71,7 +71,8 @@ class CostPolicies:
         self._num_layers = count_layers(args)
         run = describe(args, self._num_layers)
         description = self.costs.file.table.description
-        for warning in check_compatible(description, run, accept=settings.accept_costs):
+        warnings = check_compatible(description, run, accept=settings.accept_costs)
+        for warning in filter(None, [*warnings, self.costs.file.warning()]):
             print_rank_0(f"> paradyse: {warning}")
         self._check_same_file()
         self.budget_bytes = budget_bytes(
