@@ -8,6 +8,11 @@ g is the machine's drift, d_k the strategy's own. Both start at zero with a prio
 regression, linearised at the current estimate): a strategy that has not run follows g alone, so a
 machine that is slower at everything changes no plan. Older microbatches fade.
 
+Trials. One strategy that ran alone and took longer than predicted does not tell whether the machine
+is slow or its own price too low. Where told to explore, strategies that have not run are planned
+with a hope: as if up to one standard deviation of d_k of that drift were not theirs. They run if
+that makes them the fastest, and once they have, what they took counts.
+
 Bytes. A factor rises to what a microbatch took beyond its static part, over what was predicted,
 where the safety margin did not cover it. It never falls.
 
@@ -30,6 +35,8 @@ FADE = 0.97  # of what was known, at each update
 MOST_SURPRISE = 0.5  # of a logarithm: one stalled microbatch must not turn the plans
 SENSIBLE = 0.03  # change of a factor that is worth planning again
 DRIFT = 0.25  # beyond it the user is told
+DOUBT = 0.1  # drift beyond which what has not run is tried
+TRIED = 3.0  # microbatches of average length that have tried a strategy
 MOST_FACTOR = 8.0
 
 
@@ -55,23 +62,20 @@ class Correction:
         self.names = tuple(dict.fromkeys(base_name(name) for name in strategies))
         size = len(self.names)
         self.seconds = np.zeros(size)  # logarithms of the factors in force
+        self.hopes = np.zeros(size)  # by which plans are made with less
         self.bytes = np.ones(size)
         self._prior = np.diag([PRIOR_DRIFT**-2.0, *[PRIOR_STRATEGY**-2.0] * size])
         self._known = np.zeros((1 + size, 2 + size))  # faded sums
+        self._ran = np.zeros(size)  # weights, which do not fade
         self._mean_seconds = 0.0
         self._told: set[str] = set()
 
     def factors(self, strategy: str) -> tuple[float, float]:
-        """Of seconds and of bytes."""
+        """Of seconds, as plans are made, and of bytes."""
         index = self._index(strategy)
-        return (
-            (1.0, 1.0)
-            if index is None
-            else (
-                math.exp(self.seconds[index]),
-                float(self.bytes[index]),
-            )
-        )
+        if index is None:
+            return 1.0, 1.0
+        return math.exp(self.seconds[index] - self.hopes[index]), float(self.bytes[index])
 
     def sums(self, observations: Sequence[Observation]) -> np.ndarray:
         """[K + 1, K + 2]: the normal equations of these microbatches; longer ones weigh more.
@@ -91,7 +95,8 @@ class Correction:
                 row[1 + self.names.index(name)] = seconds / predicted
             # The model's value at the factors in force, and what was seen beyond it.
             surprise = math.log(measured / predicted) if measured > 0 else -MOST_SURPRISE
-            y = row[1:] @ self.seconds + float(np.clip(surprise, -MOST_SURPRISE, MOST_SURPRISE))
+            in_force = row[1:] @ (self.seconds - self.hopes)
+            y = in_force + float(np.clip(surprise, -MOST_SURPRISE, MOST_SURPRISE))
             # By what was predicted: one that stalls must not outweigh all others.
             self._mean_seconds += (predicted - self._mean_seconds) * (
                 0.1 if self._mean_seconds else 1.0
@@ -113,20 +118,29 @@ class Correction:
                 found[index] = min(max(found[index], wanted), MOST_FACTOR)
         return found
 
-    def update(self, sums: np.ndarray, peaks: np.ndarray) -> np.ndarray:
-        """[2 K]: the factors' new logarithms and bytes; nothing is in force before apply()."""
+    def update(self, sums: np.ndarray, peaks: np.ndarray, *, explore: bool = False) -> np.ndarray:
+        """[3, K]: the factors' new logarithms, hopes and bytes; not in force before apply().
+
+        explore: whether what has not run may be tried.
+        """
         self._known = FADE * self._known + sums
+        self._ran += sums[0, 1:-1]
         state = np.linalg.solve(self._known[:, :-1] + self._prior, self._known[:, -1])
         most = math.log(MOST_FACTOR)
-        return np.concatenate([np.clip(state[0] + state[1:], -most, most), peaks])
+        enough = TRIED / NOISE**2
+        hope = 0.0
+        if explore and self._ran.sum() >= enough:
+            hope = min(max(state[0] - math.log1p(DOUBT), 0.0), PRIOR_STRATEGY)
+        hopes = np.where(self._ran < enough, hope, 0.0)
+        return np.stack([np.clip(state[0] + state[1:], -most, most), hopes, peaks])
 
     def apply(self, values: np.ndarray) -> bool:
         """Put factors into force where they differ enough to plan again; whether they did."""
-        size = len(self.names)
-        seconds, peaks = values[:size], values[size:]
-        if np.abs(seconds - self.seconds).max() < SENSIBLE and (peaks <= self.bytes).all():
+        seconds, hopes, peaks = values
+        change = np.abs(seconds - hopes - (self.seconds - self.hopes)).max()
+        if change < SENSIBLE and (peaks <= self.bytes).all():
             return False
-        self.seconds, self.bytes = seconds.copy(), peaks.copy()
+        self.seconds, self.hopes, self.bytes = seconds.copy(), hopes.copy(), peaks.copy()
         return True
 
     def set_seconds(self, factors: Mapping[str, float]) -> None:
@@ -155,12 +169,25 @@ class Correction:
                 )
         return lines
 
+    def trials(self) -> list[str]:
+        """What to tell the user of strategies that are tried next; once, a line without newline."""
+        names = [name for name, hope in zip(self.names, self.hopes, strict=True) if hope > 0]
+        if not names or "trials" in self._told:
+            return []
+        self._told.add("trials")
+        return [
+            "what ran takes longer than the cost file says: trying, where they may be faster, "
+            f"for a few iterations {', '.join(names)}"
+        ]
+
     def as_record(self) -> dict[str, dict[str, float]]:
-        """Factors by strategy, for the trace."""
-        return {
+        """Factors by strategy, for the trace; hopes where there are any."""
+        record = {
             "seconds_factors": self._named(np.exp(self.seconds)),
             "bytes_factors": self._named(self.bytes),
         }
+        hopes = {"hopes": self._named(np.exp(-self.hopes))} if self.hopes.any() else {}
+        return record | hopes
 
     def _named(self, values: np.ndarray) -> dict[str, float]:
         return dict(zip(self.names, values.round(4).tolist(), strict=True))

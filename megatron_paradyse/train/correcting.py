@@ -23,6 +23,7 @@ from megatron_paradyse.train.telemetry import Microbatch
 
 WARM_UP = 2  # iterations after a start that tell of kernels and buffers being made
 EVERY = 4  # iterations
+WORTH_TRIALS = 200  # iterations that are left, which trials of a few may make faster
 
 
 class OnlineCorrection:
@@ -54,24 +55,40 @@ class OnlineCorrection:
         self._rows, self._aligned, self._static_bytes = rows, aligned, static_bytes
         self._beside, self._margin, self._renew = beside, margin, renew
         self._observations: list[Observation] = []
+        self._ran: set[str] = set()
         self._iterations = 0
 
-    def after_iteration(self, microbatches: Sequence[Microbatch]) -> bool:
-        """Whether other factors are in force from the next microbatch on."""
+    def after_iteration(self, microbatches: Sequence[Microbatch], *, left: int) -> bool:
+        """Whether other factors are in force from the next microbatch on.
+
+        left: iterations that follow this one.
+        """
         self._iterations += 1
+        compared = [m for m in microbatches if self._compares(m)]
         if self._iterations <= WARM_UP:
             return False
-        self._observations += [self._observe(m) for m in microbatches if _compares(m)]
+        self._observations += [self._observe(m) for m in compared]
         if self._iterations % EVERY:
             return False
-        changed = self.correction.apply(self._agree())
+        changed = self.correction.apply(self._agree(explore=left >= WORTH_TRIALS))
         if changed:
-            ran = dict.fromkeys(name for o in self._observations for name in o.predicted_seconds)
-            for line in self.correction.drifted(list(ran)):
+            ran = list(dict.fromkeys(n for o in self._observations for n in o.predicted_seconds))
+            for line in (*self.correction.drifted(ran), *self.correction.trials()):
                 print_rank_0(f"> paradyse: {line}")
             self._renew()
         self._observations = []
         return changed
+
+    def _compares(self, microbatch: Microbatch) -> bool:
+        """Whether it was predicted, measured, and ran nothing for the first time.
+
+        Far out a published model may predict no time. Whatever runs first on this rank has kernels
+        and buffers to make.
+        """
+        names = {name for name, _ in microbatch.planned.plan.halves(self._operations)}
+        known = names <= self._ran
+        self._ran |= names
+        return known and bool(microbatch.planned.seconds and microbatch.seconds)
 
     def _observe(self, microbatch: Microbatch) -> Observation:
         """Its prediction is divided among strategies as the costs of their operations are.
@@ -109,7 +126,7 @@ class OnlineCorrection:
         static = self._static_bytes()
         return (measured - static) / max(predicted - static, 1)
 
-    def _agree(self) -> np.ndarray:
+    def _agree(self, *, explore: bool) -> np.ndarray:
         """New factors: sums over all ranks, computed on the first and sent to the others."""
         device = torch.cuda.current_device()
         sums = torch.tensor(self.correction.sums(self._observations), device=device)
@@ -118,13 +135,7 @@ class OnlineCorrection:
         torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
         # The ranks of a tensor-parallel group have seen the same microbatches.
         sums /= mpu.get_tensor_model_parallel_world_size()
-        values = torch.tensor(
-            self.correction.update(sums.cpu().numpy(), peaks.cpu().numpy()), device=device
-        )
+        found = self.correction.update(sums.cpu().numpy(), peaks.cpu().numpy(), explore=explore)
+        values = torch.tensor(found, device=device)
         torch.distributed.broadcast(values, src=0)
         return values.cpu().numpy()
-
-
-def _compares(microbatch: Microbatch) -> bool:
-    """Whether it was predicted and measured: far out a published model may predict no time."""
-    return bool(microbatch.planned.seconds and microbatch.seconds)

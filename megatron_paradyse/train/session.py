@@ -141,7 +141,10 @@ class Session:
 
     def _after_iteration(self, iteration: int, microbatches: list[Microbatch]) -> None:
         online = self._policies.online if self._policies is not None else None
-        if online is not None and online.after_iteration(microbatches) and self._trace is not None:
+        if online is None:
+            return
+        left = (get_args().train_iters or 0) - iteration
+        if online.after_iteration(microbatches, left=left) and self._trace is not None:
             self._trace.correction(iteration, online.correction.as_record())
 
     def _attach(self, model_chunks: list) -> list:

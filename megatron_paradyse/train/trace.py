@@ -15,7 +15,8 @@ iteration        seconds, losses (last pipeline stage; null for NaN and infinity
                  longest_sequence_tokens;
                  seconds and exit_code alone of one after which Megatron's check of results ends
                  the job, without a step
-correction       seconds_factors and bytes_factors by strategy, in force from the next iteration on
+correction       seconds_factors and bytes_factors by strategy, in force from the next iteration on;
+                 hopes, while strategies are tried: what plans multiply their seconds by besides
 out_of_memory    a microbatch that did not fit, with what was alive and the safety margin
 """
 

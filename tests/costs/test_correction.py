@@ -123,3 +123,62 @@ def test_drift_is_told_once_for_each_strategy_that_ran():
     lines = correction.drifted(["megatron_ts", "ulysses_z"])
     assert len(lines) == 1 and "profile again" in lines[0] and lines[0].startswith("megatron_ts")
     assert correction.drifted(["megatron_ts", "ulysses_z"]) == []
+
+
+def run_the_fastest(correction, prices, true, *, rounds, explore=True, noise=0.05):
+    """Microbatches of the strategy that costs least by corrected prices; its names, by round."""
+    random, ran = np.random.default_rng(0), []
+    for _ in range(rounds):
+        planned = {name: price * correction.factors(name)[0] for name, price in prices.items()}
+        chosen = min(planned, key=planned.__getitem__)
+        ran.append(chosen)
+        measured = [
+            prices[chosen] * true[chosen] * math.exp(random.normal(0, noise)) for _ in range(4)
+        ]
+        observations = [Observation({chosen: planned[chosen]}, seconds) for seconds in measured]
+        sums, peaks = correction.sums(observations), correction.peaks(observations)
+        correction.apply(correction.update(sums, peaks, explore=explore))
+    return ran
+
+
+PRICES = {"megatron_ts": 1.0, "ulysses_z": 1.1, "metp": 2.5}
+
+
+def test_a_strategy_priced_too_low_is_left_for_one_that_trials_show_to_be_faster():
+    """Its own time is 1.6 of the file's; without trials all others are believed to be as slow."""
+    true = {"megatron_ts": 1.6, "ulysses_z": 1.0, "metp": 1.0}
+    ran = run_the_fastest(Correction(NAMES), PRICES, true, rounds=100)
+    assert set(ran[10:]) == {"ulysses_z"}
+    ran = run_the_fastest(Correction(NAMES), PRICES, true, rounds=100, explore=False)
+    assert set(ran) == {"megatron_ts"}
+
+
+def test_where_all_are_slower_each_is_tried_once_at_most_and_the_fastest_stays():
+    """metp would need to be 2.5 times as fast as believed: nobody tries it."""
+    correction = Correction(NAMES)
+    ran = run_the_fastest(correction, PRICES, dict.fromkeys(PRICES, 1.6), rounds=100)
+    assert ran.count("ulysses_z") == 1 and "metp" not in ran
+    assert ran[10:] == ["megatron_ts"] * 90
+    assert correction.factors("ulysses_z")[0] == pytest.approx(1.6, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.08])
+def test_nothing_is_tried_while_the_file_is_about_right(factor):
+    ran = run_the_fastest(Correction(NAMES), PRICES, dict.fromkeys(PRICES, factor), rounds=60)
+    assert set(ran) == {"megatron_ts"}
+
+
+def test_trials_are_told_once_and_by_the_trace_while_they_last():
+    correction = Correction(NAMES)
+    slow = [Observation({"megatron_ts": 1.0}, 1.6)] * 9
+    sums, peaks = correction.sums(slow), correction.peaks(slow)
+    assert correction.apply(correction.update(sums, peaks, explore=True))
+    told = "what ran takes longer than the cost file says: trying, where they may be faster, "
+    assert correction.trials() == [told + "for a few iterations ulysses_z, metp"]
+    assert correction.trials() == []
+    record = correction.as_record()
+    assert record["hopes"]["megatron_ts"] == 1.0 and record["hopes"]["metp"] < 0.9
+    believed = record["seconds_factors"]["metp"]
+    assert correction.factors("metp")[0] == pytest.approx(believed * record["hopes"]["metp"], 1e-3)
+    assert correction.apply(correction.update(0 * sums, peaks))  # too few iterations are left
+    assert "hopes" not in correction.as_record()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
-from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.preview.forecast import forecast
@@ -137,24 +139,57 @@ def test_each_length_runs_the_cheapest_strategy_without_a_budget(data, costs, tm
 
 
 def test_measured_times_correct_the_costs_alike_on_every_rank(data, tmp_path):
-    """Training takes many times what the costs say: factors rise, and predictions follow them."""
-    costs = write_costs(tmp_path / "costs.json", scale_seconds=0.01)
+    """Training takes many times what the costs say: factors rise, and predictions follow them.
+
+    So do trials of metp, which is predicted to be a little slower and has not run.
+    """
+    costs = with_faster(write_costs(tmp_path / "costs.json", scale_seconds=0.01), "metp", 0.76)
     trace = tmp_path / "trace.jsonl"
     chosen = [flag for flag in by_cost(costs) if flag != "--paradyse-no-correction"]
-    flags = [*data, *TP2, *chosen, "--paradyse-trace", trace, "--train-iters", 10]
+    flags = [*data, *TP2, *chosen, "--paradyse-trace", trace]
+    flags += ["--train-iters", 400, "--exit-interval", 13]  # trials need iterations that are left
     run = train(tmp_path / "run", *flags, ranks=4)  # plans are verified
     paths = [tmp_path / f"trace-dp{replica}-pp0.jsonl" for replica in (0, 1)]
     corrections = [records(path, "correction") for path in paths]
     assert corrections[0] == corrections[1] and "profile again" in run.stdout
-    assert [c["iteration"] for c in corrections[0]] == [4, 8]
-    first, second = (c["seconds_factors"] for c in corrections[0])
+    assert [c["iteration"] for c in corrections[0]] == [4, 8, 12]
+    first, second, _ = (c["seconds_factors"] for c in corrections[0])
     microbatches = records(paths[0])
     ran = {name for r in microbatches if r["iteration"] in (3, 4) for name in parts(costs, r)}
     assert all(1.2 < first[name] < second[name] for name in ran)
+    assert corrections[0][1]["hopes"]["metp"] < 0.95
+    assert "trying, where they may be faster, for a few iterations " in run.stdout
+    before, after = (
+        {n for r in microbatches if r["iteration"] in range(*its) for n in parts(costs, r)}
+        for its in ((1, 9), (9, 13))
+    )
+    assert "metp" not in before and "metp" in after
+    in_force = [{name: 1.0 for name in first}]
+    for told in corrections[0]:
+        hopes = told.get("hopes", in_force[0])
+        in_force.append({n: factor * hopes[n] for n, factor in told["seconds_factors"].items()})
     for record in microbatches:
-        factors = {} if record["iteration"] <= 4 else first if record["iteration"] <= 8 else second
+        factors = in_force[(record["iteration"] - 1) // 4]
         expected = sum(s * factors.get(name, 1) for name, s in parts(costs, record).items())
         assert record["predicted_seconds"] == pytest.approx(expected, rel=1e-3)
+
+
+def with_faster(path, strategy, scale):
+    """The cost file with the seconds of a strategy scaled."""
+    table = read_cost_file(path).table
+    points = tuple(
+        dataclasses.replace(
+            m,
+            forward_seconds=scale * m.forward_seconds,
+            backward_seconds=scale * m.backward_seconds,
+        )
+        if m.strategy == strategy
+        else m
+        for m in table.measurements
+    )
+    scaled = dataclasses.replace(table, measurements=points)
+    write_cost_file(path, scaled, fit_table(scaled))
+    return path
 
 
 def parts(costs, record) -> dict[str, float]:

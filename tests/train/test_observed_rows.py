@@ -59,7 +59,7 @@ def test_a_microbatch_that_was_predicted_to_take_no_time_corrects_nothing(polici
     ran = dataclasses.replace(ran, planned=dataclasses.replace(ran.planned, seconds=0.0))
     online = correction_of(policies)
     for _ in range(WARM_UP + 1):
-        assert not online.after_iteration([ran])
+        assert not online.after_iteration([ran], left=1000)
     assert not online._observations
 
 
