@@ -3,6 +3,9 @@
 Solving for each would take a millisecond. So plans are made once per length, for the most that a
 row of it can hold and for less; a row takes the fastest of those that were made for at least as
 much as it holds, by costs of the row itself. Never less than the best plan takes, and little more.
+
+A flash kernel that takes all documents in one call holds bytes for each of them, of which short
+ones may be any number: there plans are made once per length and power of two of documents.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ MADE_FOR = ((1.0, True), (1 / 8, True), (1 / 8, False), (1 / 64, False))
 PLANS_PER_DOUBLING = 16  # lengths for which plans are made
 CAPACITY = 4096  # lengths that are remembered
 
+Key = tuple[int, int, int, int, int]  # s, p of a group, groups, documents of a row and of a rank
 Half = tuple[str, str]  # strategy, and the operation whose costs it has
 Pairs = tuple[tuple[Half, Half, int], ...]  # attention, MLP, layers
 
@@ -63,9 +67,8 @@ class RowPrices:
         self._policy, self._model, self._layers = policy, model, tuple(layers)
         self._alignment, self._edge_seconds = alignment, edge_seconds
         self._packed = model.packed
-        # By s and p of a group, and the number of groups.
-        self._plans: dict[tuple[int, int, int], tuple[_Made, ...]] = {}
-        self._lengths: dict[tuple[int, int, int], _Length] = {}
+        self._plans: dict[Key, tuple[_Made, ...]] = {}
+        self._lengths: dict[Key, _Length] = {}
 
     def seconds(self, row: Row) -> float | None:
         """Forward and backward of the row; None where no plan of the pool fits."""
@@ -80,17 +83,26 @@ class RowPrices:
     def seconds_of(self, load: Load) -> float | None:
         """As seconds, of a row that is known by its load."""
         s = -(-load.seq_length // self._alignment) * self._alignment
-        key = s, load.p, load.groups
+        key = (s, load.p, load.groups, *self._documents(load))
         at = self._lengths.get(key)
         if at is None:
             if len(self._lengths) >= CAPACITY:
                 del self._lengths[next(iter(self._lengths))]
-            at = self._lengths[key] = self._length(*key)
+            at = self._lengths[key] = self._length(key)
         return at.seconds(load)
 
-    def _length(self, s: int, p: int, groups: int) -> _Length:
+    def _documents(self, load: Load) -> tuple[int, int]:
+        """For how many plans are made at least, on all ranks and on one: as bytes are of each."""
+        if not self._packed.joined:
+            return 1, 1
+        pieces = load.buffers.pieces if load.buffers else 0  # plans are made for two of a document
+        fullest = max(load.fullest_documents, -(-pieces // 2))
+        return _power_up(load.documents), _power_up(fullest)
+
+    def _length(self, key: Key) -> _Length:
+        s, p, *_ = key
         load = self._packed.load_of_one(s, p)
-        plans = self._plans_for(s, p, groups)
+        plans = self._plans_for(key)
         mlp = {}
         for name, operation in {half for made in plans for _, half, _ in made.pairs}:
             made_from = like(self._model, _on_device(name), operation)[0]
@@ -100,36 +112,34 @@ class RowPrices:
             terms[name, operation] = row_terms(self._model, _on_device(name), load, operation)
         return _Length(plans, terms, mlp, self._model.offloaded, self._edge_seconds(s))
 
-    def _plans_for(self, s: int, p: int, groups: int) -> tuple[_Made, ...]:
+    def _plans_for(self, key: Key) -> tuple[_Made, ...]:
         """Made for the next of a few lengths above s: what fits there fits here.
 
         If nothing does, made for s itself.
         """
+        s, p, groups, documents, fullest = key
         step = math.ceil(math.log2(s) * PLANS_PER_DOUBLING - 1e-9)
         longer = -(-round(2 ** (step / PLANS_PER_DOUBLING)) // self._alignment) * self._alignment
-        key = (max(longer, s), p, groups)
-        if key not in self._plans:
-            self._plans[key] = self._pool(*key)
-        return self._plans[key] or self._pool(s, p, groups)
+        above: Key = (max(longer, s), p, groups, documents, fullest)
+        if above not in self._plans:
+            self._plans[above] = self._pool(above)
+        return self._plans[above] or self._pool(key)
 
-    def _pool(self, s: int, p: int, groups: int) -> tuple[_Made, ...]:
-        found = [self._made(s, p, groups, 1.0, True, single=True)]
-        found += [
-            self._made(s, p, groups, share, crosses)
-            for share, crosses in MADE_FOR
-            if crosses or groups == 1
-        ]
+    def _pool(self, key: Key) -> tuple[_Made, ...]:
+        s, p, groups, documents, fullest = key
+        one = self._packed.load_of_one(s, p)
+        single = replace(_holding(one, 1.0, True, groups), documents=1)
+        found = [self._made(single, single=True)]
+        for share, crosses in MADE_FOR:
+            if crosses or groups == 1:
+                load = _holding(one, share, crosses, groups, documents, fullest)
+                found.append(self._made(load))
         return tuple(dict.fromkeys(made for made in found if made is not None))
 
-    def _made(
-        self, s: int, p: int, groups: int, share: float, crosses: bool, *, single: bool = False
-    ) -> _Made | None:
+    def _made(self, load: Load, *, single: bool = False) -> _Made | None:
         """The plan of rows that hold so much; None if nothing fits."""
-        load = _holding(self._packed.load_of_one(s, p), share, crosses, groups)
-        if single:
-            load = replace(load, documents=1)
         try:
-            problem = self._policy.problem(self._layers, 1, s, False, load)
+            problem = self._policy.problem(self._layers, 1, load.seq_length, False, load)
             outcome = self._policy.planner.plan(problem)
         except UserError:  # no strategy that is allowed can run such rows
             return None
@@ -186,10 +196,13 @@ class _Length:
         return sum((self.offloaded(h) if offloads(n) else h).time_seconds for h, n in halves)
 
 
-def _holding(one: Load, share: float, crosses: bool, groups: int) -> Load:
+def _holding(
+    one: Load, share: float, crosses: bool, groups: int, documents: int = 1, fullest: int = 1
+) -> Load:
     """Of a row that has this share of one document's scores; within a window at most all of its.
 
     one: of a document of s tokens on one group; of several groups it is one of so many times s.
+    documents, fullest: how many there are at least, on all ranks and on the one that has most.
     """
     ranks = one.p * groups
     keys_received = one.seq_length * groups - one.seq_length // one.p if crosses else 0
@@ -198,8 +211,8 @@ def _holding(one: Load, share: float, crosses: bool, groups: int) -> Load:
         scores=math.ceil(one.scores * groups * share),
         fullest_scores=math.ceil(one.fullest_scores * groups * share),
         keys_received=keys_received,
-        documents=math.ceil(1 / share) + 1,
-        fullest_documents=math.ceil(1 / share / ranks),
+        documents=max(math.ceil(1 / share) + 1, documents),
+        fullest_documents=max(math.ceil(1 / share / ranks), fullest),
         peers=ranks - 1 if crosses else 0,
         in_order=False,
         groups=groups,
@@ -212,6 +225,10 @@ def _holding(one: Load, share: float, crosses: bool, groups: int) -> Load:
     scores = min(load.scores, one.within.scores)
     fullest = min(load.fullest_scores, one.within.fullest_scores)
     return replace(load, within=replace(load, scores=scores, fullest_scores=fullest))
+
+
+def _power_up(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def _on_device(name: str) -> str:

@@ -164,6 +164,35 @@ def test_prices_are_not_below_the_best_plan_and_near_it(budget_mib, file):
     assert sorted(ratios)[len(ratios) // 2] < 1.01 and max(ratios) < 1.15
 
 
+def of_gpus(table):
+    """The same of devices whose flash kernel takes all documents of a row in one call."""
+    hardware = dataclasses.replace(table.description.hardware, kind="cuda")
+    changes = {"dtype": "bfloat16", "hardware": hardware}
+    return dataclasses.replace(table, description=dataclasses.replace(table.description, **changes))
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_no_row_has_a_price_for_which_no_plan_has_room_for_all_its_documents(size, tmp_path):
+    """Of each the backward of that call holds 128 rows more than it has tokens."""
+    table = of_gpus(make_table(strategies=NAMES))
+    write_cost_file(tmp_path / "costs.json", table, fit_table(table))
+    file = read_cost_file(tmp_path / "costs.json")
+    row = contiguous([size] * (8192 // size), P, alignment=2 * P)
+
+    def without_edges(budget):
+        stage = Stage(budget_bytes=budget, static_bytes=0, has_embedding=False, has_head=False)
+        return policies(file).policy(stage, smooth=False)
+
+    least = without_edges(1).outcome(1, row.seq_length, LAYERS, row=row).peak_bytes
+    for share in (0.9, 0.94, 0.99, 1.05):
+        chooses = without_edges(int(share * least))
+        outcome = chooses.outcome(1, row.seq_length, LAYERS, row=row)
+        priced = RowPrices(
+            chooses, file.require_model(), LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
+        )
+        assert (priced.seconds(row) is not None) == outcome.fits == (share > 1)
+
+
 def test_prices_of_what_nothing_fits_are_none(file):
     assert prices(file, 1).seconds(zigzag((1 << 16,), P)) is None
 
