@@ -27,6 +27,23 @@ def test_several_grids_are_added_and_iterations_counted_once(tmp_path):
     assert sum(numbers["layer_shares"].values()) == pytest.approx(1)
 
 
+def test_time_by_length_and_changes_of_plan_are_of_all_grids(tmp_path):
+    """Each grid has lengths that lie between those of the other."""
+    of_grids = (((1024, 1.0), (4096, 4.0)), ((2048, 2.0), (4096, 8.0), (8192, 16.0)))
+    traces = []
+    for i, grid in enumerate(of_grids):
+        lines = [
+            microbatch(number, length, seconds=seconds, switched=number > 1)
+            for number, (length, seconds) in enumerate(grid, 1)
+        ]
+        traces.append(read_trace(str(write_trace(tmp_path / f"t-dp{i}-pp0.jsonl", lines))))
+    content = Content(traces, None)
+    measured = content.cumulative["measured"]
+    assert measured.lengths == (1024, 2048, 4096, 8192)
+    assert measured.seconds == (1.0, 3.0, 15.0, 31.0)
+    assert content.as_json()["changes_of_plan"] == 1 + 2
+
+
 def test_traces_of_two_trainings_are_warned_of(tmp_path):
     run = {**RUN, "place": {"data": 0, "pipeline": 0}}
     lines = [run, *records(2)[1:]]
@@ -103,11 +120,20 @@ def test_costs_of_another_file_than_one_of_the_starts_are_warned_of(tmp_path, co
 
 
 def test_a_later_start_without_costs_leaves_the_estimates_to_the_one_that_chose(tmp_path, costs):
+    """What the later one ran fits within the memory of the stage that was planned, as before."""
     tight = {**RUN, "stages": [{**RUN["stages"][0], "budget_bytes": 210_000_000}]}
     fixed = {**RUN, "policy": "fixed:metp", "strategies": None, "costs": None, "stages": []}
+    unplanned = {"predicted_seconds": None, "predicted_peak_bytes": None}
+    later = [fixed, *({**line, **unplanned} for line in records(8, run=None))]
     once, twice = (
         read_trace(str(write_trace(tmp_path / f"{i}.jsonl", records(8, run=tight) + more)), costs)
-        for i, more in enumerate(([], [fixed]))
+        for i, more in enumerate(([], later))
     )
     assert once.summary.fixed_estimates() == twice.summary.fixed_estimates()
     assert len(twice.runs) == 2
+    unfit = [
+        {shape: {n: a.num_unfit for n, a in sums.alone.items()} for shape, sums in t.summary.shapes}
+        for t in (once, twice)
+    ]
+    assert any(count for of_shape in unfit[0].values() for count in of_shape.values())
+    assert unfit[1] == {s: {n: 2 * k for n, k in of.items()} for s, of in unfit[0].items()}
