@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.policies import CostPolicy
+from megatron_paradyse.planner.problem import TooLargeError
 
 if TYPE_CHECKING:
     from megatron_paradyse.train.telemetry import Microbatch
@@ -211,8 +212,11 @@ class Summary:
         """
         known = self._uniforms.get(shape)
         if known is None or known.predicted_seconds != predicted_seconds:
-            outcomes = policy.uniforms(*shape).items()
-            seconds = {name: one.seconds if one.fits else None for name, one in outcomes}
+            try:
+                outcomes = policy.uniforms(*shape).items()
+                seconds = {name: one.seconds if one.fits else None for name, one in outcomes}
+            except TooLargeError:  # a trace may tell of any length
+                seconds = dict.fromkeys(policy.strategies)
             known = self._uniforms[shape] = Uniforms(seconds, predicted_seconds)
         return known.seconds.items()
 

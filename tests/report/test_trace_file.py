@@ -16,6 +16,7 @@ from megatron_paradyse.report.content import Content
 from megatron_paradyse.report.page import facts
 from megatron_paradyse.report.trace_file import read_trace, warning_lines
 from megatron_paradyse.train import summary
+from megatron_paradyse.units import MAX_SEQ_LENGTH
 from tests.report.samples import RUN, STAGE, fitted, iteration, microbatch, records, write_trace
 
 GOOD = microbatch(1)
@@ -130,6 +131,16 @@ def test_bytes_that_training_corrected_count_for_what_fits(tmp_path):
         trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)
         found = {one.name: one.num_unfit for one in trace.summary.fixed_estimates()}
         assert (found["megatron_ts"], found["metp"]) == (unfit, 0)
+
+
+def test_a_microbatch_beyond_what_planners_count_fits_nowhere(tmp_path):
+    """It ended the whole report."""
+    costs = fitted(tmp_path)
+    lines = [RUN, microbatch(1), microbatch(2, MAX_SEQ_LENGTH)]
+    trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)), costs)
+    assert trace.summary.microbatches == 2
+    estimates = trace.summary.fixed_estimates()
+    assert [one.num_unfit for one in estimates] == [1] * len(RUN["strategies"])
 
 
 def test_chunks_of_a_pipeline_stage_are_estimated_each_by_its_own_memory(tmp_path):
