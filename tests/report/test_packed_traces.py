@@ -80,7 +80,7 @@ LOADS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(loads=st.lists(LOADS, min_size=1, max_size=3))
 def test_no_load_breaks_the_estimates(loads, costs_of_all, tmp_path_factory):
     lines = [RUN, *(microbatch(1, 8192, **PACKED, load=load) for load in loads)]
