@@ -196,21 +196,22 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
             return False  # it goes in tiles, and not through Megatron's own linears
         return base_name(strategy) == MEGATRON_TS
 
-    def embedding_peak(s: int, b: int) -> int:
+    def workspace(costs: OperationCosts, backward: bool) -> float:
+        return max(costs.forward_bytes, costs.backward_bytes if backward else 0.0)
+
+    def embedding_peak(s: int, b: int, *, backward: bool = True) -> int:
         if not stage.has_embedding:
             return 0
-        costs = of_model(EMBEDDING, s, b)
-        return int(max(costs.forward_bytes, costs.backward_bytes))
+        return int(workspace(of_model(EMBEDDING, s, b), backward))
 
-    def head_peak(s: int, b: int) -> int:
+    def head_peak(s: int, b: int, *, backward: bool = True) -> int:
         if not stage.has_head:
             return 0
         costs = of_model(HEAD, s, b)
-        peak = costs.kept_bytes + max(costs.forward_bytes, costs.backward_bytes)
+        peak = costs.kept_bytes + workspace(costs, backward)
         peak = max(0, peak - waiting_bytes(s, b) - stage.waiting_bytes)
         if stage.num_predicting:
-            costs = of_model(PREDICTION, s, b)
-            peak = max(peak, costs.forward_bytes, costs.backward_bytes)
+            peak = max(peak, workspace(of_model(PREDICTION, s, b), backward))
         return int(peak)
 
     return StageMemory(
@@ -219,6 +220,8 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         embedding_kept=kept,
         embedding_peak=embedding_peak,
         head_peak=head_peak,
+        forward_embedding_peak=functools.partial(embedding_peak, backward=False),
+        forward_head_peak=functools.partial(head_peak, backward=False),
         gather_bytes=gather_bytes,
         gathers=gathers,
         input_bytes=input_bytes,

@@ -182,7 +182,10 @@ class CostPolicy:
         memory, budget = self.memory, self._room
         kept = memory.embedding_kept(seq_length, batch_size) + memory.more_angles(seq_length, load)
         others, tail = 0, 0
-        if not forward_only and memory.budget_bytes < UNLIMITED:  # else there is nothing to share
+        embedding_peak, head_peak = memory.embedding_peak, memory.head_peak
+        if forward_only:
+            embedding_peak, head_peak = memory.forward_embedding_peak, memory.forward_head_peak
+        elif memory.budget_bytes < UNLIMITED:  # else there is nothing to share
             others, tail = shares(budget - memory.static_bytes, memory.num_in_flight)
         made: dict[tuple[Operations, tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
         layers = {}
@@ -221,9 +224,9 @@ class CostPolicy:
             layers,
             budget,
             base_bytes=memory.static_bytes + others + kept,
-            head_bytes=memory.head_peak(seq_length, batch_size),
+            head_bytes=head_peak(seq_length, batch_size),
             tail_bytes=tail,
-            embedding_bytes=memory.embedding_peak(seq_length, batch_size),
+            embedding_bytes=embedding_peak(seq_length, batch_size),
             gather_bytes=memory.gather_bytes(seq_length, batch_size),
             granularity=self.granularity,
             forward_only=forward_only,

@@ -32,8 +32,9 @@ class StageMemory:
     """The memory of one pipeline stage, besides its layers.
 
     embedding and head give (s, b) -> bytes: what the embedding, or a received input, and buffers of
-    this size keep, the embedding's peak, the head's peak. gather_bytes: of the buffer that is there
-    besides if the plan has a choice for which gathers(half, strategy, s, b) is true.
+    this size keep, the embedding's peak, the head's peak, and these two of a forward alone.
+    gather_bytes: of the buffer that is there besides if the plan has a choice for which
+    gathers(half, strategy, s, b) is true.
     host_bytes: what +offload may take of host memory, None without limit; input_bytes: of a layer's
     input, which it keeps there. angle_bytes_per_position: of RoPE's table, of which embedding_kept
     has those of s positions: a wide row has more.
@@ -44,6 +45,8 @@ class StageMemory:
     embedding_kept: Callable[[int, int], int] = _nothing
     embedding_peak: Callable[[int, int], int] = _nothing
     head_peak: Callable[[int, int], int] = _nothing
+    forward_embedding_peak: Callable[[int, int], int] = _nothing
+    forward_head_peak: Callable[[int, int], int] = _nothing
     gather_bytes: Callable[[int, int], int] = _nothing
     gathers: Callable[[str, str, int, int], bool] = _never
     input_bytes: Callable[[int, int], int] = _nothing

@@ -112,6 +112,22 @@ def edited(settings, path, edit):
     return dataclasses.replace(settings, cost_model=str(path))
 
 
+def test_an_evaluation_holds_of_head_and_embedding_what_their_forwards_do(settings):
+    """No backward runs; its bytes, a head's the most of all here, are for training alone."""
+    made = policies(settings)
+
+    def costs_of(strategy, operation, s, b):
+        costs = made.model.operation(strategy, operation, s, b)
+        sizes = {"kept_bytes": 50.0 * s, "forward_bytes": 3.0 * s, "backward_bytes": 1e6 * s}
+        return dataclasses.replace(costs, **sizes) if strategy == "model" else costs
+
+    policy = made.policy(made.stage(), smooth=False)
+    policy.memory = stage_memory(costs_of, made.stage())
+    training, evaluation = (policy.problem(LAYERS, 1, 192, alone) for alone in (False, True))
+    assert (training.head_bytes, training.embedding_bytes) == (1_000_050 * 192, 1_000_000 * 192)
+    assert (evaluation.head_bytes, evaluation.embedding_bytes) == (53 * 192, 3 * 192)
+
+
 @pytest.mark.parametrize("tokens", [64, 1024])
 def test_the_buffer_in_static_bytes_is_of_the_tokens_that_the_file_says(tokens, settings, tmp_path):
     """Of fewer where longer lengths were added to a profile, of more where it was cut short."""
