@@ -57,12 +57,13 @@ class Counts(NamedTuple):
     """Where training is: what makes a microbatch's random numbers its own, after a restart too.
 
     iteration: from 0. num_microbatches: after how many the count begins again within an iteration;
-    None: only with another iteration.
+    None: only with another iteration. begun: another number where one begins, be it the same again.
     """
 
     seed: int
     iteration: int
     num_microbatches: int | None
+    begun: int = 0
 
 
 class Observer(Protocol):
@@ -98,7 +99,7 @@ class MicrobatchHook:
         self._draws = getattr(policy, "draws", False)  # of one that chooses at random
         self._layer_numbers = tuple(layer.plan_number for layer in layers)
         self._shards = block.tp_group.size() if block.config.sequence_parallel else 1
-        self._iteration, self._microbatch = -1, -1
+        self._iteration, self._begun, self._microbatch = -1, 0, -1
         self._causal = layers[0].self_attention.attn_mask_type == AttnMaskType.causal
         self._predicts = predicts
         self._for_prediction: PlannedMicrobatch | None = None
@@ -182,9 +183,9 @@ class MicrobatchHook:
 
     def _next_seed(self, groups: int) -> int:
         """A hash of the run's seed, the iteration, the microbatch and the replicas that have it."""
-        seed, iteration, num_microbatches = self._counts()
-        if iteration != self._iteration:
-            self._iteration, self._microbatch = iteration, -1
+        seed, iteration, num_microbatches, begun = self._counts()
+        if (iteration, begun) != (self._iteration, self._begun):
+            self._iteration, self._begun, self._microbatch = iteration, begun, -1
         self._microbatch += 1
         if num_microbatches is not None:
             self._microbatch %= num_microbatches

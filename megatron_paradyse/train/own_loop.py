@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -85,24 +86,38 @@ class Attached:
 
     def __init__(self, chunks: list[GPTModel], policies: CostPolicies | None, *, seed: int):
         """policies: None where the policy does not choose by cost."""
-        self.iteration = 0
+        self._iteration = self._begun = 0
         self.last: Planned | None = None
         self._chunks, self._policies, self._seed = chunks, policies, seed
+
+    @property
+    def iteration(self) -> int:
+        return self._iteration
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self._iteration = iteration
+        self._begun += 1
 
     def hold(self, optimizer: Any = None) -> None:
         """Plan with the memory that this rank holds now, outside the layers' activations.
 
-        Until then plans reckon with what the cost file's grid held. optimizer: Megatron's, if there
-        is one: the states that its first step will make count too. All ranks must call it, between
-        iterations, and again whenever something else has moved into or out of the memory. UserError
-        where no microbatch can run beside it.
+        Until then plans reckon with what the cost file's grid held. optimizer: Megatron's or
+        PyTorch's, if there is one: gradients that the first backward will make and states that the
+        first step will make count too. All ranks must call it, between iterations, and again
+        whenever something else has moved into or out of the memory. UserError where no microbatch
+        can run beside it, and for another's optimizer, whose states nothing tells.
         """
+        if not isinstance(optimizer, (MegatronOptimizer, torch.optim.Optimizer, type(None))):
+            raise UserError(
+                f"hold({type(optimizer).__name__}): give Megatron's optimizer or PyTorch's, or none"
+            )
         if self._policies is not None:
             meter = make_meter() if torch.cuda.is_available() else None
             self._policies.hold(static_bytes(self._chunks, optimizer, meter))
 
     def _counts(self) -> Counts:
-        return Counts(self._seed, self.iteration, None)
+        return Counts(self._seed, self._iteration, None, self._begun)
 
     # As an observer of hook.py
 

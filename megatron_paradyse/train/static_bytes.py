@@ -18,13 +18,15 @@ from megatron_paradyse.live_bytes import Meter
 
 
 def static_bytes(chunks: list, optimizer: Any, meter: Meter | None) -> int:
-    """Of this rank, once model and optimizer are made; optimizer: None if none is made.
+    """Of this rank, once model and optimizer are made.
 
-    meter: None where nothing counts what else is alive.
+    optimizer: Megatron's or PyTorch's, None if none is made. meter: None where nothing counts what
+    else is alive.
     """
     gc.collect()
     held = _referred_bytes(chunks, optimizer) if meter is None else meter.live_bytes
-    return held + _states_to_come(optimizer) + sum(map(waiting_gradient_bytes, chunks))
+    to_come = _gradients_to_come(chunks) + _states_to_come(optimizer)
+    return held + to_come + sum(map(waiting_gradient_bytes, chunks))
 
 
 def _referred_bytes(chunks: list, optimizer: Any) -> int:
@@ -60,6 +62,18 @@ def waiting_gradient_bytes(chunk: Any) -> int:
     return model.shared_embedding_or_output_weight().nbytes
 
 
+def _gradients_to_come(chunks: list) -> int:
+    """Bytes of those that a backward makes: of parameters that no DDP has a buffer for."""
+    return sum(
+        parameter.nbytes
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if parameter.requires_grad
+        and parameter.grad is None
+        and getattr(parameter, "main_grad", None) is None
+    )
+
+
 def _states_to_come(optimizer: Any) -> int:
     """Bytes on this device of the states that the optimizer makes in its first step.
 
@@ -67,7 +81,7 @@ def _states_to_come(optimizer: Any) -> int:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return sum(
-        parameter.numel() * _state_bytes(made, group, config)
+        parameter.numel() * _state_bytes(made, group, config, parameter)
         for made, config in _optimizers(optimizer)
         for group in made.param_groups
         for parameter in group["params"]
@@ -76,8 +90,11 @@ def _states_to_come(optimizer: Any) -> int:
 
 
 def _optimizers(optimizer: Any) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
-    """PyTorch's optimizers within Megatron's, and their configuration."""
+    """PyTorch's optimizers within Megatron's, and their configuration; None of one without."""
     if optimizer is None:
+        return
+    if isinstance(optimizer, torch.optim.Optimizer):
+        yield optimizer, None
         return
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         made = getattr(one, "optimizer", None)
@@ -86,10 +103,17 @@ def _optimizers(optimizer: Any) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
                 yield part, one.config
 
 
-def _state_bytes(made: torch.optim.Optimizer, group: dict, config: Any) -> int:
+def _state_bytes(
+    made: torch.optim.Optimizer, group: dict, config: Any, parameter: torch.Tensor
+) -> int:
     """Of one element of a parameter."""
+    own = 4 if config is not None else parameter.itemsize  # PyTorch's are of its dtype
+    if config is None and not parameter.requires_grad:
+        return 0  # a step passes over it; Megatron's groups have no such parameter of the model
     if "Adam" not in type(made).__name__:
-        return 4 if group.get("momentum", 1) else 0  # SGD's, Muon's and Lion's momentum
+        return own if group.get("momentum", 1) else 0  # SGD's, Muon's and Lion's momentum
+    if config is None:
+        return own * (3 if group.get("amsgrad") else 2)
     total = config.exp_avg_dtype.itemsize + config.exp_avg_sq_dtype.itemsize
     if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # FusedAdam's own main parameters
         total += 2 if config.store_param_remainders else config.main_params_dtype.itemsize

@@ -126,6 +126,8 @@ def dropout() -> None:
     following = made.results(made.models, LENGTHS)
     planned.iteration = 0
     compare("iteration 0 again", first, made.results(made.models, LENGTHS))
+    planned.iteration = 0  # as after an error in it
+    compare("and once more", first, made.results(made.models, LENGTHS))
     planned.iteration = 1
     compare("iteration 1 again", following, made.results(made.models, LENGTHS))
     other.iteration = 1
@@ -184,6 +186,41 @@ def by_costs(path: str) -> None:
     compare("as is held", expected, made.results(made.models, lengths))
     assert planned.last.peak_bytes < longest.peak_bytes, (planned.last, longest)
     assert planned.last.peak_bytes < 1.8e8
+
+
+def optimizers(path: str) -> None:
+    """PyTorch's: what gradients and states will take is told before there are any."""
+    start(p=1)
+    made = loop(configuration(), layer)
+    model = made.models[0]
+    model.embedding.position_embeddings.requires_grad_(False)
+    planned = attach(made.models, cost_model=path, accept_costs=True)
+    rate = {"lr": 1e-3}
+    for make, states in (
+        (lambda x: torch.optim.AdamW(x, **rate), 2),
+        (lambda x: torch.optim.Adam(x, **rate, amsgrad=True), 3),
+        (lambda x: torch.optim.SGD(x, **rate, momentum=0.9), 1),
+        (lambda x: torch.optim.SGD(x, **rate), 0),
+    ):
+        model.zero_grad()
+        optimizer = make(model.parameters())
+        parameters = list(model.parameters())
+        trained = sum(x.nbytes for x in parameters if x.requires_grad)
+        waiting = model.shared_embedding_or_output_weight().nbytes
+        expected = sum(x.nbytes for x in parameters) + (1 + states) * trained + waiting
+        for turn in range(2):
+            planned.hold(optimizer)
+            told = planned._policies.made[0][0].static_bytes
+            buffers = told - expected  # of the model, and counts of the optimizer's steps
+            assert 0 <= buffers < 1000, (type(optimizer), states, turn, buffers)
+            made.results(made.models, (24, 40))
+            optimizer.step()
+    try:
+        planned.hold([optimizer])
+    except UserError as error:
+        assert "hold(list): give Megatron's optimizer or PyTorch's" in str(error), error
+    else:
+        raise AssertionError("held a list")
 
 
 def packed() -> None:

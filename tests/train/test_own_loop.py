@@ -15,7 +15,7 @@ COMPARED = {
     "frozen": 4,
     "packed": 4,
     "values": 2,
-    "dropout": 3,
+    "dropout": 4,
     "checkpointed": 1,
     "refused": 1,
 }
@@ -37,6 +37,10 @@ def test_generating_leaves_plans_aside(tmp_path):
 
 def test_plans_by_cost_within_what_is_left_of_the_memory(tmp_path):
     run(["by_costs", str(write_costs(tmp_path / "costs.json"))], tmp_path, 2)
+
+
+def test_what_an_optimizer_of_pytorch_will_hold_is_told_before_the_first_step(tmp_path):
+    run(["optimizers", str(write_costs(tmp_path / "costs.json"))], tmp_path, 0, ranks=1)
 
 
 ROTATED = ["--position-embedding-type", "rope"]
