@@ -192,7 +192,9 @@ class Session:
                 raise
             check_sizes_ahead(get_args())
             if self._policies is not None and self._meter is not None:
-                self._policies.hold(static_bytes(chunks, optimizer, self._meter))
+                trains = not get_args().skip_train
+                held = static_bytes(chunks, optimizer, self._meter, trains=trains)
+                self._policies.hold(held)
             if self._trace is not None:
                 self._trace.start(run_record(self.settings, self._policies))
             return chunks, optimizer, scheduler

@@ -17,15 +17,15 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_paradyse.live_bytes import Meter
 
 
-def static_bytes(chunks: list, optimizer: Any, meter: Meter | None) -> int:
+def static_bytes(chunks: list, optimizer: Any, meter: Meter | None, *, trains: bool = True) -> int:
     """Of this rank, once model and optimizer are made.
 
     optimizer: Megatron's or PyTorch's, None if none is made. meter: None where nothing counts what
-    else is alive.
+    else is alive. trains: whether backwards are to come.
     """
     gc.collect()
     held = _referred_bytes(chunks, optimizer) if meter is None else meter.live_bytes
-    to_come = _gradients_to_come(chunks) + _states_to_come(optimizer)
+    to_come = _states_to_come(optimizer) + (_gradients_to_come(chunks) if trains else 0)
     return held + to_come + sum(map(waiting_gradient_bytes, chunks))
 
 

@@ -1,8 +1,8 @@
 """A rank that trains, and tells what it was said to hold, and of each iteration what it held at
 most and at its end.
 
-holding OUTPUT <Megatron flags>: OUTPUT-RANK.json gets {"told": bytes, "held": [bytes, ...],
-"peaks": [bytes, ...]}
+holding OUTPUT <Megatron flags>: OUTPUT-RANK.json gets {"told": bytes, "parameters": bytes,
+"held": [bytes, ...], "peaks": [bytes, ...]}
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ def main() -> None:
     found: dict = {"held": [], "peaks": []}
     meters = []
 
-    def static_bytes(chunks, optimizer, meter):
+    def static_bytes(chunks, optimizer, meter, **how):
         meters.append(meter)
-        found["told"] = count(chunks, optimizer, meter)
+        found["told"] = count(chunks, optimizer, meter, **how)
+        found["parameters"] = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
+        output.write_text(json.dumps(found))
         return found["told"]
 
     def train_step(*args, **kwargs):

@@ -58,6 +58,14 @@ def test_what_a_rank_holds_is_told_before_the_first_iteration(grid, tmp_path):
     assert f"> paradyse: parameters, gradients and optimizer hold {most} of a rank's" in stdout
 
 
+def test_where_nothing_trains_no_gradients_are_to_come(tmp_path):
+    flags = [*TP2, "--skip-train", "--split", "0,50,50", "--eval-iters", 1]
+    found, _ = held(tmp_path, write_costs(tmp_path / "costs.json"), flags, ranks=2)
+    for rank in found:
+        assert rank["held"] == []
+        assert rank["parameters"] <= rank["told"] < rank["parameters"] + LEFT_BYTES
+
+
 def test_the_last_stage_holds_the_gradient_of_the_input_before(tmp_path):
     """Beside one microbatch in flight; on the first stage, as many as there are in flight."""
     costs, length = write_costs(tmp_path / "costs.json", scale_bytes=0.1), 1024
