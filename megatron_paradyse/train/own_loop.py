@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ TAKEN = (
     *("mixing_gain", "memory_budget", "host_memory", "memory_margin", "over_budget", "smoothing"),
     *("offload", "verify_plans", "head_tile"),
 )
+SIZES = {"memory_budget", "host_memory"}  # numbers of bytes, too
 MOST_MICROBATCHES = 1 << 20  # where the loop does not say how many
 # A TransformerEngine's linear may hold the norm before it.
 OF_A_LINEAR = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
@@ -184,6 +186,15 @@ def _policies(
     return policies, lambda block: policies.policy_of(block, chunks)
 
 
+def _as_written(value: Any) -> Any:
+    """A setting as a YAML file has it: programs also have paths and tuples."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: _as_written(one) for key, one in value.items()}
+    return list(map(_as_written, value)) if isinstance(value, tuple | list) else value
+
+
 def _settings(given: dict[str, Any]) -> Settings:
     for name in given:
         if name not in FIELDS:
@@ -194,7 +205,11 @@ def _settings(given: dict[str, Any]) -> Settings:
                 f"{name} in a loop of your own, which it does not reach: leave it out; known are "
                 f"{', '.join(TAKEN)}"
             )
-    settings = make_settings(given, None, prefix="")
+    written = {name: _as_written(value) for name, value in given.items()}
+    for name in SIZES & written.keys():
+        if isinstance(written[name], int) and not isinstance(written[name], bool):
+            written[name] = f"{written[name]}B"
+    settings = make_settings(written, None, prefix="")
     if cost_policy_kind(settings) is None:
         if settings.memory_budget is not None:
             raise UserError(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.train import own_loop
+from megatron_paradyse.units import parse_bytes
 from tests.train.harness import LATENT, LLAMA, run_forked, with_defaults
 from tests.train.synthetic_costs import write_costs
 
@@ -84,3 +89,26 @@ def run(arguments: list[str], folder, compared: int, *, ranks: int = 2) -> None:
     )
     assert code == 0, stdout[-2000:] + stderr[-4000:]
     assert stdout.count("compared ") == compared, stdout
+
+
+def test_settings_of_a_program_are_those_of_a_file():
+    """Paths, tuples and numbers of bytes, where a YAML file has texts and lists."""
+    settings = own_loop._settings(
+        {
+            "cost_model": Path("costs.json"),
+            "strategies": ("metp", "megatron_ts"),
+            "layers": {"1-2": {"attention": ("metp",), "mlp": ["metp"]}},
+            "memory_budget": 180_000_000,
+        }
+    )
+    assert settings == own_loop._settings(
+        {
+            "cost_model": "costs.json",
+            "strategies": ["metp", "megatron_ts"],
+            "layers": {"1-2": {"attention": ["metp"], "mlp": ["metp"]}},
+            "memory_budget": "180000000B",
+        }
+    )
+    assert parse_bytes(settings.memory_budget) == 180_000_000
+    with pytest.raises(UserError, match="True is not a text"):
+        own_loop._settings({"cost_model": "costs.json", "memory_budget": True})
