@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -214,25 +215,25 @@ READ_ONCE = ("CUDA_DEVICE_MAX_CONNECTIONS", *megatron_start.ALLOCATORS)
 EXPANDABLE = "expandable_segments:True"
 
 
-@pytest.mark.parametrize(
-    ("flags", "of_user", "connections", "allocator"),
-    [
-        (["--paradyse"], {}, "1", EXPANDABLE),
-        ([], {}, "None", ""),
-        (["--paradyse", "--async-save"], {}, "1", ""),
-        (["--paradyse"], {READ_ONCE[0]: "8"}, "8", EXPANDABLE),
-        *(
-            (["--paradyse"], {name: "max_split_size_mb:64"}, "1", "max_split_size_mb:64")
-            for name in megatron_start.ALLOCATORS
-        ),
-    ],
-)
-def test_what_cuda_reads_once_is_set_before_it_is_asked_and_with_paradyse_only(
-    flags, of_user, connections, allocator
-):
-    """PyTorch reads the allocator's settings only then: it would refuse what it does not know."""
+READING = [  # flags, of the user's environment, connections, allocator
+    (["--paradyse"], {}, "1", EXPANDABLE),
+    ([], {}, "None", ""),
+    (["--paradyse", "--async-save"], {}, "1", ""),
+    (["--paradyse"], {READ_ONCE[0]: "8"}, "8", EXPANDABLE),
+    *(
+        (["--paradyse"], {name: "max_split_size_mb:64"}, "1", "max_split_size_mb:64")
+        for name in megatron_start.ALLOCATORS
+    ),
+]
+
+
+def test_what_cuda_reads_once_is_set_before_it_is_asked_and_with_paradyse_only():
+    """PyTorch reads the allocator's settings only then: it would refuse what it does not know.
+
+    Each case in a process forked from one that has imported PyTorch.
+    """
     code = (
-        "import os, torch\n"
+        "import json, os, sys, torch\n"
         "def settings():\n"
         f"    names = {megatron_start.ALLOCATORS}\n"
         "    name = next((name for name in names if name in os.environ), names[0])\n"
@@ -244,12 +245,21 @@ def test_what_cuda_reads_once_is_set_before_it_is_asked_and_with_paradyse_only(
         "    return 'read before'\n"
         "torch.cuda.is_available = lambda: (print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'),"
         " settings(), sep='|'), os._exit(0))\n"
-        "from megatron_paradyse.train import plugin\n"
-        "plugin.install()\n"
+        "for flags, of_user in json.loads(sys.argv[1]):\n"
+        "    if child := os.fork():\n"
+        "        os.waitpid(child, 0)\n"
+        "        continue\n"
+        "    os.environ.update(of_user)\n"
+        "    sys.argv[1:] = flags\n"
+        "    from megatron_paradyse.train import plugin\n"
+        "    plugin.install()\n"
+        "    os._exit(1)\n"
     )
     environment = {name: v for name, v in os.environ.items() if name not in READ_ONCE}
+    cases = json.dumps([(flags, of_user) for flags, of_user, *_ in READING])
     found = subprocess.run(
-        [sys.executable, "-u", "-c", code, *flags],
-        env=environment | of_user, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-u", "-c", code, cases],
+        env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert found.stdout.splitlines()[-1:] == [f"{connections}|{allocator}"], found.stderr
+    expected = [f"{connections}|{allocator}" for *_, connections, allocator in READING]
+    assert found.stdout.splitlines() == expected, found.stderr
