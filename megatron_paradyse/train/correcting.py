@@ -64,10 +64,10 @@ class OnlineCorrection:
         left: iterations that follow this one.
         """
         self._iterations += 1
-        compared = [m for m in microbatches if self._compares(m)]
+        observed = [self._observe(m) for m in microbatches if _compares(m)]
         if self._iterations <= WARM_UP:
             return False
-        self._observations += [self._observe(m) for m in compared]
+        self._observations += observed
         if self._iterations % EVERY:
             return False
         changed = self.correction.apply(self._agree(explore=left >= WORTH_TRIALS))
@@ -79,24 +79,17 @@ class OnlineCorrection:
         self._observations = []
         return changed
 
-    def _compares(self, microbatch: Microbatch) -> bool:
-        """Whether it was predicted, measured, and ran nothing for the first time.
-
-        Far out a published model may predict no time. Whatever runs first on this rank has kernels
-        and buffers to make.
-        """
-        names = {name for name, _ in microbatch.planned.plan.halves(self._operations)}
-        known = names <= self._ran
-        self._ran |= names
-        return known and bool(microbatch.planned.seconds and microbatch.seconds)
-
     def _observe(self, microbatch: Microbatch) -> Observation:
         """Its prediction is divided among strategies as the costs of their operations are.
 
-        The seconds of a wide row are of the way between replicas too, and of waiting for them.
+        The seconds of a wide row are of the way between replicas too, and of waiting for them;
+        those in which a strategy runs first on this rank, of kernels and buffers being made.
         """
         planned = microbatch.planned
         assert planned.seconds and microbatch.seconds, "see _compares"
+        names = {name for name, _ in planned.plan.halves(self._operations)}
+        begins = not names <= self._ran
+        self._ran |= names
         parts: defaultdict[str, float] = defaultdict(float)
         s, costs_of = self._aligned(planned.seq_length), self._costs_of(planned.row)
         for name, operation in planned.plan.halves(self._operations):
@@ -104,7 +97,7 @@ class OnlineCorrection:
             parts[base_name(name)] += costs.time_seconds
         whole = planned.seconds / sum(parts.values())
         measured: float | None = max(0.0, microbatch.seconds - self._beside(planned))
-        if planned.row is not None and planned.row.groups > 1:
+        if begins or (planned.row is not None and planned.row.groups > 1):
             measured = None
         return Observation(
             {name: seconds * whole for name, seconds in parts.items()},
@@ -139,3 +132,8 @@ class OnlineCorrection:
         values = torch.tensor(found, device=device)
         torch.distributed.broadcast(values, src=0)
         return values.cpu().numpy()
+
+
+def _compares(microbatch: Microbatch) -> bool:
+    """Whether it was predicted and measured: far out a published model may predict no time."""
+    return bool(microbatch.planned.seconds and microbatch.seconds)

@@ -65,9 +65,21 @@ def test_a_microbatch_that_was_predicted_to_take_no_time_corrects_nothing(polici
 
 def test_a_row_s_prediction_is_divided_among_what_its_plan_runs(policies, policy):
     ran = microbatch(policy, contiguous((16,) * 16, 4), 0.5)
-    seen = correction_of(policies)._observe(ran)
+    online = correction_of(policies)
+    online._observe(ran)
+    seen = online._observe(ran)
     assert sum(seen.predicted_seconds.values()) == pytest.approx(ran.planned.seconds)
     assert seen.measured_seconds == pytest.approx(0.5 - 256 / 1024)  # less what is beside
+
+
+def test_seconds_in_which_a_strategy_runs_first_correct_nothing_but_its_peak_does(policies, policy):
+    """Kernels and buffers are made then; the memory that they took stays taken."""
+    ran = microbatch(policy, contiguous((16,) * 16, 4), 0.5)
+    ran.peak_bytes = 2 * ran.planned.peak_bytes
+    online = correction_of(policies)
+    first, second = online._observe(ran), online._observe(ran)
+    assert first.measured_seconds is None and second.measured_seconds is not None
+    assert first.peak_ratio == second.peak_ratio == pytest.approx(2.0)
 
 
 def test_fixed_strategies_are_estimated_by_the_costs_of_the_row(policy):
