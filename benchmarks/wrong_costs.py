@@ -11,7 +11,6 @@ iterations and of the last half.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import tempfile
@@ -27,8 +26,9 @@ from benchmarks.dynamic_workload import profile_and_fit
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.layers import ATTENTION, MLP
-from megatron_paradyse.costs.table import CostTable
+from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE
 from tests.train.harness import train, write_documents
+from tests.train.synthetic_costs import with_seconds_scaled
 
 RANKS = 2
 MODEL = ["--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "8"]
@@ -85,17 +85,7 @@ def misprice(path: str, output: Path) -> tuple[str, str, str]:
     }
     fastest, victim = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
     scale = SCALED_TO * seconds[fastest] / seconds[victim]
-    points = tuple(
-        dataclasses.replace(
-            m,
-            forward_seconds=scale * m.forward_seconds,
-            backward_seconds=scale * m.backward_seconds,
-        )
-        if m.strategy.partition("+")[0] == victim and m.is_timed
-        else m
-        for m in table.measurements
-    )
-    wrong = CostTable(table.description, points, table.constants, table.rows)
+    wrong = with_seconds_scaled(table, (victim, victim + RECOMPUTE, victim + OFFLOAD), scale)
     write_cost_file(output, wrong, fit_table(wrong))
     return str(output), victim, fastest
 

@@ -88,14 +88,14 @@ class CostFile:
             )
         return self.model
 
-    def warning(self) -> str | None:
+    def warnings(self) -> list[str]:
         """Where another version fitted the model: that this one predicts otherwise."""
         if self.laws == LAWS:
-            return None
-        return (
+            return []
+        return [
             f"another version of megatron_paradyse fitted {self.path}: this one predicts better "
             f"after megatron-paradyse fit {self.path} -o {self.path}"
-        )
+        ]
 
 
 def read_cost_file(path: str | os.PathLike[str]) -> CostFile:

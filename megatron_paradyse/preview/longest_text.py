@@ -104,7 +104,7 @@ def _notes(setup: Setup, found: Longest) -> list[str]:
         )
     if setup.description.source != "measured":
         notes.append(f"These costs are {setup.description.source}, not measured on such ranks.")
-    notes += filter(None, [setup.policies.costs.file.warning()])
+    notes += setup.policies.costs.file.warnings()
     return ["\n".join(wrapped(note) for note in notes)]
 
 

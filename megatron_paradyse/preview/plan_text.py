@@ -130,7 +130,7 @@ def _notes(setup: Setup, found: Sequence[Forecast]) -> list[str]:
     notes.append("seconds: a microbatch's layers, embedding and head" + _passes(found))
     if setup.description.source != "measured":
         notes.append(f"these costs are {setup.description.source}, not measured on such ranks")
-    notes += filter(None, [setup.policies.costs.file.warning()])
+    notes += setup.policies.costs.file.warnings()
     return [wrapped(note) for note in notes]
 
 

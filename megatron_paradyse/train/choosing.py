@@ -72,7 +72,7 @@ class CostPolicies:
         run = describe(args, self._num_layers)
         description = self.costs.file.table.description
         warnings = check_compatible(description, run, accept=settings.accept_costs)
-        for warning in filter(None, [*warnings, self.costs.file.warning()]):
+        for warning in (*warnings, *self.costs.file.warnings()):
             print_rank_0(f"> paradyse: {warning}")
         self._check_same_file()
         self.budget_bytes = budget_bytes(

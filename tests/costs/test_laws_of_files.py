@@ -68,7 +68,7 @@ def test_while_laws_stays_the_same_measurements_predict_the_same():
 def test_costs_that_other_laws_were_fitted_to_are_told_of(tmp_path):
     path = tmp_path / "costs.json"
     write_cost_file(path, table(), fit_table(table()))
-    assert read_cost_file(path).warning() is None
+    assert read_cost_file(path).warnings() == []
     values = json.loads(path.read_text())
     assert values["model"]["laws"] == LAWS
     for laws in (None, LAWS + 1):  # before files told, and of a later version
@@ -77,7 +77,7 @@ def test_costs_that_other_laws_were_fitted_to_are_told_of(tmp_path):
         path.write_text(json.dumps(values))
         told = f"another version of megatron_paradyse fitted {path}: this one predicts better "
         told += f"after megatron-paradyse fit {path} -o {path}"
-        assert read_cost_file(path).warning() == told
+        assert read_cost_file(path).warnings() == [told]
         values["model"]["laws"] = LAWS
     for command in (("plan", "--lengths", "4K"), ("max-length", "--memory-budget", "1GiB")):
         name, *flags = command
@@ -89,4 +89,4 @@ def test_costs_that_other_laws_were_fitted_to_are_told_of(tmp_path):
     with pytest.raises(UserError, match=r"model\.laws must lie in \[1, .*got 0"):
         read_cost_file(path)
     write_cost_file(path, table())
-    assert read_cost_file(path).warning() is None  # nothing was fitted
+    assert read_cost_file(path).warnings() == []  # nothing was fitted

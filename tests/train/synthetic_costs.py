@@ -7,6 +7,7 @@ the plans is never reached by the training itself.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_paradyse.costs.cost_file import write_cost_file
@@ -71,3 +72,18 @@ def write_costs(
     )
     write_cost_file(path, table, fit_table(table))
     return path
+
+
+def with_seconds_scaled(table: CostTable, strategies: Collection[str], scale: float) -> CostTable:
+    """The table with the seconds of some strategies, by their whole names, times scale."""
+    points = (
+        dataclasses.replace(
+            m,
+            forward_seconds=scale * m.forward_seconds,
+            backward_seconds=scale * m.backward_seconds,
+        )
+        if m.strategy in strategies and m.is_timed
+        else m
+        for m in table.measurements
+    )
+    return dataclasses.replace(table, measurements=tuple(points))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
@@ -22,7 +21,7 @@ from tests.train.harness import (
     with_defaults,
     write_documents,
 )
-from tests.train.synthetic_costs import write_costs
+from tests.train.synthetic_costs import with_seconds_scaled, write_costs
 
 ITERATIONS = 3  # benchmarks/loss_curves.py: 200
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -143,7 +142,9 @@ def test_measured_times_correct_the_costs_alike_on_every_rank(data, tmp_path):
 
     So do trials of metp, which is predicted to be a little slower and has not run.
     """
-    costs = with_faster(write_costs(tmp_path / "costs.json", scale_seconds=0.01), "metp", 0.76)
+    costs = write_costs(tmp_path / "costs.json", scale_seconds=0.01)
+    near = with_seconds_scaled(read_cost_file(costs).table, ["metp"], 0.76)
+    write_cost_file(costs, near, fit_table(near))
     trace = tmp_path / "trace.jsonl"
     chosen = [flag for flag in by_cost(costs) if flag != "--paradyse-no-correction"]
     flags = [*data, *TP2, *chosen, "--paradyse-trace", trace]
@@ -172,24 +173,6 @@ def test_measured_times_correct_the_costs_alike_on_every_rank(data, tmp_path):
         factors = in_force[(record["iteration"] - 1) // 4]
         expected = sum(s * factors.get(name, 1) for name, s in parts(costs, record).items())
         assert record["predicted_seconds"] == pytest.approx(expected, rel=1e-3)
-
-
-def with_faster(path, strategy, scale):
-    """The cost file with the seconds of a strategy scaled."""
-    table = read_cost_file(path).table
-    points = tuple(
-        dataclasses.replace(
-            m,
-            forward_seconds=scale * m.forward_seconds,
-            backward_seconds=scale * m.backward_seconds,
-        )
-        if m.strategy == strategy
-        else m
-        for m in table.measurements
-    )
-    scaled = dataclasses.replace(table, measurements=points)
-    write_cost_file(path, scaled, fit_table(scaled))
-    return path
 
 
 def parts(costs, record) -> dict[str, float]:
