@@ -199,12 +199,12 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
     def workspace(costs: OperationCosts, backward: bool) -> float:
         return max(costs.forward_bytes, costs.backward_bytes if backward else 0.0)
 
-    def embedding_peak(s: int, b: int, *, backward: bool = True) -> int:
+    def embedding_peak(s: int, b: int, *, backward: bool) -> int:
         if not stage.has_embedding:
             return 0
         return int(workspace(of_model(EMBEDDING, s, b), backward))
 
-    def head_peak(s: int, b: int, *, backward: bool = True) -> int:
+    def head_peak(s: int, b: int, *, backward: bool) -> int:
         if not stage.has_head:
             return 0
         costs = of_model(HEAD, s, b)
@@ -220,8 +220,6 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
         embedding_kept=kept,
         embedding_peak=embedding_peak,
         head_peak=head_peak,
-        forward_embedding_peak=functools.partial(embedding_peak, backward=False),
-        forward_head_peak=functools.partial(head_peak, backward=False),
         gather_bytes=gather_bytes,
         gathers=gathers,
         input_bytes=input_bytes,

@@ -141,10 +141,14 @@ class CostPolicy:
         seq_length: int,
         layer_numbers: Sequence[int],
         load: Load | None = None,
+        *,
+        barred: frozenset[str] = frozenset(),
     ) -> dict[str, Outcome]:
-        """What each strategy alone on every layer would cost, of those that may run everywhere."""
+        """What each strategy alone on every layer would cost, of those that may run everywhere.
+
+        load: of a packed microbatch; barred: what cannot run it.
+        """
         numbers = tuple(layer_numbers)
-        barred = self.barred(batch_size, seq_length) if load is None else frozenset()
         problem = self.problem(numbers, batch_size, seq_length, False, load, barred)
         outcomes = {
             name: evaluate(problem, uniform_plan(numbers, name)) for name in self.strategies
@@ -182,10 +186,7 @@ class CostPolicy:
         memory, budget = self.memory, self._room
         kept = memory.embedding_kept(seq_length, batch_size) + memory.more_angles(seq_length, load)
         others, tail = 0, 0
-        embedding_peak, head_peak = memory.embedding_peak, memory.head_peak
-        if forward_only:
-            embedding_peak, head_peak = memory.forward_embedding_peak, memory.forward_head_peak
-        elif memory.budget_bytes < UNLIMITED:  # else there is nothing to share
+        if not forward_only and memory.budget_bytes < UNLIMITED:  # else there is nothing to share
             others, tail = shares(budget - memory.static_bytes, memory.num_in_flight)
         made: dict[tuple[Operations, tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
         layers = {}
@@ -224,9 +225,11 @@ class CostPolicy:
             layers,
             budget,
             base_bytes=memory.static_bytes + others + kept,
-            head_bytes=head_peak(seq_length, batch_size),
+            head_bytes=memory.head_peak(seq_length, batch_size, backward=not forward_only),
             tail_bytes=tail,
-            embedding_bytes=embedding_peak(seq_length, batch_size),
+            embedding_bytes=memory.embedding_peak(
+                seq_length, batch_size, backward=not forward_only
+            ),
             gather_bytes=memory.gather_bytes(seq_length, batch_size),
             granularity=self.granularity,
             forward_only=forward_only,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_paradyse.costs.layers import Operations
 from megatron_paradyse.packing.load import Load
@@ -23,8 +24,18 @@ def _nothing(seq_length: int, batch_size: int) -> int:
     return 0
 
 
+def _no_peak(seq_length: int, batch_size: int, *, backward: bool) -> int:
+    return 0
+
+
 def _never(operation: str, strategy: str, seq_length: int, batch_size: int) -> bool:
     return False
+
+
+class PeakBytes(Protocol):
+    """Of (s, b), with a backward or of a forward alone."""
+
+    def __call__(self, s: int, b: int, /, *, backward: bool) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,7 @@ class StageMemory:
     """The memory of one pipeline stage, besides its layers.
 
     embedding and head give (s, b) -> bytes: what the embedding, or a received input, and buffers of
-    this size keep, the embedding's peak, the head's peak, and these two of a forward alone.
+    this size keep, and the peaks of the two.
     gather_bytes: of the buffer that is there besides if the plan has a choice for which
     gathers(half, strategy, s, b) is true.
     host_bytes: what +offload may take of host memory, None without limit; input_bytes: of a layer's
@@ -43,10 +54,8 @@ class StageMemory:
     budget_bytes: int
     static_bytes: int = 0
     embedding_kept: Callable[[int, int], int] = _nothing
-    embedding_peak: Callable[[int, int], int] = _nothing
-    head_peak: Callable[[int, int], int] = _nothing
-    forward_embedding_peak: Callable[[int, int], int] = _nothing
-    forward_head_peak: Callable[[int, int], int] = _nothing
+    embedding_peak: PeakBytes = _no_peak
+    head_peak: PeakBytes = _no_peak
     gather_bytes: Callable[[int, int], int] = _nothing
     gathers: Callable[[str, str, int, int], bool] = _never
     input_bytes: Callable[[int, int], int] = _nothing

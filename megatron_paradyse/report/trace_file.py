@@ -150,6 +150,9 @@ class Trace:
         else:
             self._add_lengths(row, tuple(parsed.layers))
         priced = bool(self.costs and row.load and prices_rows_of(self.costs, row.load))
+        policy, barred = self._policy(parsed), frozenset[str]()
+        if policy is not None and not row.is_packed:
+            barred = policy.barred(row.batch_size, row.seq_length)
         self.summary.count(
             row.batch_size,
             row.seq_length,
@@ -160,7 +163,8 @@ class Trace:
             seconds=row.seconds,
             load=row.load if priced else None,
             priced=priced or not row.is_packed,
-            policy=self._policy(parsed),
+            policy=policy,
+            barred=barred,
         )
         if row.predicted_peak_bytes and row.peak_bytes:
             self.peak_errors.add(abs(row.predicted_peak_bytes / row.peak_bytes - 1))

@@ -122,7 +122,7 @@ class Summary:
         self._second_shares: defaultdict[str, float] = defaultdict(float)
         self.errors = RunningMedian()  # of seconds, where they are known
         self._shapes: dict[Shape, ShapeTotals] = {}
-        self._uniforms: dict[Shape, Uniforms] = {}
+        self._uniforms: dict[tuple[Shape, frozenset[str]], Uniforms] = {}
         self._alone: defaultdict[str, Alone] = defaultdict(Alone)
         self._num_predicted = 0
 
@@ -130,9 +130,11 @@ class Summary:
         for microbatch in microbatches:
             planned = microbatch.planned
             policy = next((p for p in self._policies if p is planned.policy), None)
-            rows, load = policy.rows if policy is not None else None, None
-            if planned.row is not None and rows is not None:
-                load = rows.load(planned.row)
+            load, barred = None, frozenset[str]()
+            if policy is not None:
+                barred = policy.barred(planned.batch_size, planned.seq_length, planned.row)
+                if planned.row is not None and policy.rows is not None:
+                    load = policy.rows.load(planned.row)
             self.count(
                 planned.batch_size,
                 planned.seq_length,
@@ -143,6 +145,7 @@ class Summary:
                 seconds=microbatch.seconds,
                 load=load,
                 policy=policy,
+                barred=barred,
             )
 
     def renew(self) -> None:
@@ -162,12 +165,14 @@ class Summary:
         load: Load | None = None,
         priced: bool = True,
         policy: CostPolicy | None = None,
+        barred: frozenset[str] = frozenset(),
     ) -> None:
         """Add one microbatch; seconds are those of its layers, None where they are not known.
 
         load: of a packed row, on which its costs depend.
         priced: False leaves it out of the estimates, as a packed row of which no more is known.
         policy: by which it is estimated, with its costs as they are now: those that it ran with.
+        barred: the strategies that cannot run it.
         """
         layers, measured = plan.layers, seconds or 0.0
         self.microbatches += 1
@@ -198,26 +203,32 @@ class Summary:
             self._num_predicted += 1
             sums.append(self._alone)
         if policy is not None:
-            for name, alone_seconds in self._uniform_seconds(policy, shape, predicted_seconds):
+            for name, alone_seconds in self._uniform_seconds(
+                policy, shape, barred, predicted_seconds
+            ):
                 for alone in sums:
                     alone[name].add(alone_seconds)
 
     def _uniform_seconds(
-        self, policy: CostPolicy, shape: Shape, predicted_seconds: float | None
+        self,
+        policy: CostPolicy,
+        shape: Shape,
+        barred: frozenset[str],
+        predicted_seconds: float | None,
     ) -> Iterable[tuple[str, float | None]]:
         """What each strategy that may run everywhere takes at a shape, None where it does not fit.
 
         Computed again where the shape was predicted otherwise before: corrections change the costs
         of all strategies at once.
         """
-        known = self._uniforms.get(shape)
+        known = self._uniforms.get((shape, barred))
         if known is None or known.predicted_seconds != predicted_seconds:
             try:
-                outcomes = policy.uniforms(*shape).items()
+                outcomes = policy.uniforms(*shape, barred=barred).items()
                 seconds = {name: one.seconds if one.fits else None for name, one in outcomes}
             except TooLargeError:  # a trace may tell of any length
                 seconds = dict.fromkeys(policy.strategies)
-            known = self._uniforms[shape] = Uniforms(seconds, predicted_seconds)
+            known = self._uniforms[shape, barred] = Uniforms(seconds, predicted_seconds)
         return known.seconds.items()
 
     @property

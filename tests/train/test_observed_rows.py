@@ -33,9 +33,11 @@ def policy(policies):
 
 
 def microbatch(policy, row, seconds):
-    outcome = policy.outcome(1, row.seq_length, LAYERS, row=row)
+    """row: or the length of a single document."""
+    s, row = (row, None) if isinstance(row, int) else (row.seq_length, row)
+    outcome = policy.outcome(1, s, LAYERS, row=row)
     told = (outcome.seconds, outcome.peak_bytes)
-    planned = Planned(0, 0, 1, row.seq_length, outcome.plan, 1e-4, *told, row, policy)
+    planned = Planned(0, 0, 1, s, outcome.plan, 1e-4, *told, row, policy)
     return Microbatch(planned, False, [0.0, seconds / 3, seconds, seconds * 5 / 3])
 
 
@@ -88,6 +90,23 @@ def test_fixed_strategies_are_estimated_by_the_costs_of_the_row(policy):
     alone = policy.uniforms(1, 256, LAYERS, policy.rows.load(row))
     for estimate in summary.fixed_estimates():
         assert estimate.seconds == pytest.approx(alone[estimate.name].seconds)
+
+
+@pytest.mark.parametrize("refuses", ["packed rows", "what is shorter than 150"])
+def test_a_strategy_that_cannot_run_a_microbatch_is_not_estimated_on_it(refuses, policies):
+    """By the length that there is, though 140 and 160 tokens are planned as the same 192."""
+
+    def runs(strategy, b, s, row):
+        return strategy != "metp" or (row is None if refuses == "packed rows" else s >= 150)
+
+    policy = policies.policy(policies.stage(), smooth=False)
+    policy.runs = runs
+    refused = contiguous((16,) * 16, 4) if refuses == "packed rows" else 140
+    summary = Summary([policy])
+    for s in (160, refused):
+        summary.add([microbatch(policy, s, 0.5)])
+        names = [estimate.name for estimate in summary.fixed_estimates()]
+        assert ("metp" in names) == (s == 160) and "megatron_ts" in names
 
 
 def test_a_record_tells_documents_and_their_tokens(policy):
