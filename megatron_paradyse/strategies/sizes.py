@@ -54,11 +54,12 @@ def qkv_rows(n: int, num_kv_heads: int, d: int, *, gate: bool) -> int:
 class RowSizes:
     """Tokens that buffers of attention on packed rows hold: the most of any rank or document.
 
-    longest: of a document, 0 where one is all that there is, without padding. piece: of a document,
-    in one piece on a rank; piece_beside: in one that does not fill its rank; held: on a rank, in
-    all its pieces. keys_sent: of a rank, those whose keys others need. keys_at_once: of keys that
-    are used, that come and that are sent, while an exchange takes one step after the other.
-    fewest_keys: that come to the rank with the fewest. pieces: of documents, on a rank; 0: unknown.
+    longest: of a document, of a wide row in one group; 0 where one is all that there is, without
+    padding. piece: of a document, in one piece on a rank; piece_beside: in one that does not fill
+    its rank; held: on a rank, in all its pieces. keys_sent: of a rank, those whose keys others
+    need. keys_at_once: of keys that are used, that come and that are sent, while an exchange takes
+    one step after the other. fewest_keys: that come to the rank with the fewest. pieces: of
+    documents, on a rank; 0: unknown.
     """
 
     longest: int = 0

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import operator
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -169,11 +170,13 @@ def test_documents_cross_ranks_or_do_not():
     assert load_of(contiguous((4, 5, 3, 4), 4), causal=True).crosses
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("window", [None, 24])
-def test_rounding_makes_nothing_less_and_leaves_one_document_alone(window):
+def test_rounding_makes_nothing_less_and_leaves_one_document_alone(window, groups):
     rng = random.Random(0)
     for _ in range(50):
-        load = load_of(random_row(rng, 4, longest=200), causal=True, window=window)
+        row = dataclasses.replace(random_row(rng, 4, longest=200, most=8), groups=groups)
+        load = load_of(row, causal=True, window=window)
         rounded = rounded_up(load, alignment=64, causal=True, window=window)
         for exact, up in ((load, rounded), (load.within, rounded.within))[: 2 if window else 1]:
             for field in dataclasses.fields(load)[:-2]:
@@ -190,12 +193,24 @@ def test_rounding_makes_nothing_less_and_leaves_one_document_alone(window):
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 24)])
-def test_groups_of_a_wide_row_get_the_keys_that_their_queries_see(causal, window):
+def test_loads_of_wide_rows_are_of_the_group_that_has_most(causal, window):
     rng = random.Random(0)
     for _ in range(20):
-        wide = dataclasses.replace(random_row(rng, 4, longest=200), groups=2)
+        wide = dataclasses.replace(random_row(rng, 4, longest=200, most=8), groups=2)
         load = load_of(wide, causal=causal, window=window)
+        assert (load.seq_length, load.p, load.groups) == (wide.seq_length // 2, 2, 2)
+        tokens = Counter(
+            (group, n)
+            for group in range(2)
+            for pieces in wide.pieces[2 * group : 2 * group + 2]
+            for n, start, stop in pieces
+            for _ in range(start, stop)
+        )
+        alone = wide.lengths == (wide.seq_length,)
+        assert load.buffers.longest == (0 if alone else max(tokens.values()))
         for one, seen in ((load, 1 << 40), (load.within, window))[: 2 if window else 1]:
             masked = {"causal": causal, "window": seen}
             needed = [len(keys_needed(wide.by_groups, group, **masked)) for group in range(2)]
             assert one.group_keys == max(needed)
+            scores = scores_per_rank(wide, **masked)
+            assert one.scores == max(sum(scores[:2]), sum(scores[2:]))

@@ -280,7 +280,7 @@ def wide(lengths, groups=2):
 WIDE_ROWS = [wide((6000,)), wide((3000, 500, 400)), wide((900,) * 9), wide((5000, 60), 4)]
 
 
-@pytest.mark.parametrize("budget_mib", [4, 16, 1 << 20])
+@pytest.mark.parametrize("budget_mib", [4, 20, 1 << 20])
 @pytest.mark.parametrize("row", WIDE_ROWS)
 def test_wide_rows_are_planned_as_well_as_can_be_by_what_runs_over_groups(row, budget_mib, file):
     chooses = policy(file, budget_mib)
