@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -95,6 +96,23 @@ def test_replicas_have_about_the_same_to_do():
     packing = pack(lengths, 1 << 17, GRID, flops_costs(GRID))
     seconds = [sum(made.seconds for made in replica) for replica in packing.replicas]
     assert max(seconds) <= 1.05 * min(seconds)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_slowest_replica_ends_when_its_last_stage_does(stages):
+    """Stages take even shares of a microbatch, each after the one before; the longest is first."""
+    lengths = sorted(draw_lengths("githubcode", 64, 1.0, 3).tolist(), reverse=True)
+    grid = replace(GRID, stages=stages)
+    packing = pack(lengths, 1 << 13, grid, flops_costs(grid))
+    ends = []
+    for replica in packing.replicas:
+        done = [0.0] * stages  # by each stage, so far
+        for made in sorted(replica, key=lambda made: -made.seconds):
+            before = 0.0
+            for stage in range(stages):
+                done[stage] = before = max(before, done[stage]) + made.seconds / stages
+        ends.append(done[-1])
+    assert packing.seconds == pytest.approx(max(ends))
 
 
 def test_best_fit_fills_the_least_room():

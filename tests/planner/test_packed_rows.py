@@ -193,6 +193,32 @@ def test_no_row_has_a_price_for_which_no_plan_has_room_for_all_its_documents(siz
         assert (priced.seconds(row) is not None) == outcome.fits == (share > 1)
 
 
+def test_prices_count_copies_to_the_host_as_plans_do(tmp_path):
+    """One pair allowed at a time, so that the price is of the plan."""
+    table = of_gpus(make_table(strategies=("metp", "metp+recompute")))
+    constants = dataclasses.replace(table.constants, host_bytes_per_second=5e7)
+    table = dataclasses.replace(table, constants=constants)
+    write_cost_file(tmp_path / "costs.json", table, fit_table(table))
+    file, row, found = read_cost_file(tmp_path / "costs.json"), zigzag((900, 700, 400), P), {}
+    names = ("metp", "metp+recompute", "metp+offload")
+    plain, again, copied = names
+    both = ((copied, copied), (copied, again), (again, copied))
+    for pair in (*both, (copied, plain), (plain, copied)):
+        only = dict.fromkeys(LAYERS, Restriction(*((name,) for name in pair)))
+        chooses = policy(file, names=names, layers=only)
+        priced = RowPrices(
+            chooses, file.require_model(), LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
+        )
+        exact = dataclasses.replace(
+            load_of(row, causal=True), seq_length=chooses.rows.load(row).seq_length
+        )
+        problem = chooses.problem(LAYERS, 1, exact.seq_length, False, exact)
+        found[pair] = chooses.planner.plan(problem).seconds
+        assert priced.seconds(row) == pytest.approx(found[pair])
+    # Where both recompute, the layer's input waits where the attention's does.
+    assert found[copied, again] == found[copied, copied] > 1.1 * found[again, copied]
+
+
 def test_prices_of_what_nothing_fits_are_none(file):
     assert prices(file, 1).seconds(zigzag((1 << 16,), P)) is None
 
