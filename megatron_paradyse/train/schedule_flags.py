@@ -16,6 +16,7 @@ def check_schedule(args: argparse.Namespace) -> None:
         raise UserError(
             f"--log-interval {args.log_interval}, by which Megatron divides: give 1 or more"
         )
+    _check_intervals(args)
     begun = args.override_ckpt_iteration
     if begun is not None and begun < 0:
         raise UserError(
@@ -43,6 +44,20 @@ def check_schedule(args: argparse.Namespace) -> None:
             f"--phase-transition-iterations {phases} with --step-batch-size-schedule: Megatron "
             "counts a phase's samples by one batch size: drop one"
         )
+
+
+def _check_intervals(args: argparse.Namespace) -> None:
+    """Of those that Megatron divides or counts by in the middle of a training."""
+    scales = args.fp16 and args.loss_scale is None
+    for name, is_read in (
+        ("tensorboard_log_interval", args.tensorboard_dir is not None),
+        ("check_weight_hash_across_dp_replicas_interval", True),
+        ("loss_scale_window", scales),
+    ):
+        value = getattr(args, name)
+        if is_read and value is not None and value < 1:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} {value:g} is no interval: give 1 or more, or leave it out")
 
 
 def _check_unit(args: argparse.Namespace, unit: str) -> None:

@@ -49,6 +49,13 @@ REFUSED = {
         "--step-batch-size-schedule", "0:2",
     ],
     "--log-interval 0, by which Megatron divides: give 1 or more": ["--log-interval", 0],
+    "--tensorboard-log-interval 0 is no interval: give 1 or more": [
+        "--tensorboard-dir", "logs", "--tensorboard-log-interval", 0,
+    ],
+    "--check-weight-hash-across-dp-replicas-interval 0 is no interval: give": [
+        "--check-weight-hash-across-dp-replicas-interval", 0,
+    ],
+    "--loss-scale-window 0 is no interval: give 1 or more": ["--fp16", "--loss-scale-window", 0],
     "--override-ckpt-iteration -1: give 0 to begin .* anew, or": ["--override-ckpt-iteration", -1],
     "--num-workers -1: give how many processes read ahead, or 0": ["--num-workers", -1],
     "--lr-decay-iters 0 leaves no iters": ["--lr-decay-iters", 0],
