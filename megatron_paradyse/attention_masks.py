@@ -21,17 +21,24 @@ def documents_of_mask(
 
     mask [b or 1, 1, s or 1, s], bool, true where a query does not see a key. UserError for one that
     hides more or less than padding at the ends and, causal, later tokens: no strategy would heed
-    it. What padding itself sees does not matter.
+    it. What padding itself sees does not matter. Causal, one for all queries is refused too: to
+    Megatron's own attention that shows later tokens, to TransformerEngine's it does not.
     """
     if mask is None:
         return None
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
+        kinds = "[b, 1, s, s]" if causal else "[b, 1, 1, s] or [b, 1, s, s]"
         raise UserError(
             f"an attention mask of {mask.dtype} and shape {list(mask.shape)}: --paradyse takes "
-            "[b, 1, 1, s] or [b, 1, s, s] of torch.bool, or none"
+            f"{kinds} of torch.bool, or none"
         )
     mask = mask[:, 0]
     num_queries, s = mask.shape[1:]
+    if causal and num_queries == 1 < s:
+        raise UserError(
+            f"an attention mask of shape {[len(mask), 1, 1, s]} shows later tokens to a causal "
+            "model: give none, for padding at the end is later than all that is learnt"
+        )
     valid = ~(mask[:, 0] if num_queries == 1 else mask.diagonal(dim1=1, dim2=2))
     lengths, keys = valid.sum(1), torch.arange(s, device=mask.device)
     beyond = keys >= lengths[:, None]

@@ -54,6 +54,14 @@ class TestCausal:
         with pytest.raises(UserError, match="later tokens and padding"):
             documents_of_mask(mask, batch_size=1, causal=True)
 
+    def test_one_for_all_queries_is_refused(self):
+        """Megatron's own attention would see later tokens, which strategies never show."""
+        mask = torch.arange(7)[None, None, None] >= 5
+        with pytest.raises(UserError, match=r"\[1, 1, 1, 7\] shows later tokens .*: give none"):
+            documents_of_mask(mask, batch_size=1, causal=True)
+        one = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        assert documents_of_mask(one, batch_size=1, causal=True) is None
+
     def test_padding_at_the_beginning_is_refused(self):
         mask = causal(7, 7)
         mask[..., :2] = True
