@@ -38,8 +38,9 @@ def attach_edges(
     """Let the chunks' edges go in tiles of head_tile tokens, "auto" or "off"; returns the chunks.
 
     positions_restart: sequences may hold several documents. learns_all: whether all tokens are
-    learnt; else the head computes those that are, of short microbatches too. A head that is not
-    Megatron's stays as it is. The RoPE table is one for all lengths in any case, and for all layers
+    learnt; else the head computes those that are, of short microbatches too. A head or embedding
+    that is not Megatron's stays as it is, and the head of a GPT whose forward takes no
+    output_processor. The RoPE table is one for all lengths in any case, and for all layers
     of a chunk with latent attention.
     """
     for chunk in model_chunks:
@@ -55,12 +56,15 @@ def attach_edges(
                 _tile_embedding(module.embedding, tile, positions_restart)
             if not module.post_process or type(module.output_layer) is not ColumnParallelLinear:
                 continue  # another's head, of rewards say
+            forward = inspect.signature(module.forward)
+            if isinstance(module, GPTModel) and not _takes_processor(forward):
+                continue
             _become(module.output_layer, TiledOutputLayer, tile)
             module.output_layer.learns_all = learns_all
             if isinstance(module, GPTModel):
                 if module.config.use_mup:  # a BERT's Megatron does not scale
                     module.output_layer.logits_scale = module.config.mup_output_mult
-                ask = functools.partial(_ask_for_losses, inspect.signature(module.forward))
+                ask = functools.partial(_ask_for_losses, forward)
                 module.register_forward_pre_hook(ask, with_kwargs=True)
     return model_chunks
 
@@ -144,9 +148,15 @@ def _losses(*, hidden_states, output_layer, output_weight, labels, loss_mask, **
     return output_layer(hidden_states, output_weight, labels=labels, loss_mask=loss_mask)
 
 
+def _takes_processor(forward: inspect.Signature) -> bool:
+    """By its name, or as any argument."""
+    kinds = {parameter.kind for parameter in forward.parameters.values()}
+    return "output_processor" in forward.parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
 def _ask_for_losses(forward: inspect.Signature, model: GPTModel, args, kwargs):
     """Forward pre-hook of a model whose forward takes these arguments."""
-    given = forward.bind(*args, **kwargs).arguments
+    given = {**forward.bind(*args, **kwargs).arguments, **kwargs}
     processor = losses_in_tiles(model, given.get("labels"))
     if processor is not None and given.get("output_processor") is None:
         kwargs["output_processor"] = processor
@@ -171,6 +181,14 @@ def _take_weight_gradient(weight, grad: Tensor, *, fused: bool) -> Tensor:
 def _tile_embedding(embedding, tile: int, positions_restart: bool) -> None:
     if not (embedding.config.sequence_parallel and embedding.scatter_to_sequence_parallel):
         return  # every rank needs all of it
+    parts = [
+        (embedding, LanguageModelEmbedding),
+        (embedding.word_embeddings, VocabParallelEmbedding),
+    ]
+    if embedding.add_position_embedding:
+        parts.append((embedding.position_embeddings, torch.nn.Embedding))
+    if any(type(module) is not kind for module, kind in parts):
+        return  # another's
     _become(embedding, TiledLanguageModelEmbedding, tile)
     _become(embedding.word_embeddings, TiledWords, tile)
     if embedding.add_position_embedding:

@@ -327,6 +327,34 @@ class _ValueHead(torch.nn.Linear):
         return super().forward(whole), None
 
 
+def subclassed() -> None:
+    """A GPT whose forward takes no more than these, with an embedding of another class."""
+    start(p=2)
+    made = loop(configuration(), layer)
+    for models in (made.stock, made.models):
+        models[0].__class__ = _narrow(type(models[0]))
+        models[0].embedding.__class__ = _scaled(type(models[0].embedding))
+    expected = made.results(made.stock, LENGTHS)
+    attach(made.models, policy="random:8", head_tile=16)
+    for turn in range(2):
+        compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
+
+
+def _narrow(kind: type) -> type:
+    def forward(self, input_ids, position_ids, attention_mask, labels, loss_mask):
+        given = {"labels": labels, "loss_mask": loss_mask}
+        return kind.forward(self, input_ids, position_ids, attention_mask, **given)
+
+    return type("Narrow", (kind,), {"forward": forward})
+
+
+def _scaled(kind: type) -> type:
+    def forward(self, *args, **kwargs):
+        return 2 * kind.forward(self, *args, **kwargs)
+
+    return type("Scaled", (kind,), {"forward": forward})
+
+
 def generating() -> None:
     """Tokens one by one, each with the keys of those before it, as stock layers do."""
     from megatron.core.inference.contexts import StaticInferenceContext

@@ -20,6 +20,7 @@ COMPARED = {
     "frozen": 4,
     "packed": 4,
     "values": 2,
+    "subclassed": 2,
     "dropout": 4,
     "checkpointed": 1,
     "refused": 1,
