@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 
 # Files of these folders take minutes: begun first, so that no worker is left alone with one.
@@ -10,6 +12,12 @@ SLOW = ("train", "preview", "profiler")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # In a job that a shell started with & it is ignored, and so in all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if hasattr(os, "SCHED_BATCH"):
+    # Woken threads of gloo, of more ranks than cores, would push aside the rank whose lock they
+    # then try again and again: a tenth of all time of the processors and more.
+    with contextlib.suppress(OSError):  # where it is not allowed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list) -> None:
