@@ -203,12 +203,16 @@ class TiledLanguageModelEmbedding(LanguageModelEmbedding):
     tile: int
 
     def forward(self, input_ids, position_ids, tokentype_ids=None):
-        """As Megatron's. Microbatches longer than a tile are looked up in tiles."""
+        """As Megatron's. Microbatches longer than a tile are looked up in tiles.
+
+        Not while sequence parallelism is off, as it is while Megatron generates text.
+        """
+        shards = self.config.sequence_parallel
         in_tiles = input_ids.numel() > self.tile and not InferenceMode.is_active()
-        in_tiles = in_tiles and not self.config.deterministic_mode
+        in_tiles = in_tiles and shards and not self.config.deterministic_mode
         self.word_embeddings.in_tiles = in_tiles
         whole_positions = self.add_position_embedding and not in_tiles
-        self.reduce_scatter_embeddings = not whole_positions
+        self.reduce_scatter_embeddings = shards and not whole_positions
         if self.add_position_embedding:
             self.position_embeddings.in_tiles = in_tiles
         return super().forward(input_ids, position_ids, tokentype_ids)

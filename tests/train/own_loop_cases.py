@@ -355,17 +355,27 @@ def _scaled(kind: type) -> type:
     return type("Scaled", (kind,), {"forward": forward})
 
 
-def generating() -> None:
-    """Tokens one by one, each with the keys of those before it, as stock layers do."""
+def generating(p: str, embedding: str, head_tile: str) -> None:
+    """Tokens one by one, each with the keys of those before it, as stock layers do.
+
+    Before and after it the model trains. While it generates, Megatron turns sequence parallelism
+    off.
+    """
     from megatron.core.inference.contexts import StaticInferenceContext
     from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
-    start(p=1)
-    made = loop(configuration(attention_backend=AttnBackend.unfused), layer)
-    attach(made.models, policy="fixed:metp")
+    start(p=int(p))
+    config = configuration(attention_backend=AttnBackend.unfused)
+    made = loop(config, layer, position_embedding_type=embedding)
+    expected = made.results(made.stock, LENGTHS)
+    attach(made.models, policy="fixed:metp", head_tile=head_tile)
+    compare("before", expected, made.results(made.models, LENGTHS))
 
     def logits(model) -> list[torch.Tensor]:
         context, found = StaticInferenceContext(1, 24), []
+        if int(p) > 1:
+            set_model_to_sequence_parallel(model, False)
         model.eval()
         for first, stop in ((0, 16), (16, 17), (17, 18)):
             positions = torch.arange(first, stop)[None]
@@ -374,10 +384,14 @@ def generating() -> None:
                 tokens = made.text[None, first:stop]
                 found.append(model(tokens, positions, mask, inference_context=context))
             context.increment_sequence_len_offset(stop - first)
+        if int(p) > 1:
+            set_model_to_sequence_parallel(model, True)
+        model.train()
         return found
 
-    expected, got = logits(made.stock[0]), logits(made.models[0])
-    compare("logits", dict(enumerate(expected)), dict(enumerate(got)))
+    found = [dict(enumerate(logits(models[0]))) for models in (made.stock, made.models)]
+    compare("logits", *found)
+    compare("after", expected, made.results(made.models, LENGTHS))
 
 
 def refused() -> None:
