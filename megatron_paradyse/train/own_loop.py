@@ -229,12 +229,23 @@ def _chunks(given: Any) -> list[GPTModel]:
     """The GPTModels of them; UserError where they are no list of some that nothing plans yet."""
     if isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ModuleList):
         raise UserError(f"model_chunks is a {type(given).__name__}: give a list of it, [model]")
+    others = [one for one in given or () if not isinstance(one, torch.nn.Module)]
+    if given is None or others:
+        kind = type(others[0] if others else given).__name__
+        raise UserError(f"model_chunks has a {kind}: give a list of models, [model]")
     chunks = [_gpt(chunk) for chunk in given]
     if not chunks:
         raise UserError("model_chunks is empty: give this rank's, of a model in one piece [model]")
     if any(getattr(chunk, MARK, False) for chunk in chunks):
         raise UserError(
             "a chunk was attached to before, and one plan would replace the other's: attach once"
+        )
+    due = chunks[0].config.virtual_pipeline_model_parallel_size or 1
+    if len({id(chunk) for chunk in chunks}) != len(chunks) or len(chunks) != due:
+        raise UserError(
+            f"model_chunks has {len(chunks)}, and its model is of {due} on this rank "
+            "(virtual_pipeline_model_parallel_size): give each of them once, and attach to every "
+            "model by a call of its own"
         )
     return chunks
 

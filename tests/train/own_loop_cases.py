@@ -398,6 +398,7 @@ def refused() -> None:
     """One line each; no hook is left behind, so that the model then trains as before."""
     start(p=2)
     made = loop(configuration(), layer)
+    other = loop(configuration(num_layers=2), layer).models[0]
     cases: dict[str, Callable] = {
         "switchable_spec": lambda: attach(made.stock, policy="fixed:metp"),
         "cost_model": lambda: attach(made.models),
@@ -413,6 +414,9 @@ def refused() -> None:
         "0 GPTModels": lambda: attach([torch.nn.Linear(2, 2)], policy="fixed:metp"),
         "[model]": lambda: attach(made.models[0], policy="fixed:metp"),
         "is empty": lambda: attach([], policy="fixed:metp"),
+        "has a NoneType": lambda: attach([None], policy="fixed:metp"),
+        "has 2, and its model is of 1": lambda: attach(made.models * 2, policy="fixed:metp"),
+        "by a call of its own": lambda: attach([*made.models, other], policy="fixed:metp"),
         "whole number": lambda: attach(made.models, policy="fixed:metp", num_microbatches=0),
     }
     for words, run in cases.items():
