@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from megatron_paradyse.edges.cross_entropy import tiled_cross_entropy
 from megatron_paradyse.edges.embedding import tiled_embedding, tiled_positions
 from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
+from megatron_paradyse.errors import UserError
 
 
 def attach_edges(
@@ -207,7 +208,9 @@ class TiledLanguageModelEmbedding(LanguageModelEmbedding):
 
         Not while sequence parallelism is off, as it is while Megatron generates text.
         """
-        shards = self.config.sequence_parallel
+        shards, (s, p) = self.config.sequence_parallel, (input_ids.shape[1], self.tp_group.size())
+        if shards and s % p:
+            raise UserError(f"a sequence of {s} tokens on {p} ranks: pad it to a multiple of {p}")
         in_tiles = input_ids.numel() > self.tile and not InferenceMode.is_active()
         in_tiles = in_tiles and shards and not self.config.deterministic_mode
         self.word_embeddings.in_tiles = in_tiles

@@ -1,43 +1,22 @@
 """What a rank with a loop of its own does, by the name of a test.
 
-own_loop_cases <case> [cost file or folder]
+own_loop_cases <case> [argument ...]; some cases are in own_loop_others.py
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.library import attach
+from tests.train import own_loop_others
 from tests.train.comparing import compare
-from tests.train.own_loops import configuration, loop, start
-from tests.train.synthetic_costs import write_costs
+from tests.train.own_loops import LENGTHS, block, configuration, layer, loop, prediction, start
 
-LENGTHS = (24, 40, 96, 16)
 OVERLAPPED = {"batch_p2p_comm": False, "overlap_p2p_comm": True}  # as Megatron's arguments have it
-
-
-def layer(config):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
-
-
-def block(config):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-
-
-def prediction(config):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    return get_gpt_mtp_block_spec(config, layer(config), use_transformer_engine=False)
 
 
 def gpt() -> None:
@@ -247,232 +226,8 @@ def packed() -> None:
         compare(f"turn {turn}", expected, got)
 
 
-def wrapped(folder: str) -> None:
-    """Within a model of images and text, two replicas, gradients summed while the backward runs."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    start(p=1)
-    made = loop(configuration(finalize_model_grads_func=finalize_model_grads), layer)
-
-    def train(models: list, plans: dict | None) -> dict:
-        settings = DistributedDataParallelConfig(
-            overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=10_000
-        )
-        chunks = [DistributedDataParallel(made.config, settings, _Seeing(models[0]))]
-        made.config.no_sync_func = chunks[0].no_sync
-        planned = None if plans is None else attach(chunks, **plans)
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True), chunks
-        )
-        if planned is not None:
-            planned.hold(optimizer)
-        lengths = LENGTHS[torch.distributed.get_rank() :]
-        found = {}
-        for turn in range(3):
-            chunks[0].zero_grad_buffer()
-            optimizer.zero_grad()
-            found[f"loss {turn}"] = sum(made.run(chunks, [(0, s) for s in lengths[:2]]))
-            found[f"norm {turn}"] = torch.tensor(optimizer.step()[1])
-        return found
-
-    costs = write_costs(Path(folder, f"costs-{torch.distributed.get_rank()}.json"))
-    plans = {"cost_model": str(costs), "accept_costs": True, "memory_budget": "1GB"}
-    compare("wrapped", train(made.stock, None), train(made.models, plans))
-
-
-class _Seeing(torch.nn.Module):
-    """Stands for a model of several, one of which is a GPT."""
-
-    def __init__(self, language_model):
-        super().__init__()
-        self.config, self.model_type = language_model.config, language_model.model_type
-        self.vision_model = torch.nn.Linear(4, 4)
-        self.vision_model.requires_grad_(False)
-        self.language_model = language_model
-
-    def forward(self, *args, **kwargs):
-        return self.language_model(*args, **kwargs)
-
-    def set_input_tensor(self, tensor) -> None:
-        self.language_model.set_input_tensor(tensor)
-
-
-def values() -> None:
-    """A head of one value for each token in place of the output layer."""
-    start(p=2)
-    made = loop(configuration(), layer, share_embeddings_and_output_weights=False)
-    for models in (made.stock, made.models):
-        torch.manual_seed(3)
-        models[0].output_layer = _ValueHead(made.config.hidden_size)
-        models[0].compute_language_model_loss = lambda labels, logits: (logits[..., 0].t() - 1) ** 2
-    expected = made.results(made.stock, LENGTHS)
-    attach(made.models, policy="random:8", head_tile=16)
-    for turn in range(2):
-        compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
-
-
-class _ValueHead(torch.nn.Linear):
-    def __init__(self, hidden_size: int):
-        super().__init__(hidden_size, 1)
-
-    def forward(self, hidden, weight=None, runtime_gather_output=None):
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-        whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return super().forward(whole), None
-
-
-def subclassed() -> None:
-    """A GPT whose forward takes no more than these, with an embedding of another class."""
-    start(p=2)
-    made = loop(configuration(), layer)
-    for models in (made.stock, made.models):
-        models[0].__class__ = _narrow(type(models[0]))
-        models[0].embedding.__class__ = _scaled(type(models[0].embedding))
-    expected = made.results(made.stock, LENGTHS)
-    attach(made.models, policy="random:8", head_tile=16)
-    for turn in range(2):
-        compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
-
-
-def _narrow(kind: type) -> type:
-    def forward(self, input_ids, position_ids, attention_mask, labels, loss_mask):
-        given = {"labels": labels, "loss_mask": loss_mask}
-        return kind.forward(self, input_ids, position_ids, attention_mask, **given)
-
-    return type("Narrow", (kind,), {"forward": forward})
-
-
-def _scaled(kind: type) -> type:
-    def forward(self, *args, **kwargs):
-        return 2 * kind.forward(self, *args, **kwargs)
-
-    return type("Scaled", (kind,), {"forward": forward})
-
-
-def generating(p: str, embedding: str, head_tile: str) -> None:
-    """Tokens one by one, each with the keys of those before it, as stock layers do.
-
-    Before and after it the model trains. While it generates, Megatron turns sequence parallelism
-    off.
-    """
-    from megatron.core.inference.contexts import StaticInferenceContext
-    from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.utils import set_model_to_sequence_parallel
-
-    start(p=int(p))
-    config = configuration(attention_backend=AttnBackend.unfused)
-    made = loop(config, layer, position_embedding_type=embedding)
-    expected = made.results(made.stock, LENGTHS)
-    attach(made.models, policy="fixed:metp", head_tile=head_tile)
-    compare("before", expected, made.results(made.models, LENGTHS))
-
-    def logits(model) -> list[torch.Tensor]:
-        context, found = StaticInferenceContext(1, 24), []
-        if int(p) > 1:
-            set_model_to_sequence_parallel(model, False)
-        model.eval()
-        for first, stop in ((0, 16), (16, 17), (17, 18)):
-            positions = torch.arange(first, stop)[None]
-            mask = torch.ones(1, 1, stop - first, stop, dtype=torch.bool).triu(first + 1)
-            with torch.no_grad():
-                tokens = made.text[None, first:stop]
-                found.append(model(tokens, positions, mask, inference_context=context))
-            context.increment_sequence_len_offset(stop - first)
-        if int(p) > 1:
-            set_model_to_sequence_parallel(model, True)
-        model.train()
-        return found
-
-    found = [dict(enumerate(logits(models[0]))) for models in (made.stock, made.models)]
-    compare("logits", *found)
-    compare("after", expected, made.results(made.models, LENGTHS))
-
-
-def refused() -> None:
-    """One line each; no hook is left behind, so that the model then trains as before."""
-    start(p=2)
-    made = loop(configuration(), layer)
-    other = loop(configuration(num_layers=2), layer).models[0]
-    cases: dict[str, Callable] = {
-        "switchable_spec": lambda: attach(made.stock, policy="fixed:metp"),
-        "cost_model": lambda: attach(made.models),
-        "did you mean": lambda: attach(made.models, polcy="fixed:metp"),
-        "a loop of your own": lambda: attach(made.models, policy="fixed:metp", trace="t.jsonl"),
-        "does not choose by cost": lambda: attach(
-            made.models, policy="fixed:metp", memory_budget="1GiB"
-        ),
-        "--qk-clip": lambda: attach(_with(made, "qk_clip", True), policy="fixed:metp"),
-        "adapter": lambda: attach(_adapted(made), policy="fixed:metp"),
-        "with lora.weight besides": lambda: attach(_adapted_inside(made), policy="fixed:metp"),
-        "with a forward hook": lambda: attach(_hooked(made), policy="fixed:metp"),
-        "0 GPTModels": lambda: attach([torch.nn.Linear(2, 2)], policy="fixed:metp"),
-        "[model]": lambda: attach(made.models[0], policy="fixed:metp"),
-        "is empty": lambda: attach([], policy="fixed:metp"),
-        "has a NoneType": lambda: attach([None], policy="fixed:metp"),
-        "has 2, and its model is of 1": lambda: attach(made.models * 2, policy="fixed:metp"),
-        "by a call of its own": lambda: attach([*made.models, other], policy="fixed:metp"),
-        "whole number": lambda: attach(made.models, policy="fixed:metp", num_microbatches=0),
-    }
-    for words, run in cases.items():
-        try:
-            run()
-        except UserError as error:
-            assert words in str(error) and "\n" not in str(error), (words, error)
-        else:
-            raise AssertionError(words)
-    attention = made.models[0].decoder.layers[1].self_attention
-    attention.linear_proj._forward_hooks.clear()
-    compare("afterwards", *(made.results(models, LENGTHS) for models in (made.stock, made.models)))
-    attach(made.models, policy="fixed:metp")
-    try:
-        attach(made.models, policy="fixed:megatron_ts")
-    except UserError as error:
-        assert "attach once" in str(error), error
-    else:
-        raise AssertionError("attached twice")
-
-
-def _with(made, name: str, value):
-    setattr(made.config, name, value)
-    return made.models
-
-
-def _adapted(made):
-    made.config.qk_clip = False
-    attention = made.models[0].decoder.layers[1].self_attention
-
-    class Adapted(torch.nn.Module):
-        def __init__(self, linear):
-            super().__init__()
-            self.to_wrap = linear
-
-        def forward(self, *args, **kwargs):
-            return self.to_wrap(*args, **kwargs)
-
-    attention.linear_proj = Adapted(attention.linear_proj)
-    return made.models
-
-
-def _adapted_inside(made):
-    attention = made.models[0].decoder.layers[1].self_attention
-    attention.linear_proj = attention.linear_proj.to_wrap
-    attention.linear_proj.lora = torch.nn.Linear(2, 2)
-    return made.models
-
-
-def _hooked(made):
-    proj = made.models[0].decoder.layers[1].self_attention.linear_proj
-    del proj.lora
-    proj.register_forward_hook(lambda module, args, output: output)
-    return made.models
-
-
 def main() -> None:
-    globals()[sys.argv[1]](*sys.argv[2:])
+    name, *arguments = sys.argv[1:]
+    case = globals().get(name) or getattr(own_loop_others, name)
+    case(*arguments)
     torch.distributed.barrier()

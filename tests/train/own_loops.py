@@ -16,6 +16,7 @@ import torch
 from megatron_paradyse.library import switchable_spec
 
 VOCAB_SIZE = 64
+LENGTHS = (24, 40, 96, 16)
 
 
 @dataclasses.dataclass
@@ -149,3 +150,21 @@ def loop(config, spec, *, prediction: Callable | None = None, **given: Any) -> L
             mine.data.copy_(theirs.data)
     text = torch.randint(VOCAB_SIZE, (256,), generator=torch.Generator().manual_seed(1))
     return Loop(config, stock, models, text)
+
+
+def layer(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+
+
+def block(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+
+
+def prediction(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, layer(config), use_transformer_engine=False)
