@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 if hasattr(os, "SCHED_BATCH"):
     # Woken threads of gloo, of more ranks than cores, would push aside the rank whose lock they
-    # then try again and again: a tenth of all time of the processors and more.
+    # then try again and again: some tenth of what trainings take of the processors.
     with contextlib.suppress(OSError):  # where it is not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
