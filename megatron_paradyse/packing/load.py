@@ -115,12 +115,12 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
     starts = [start for shard in row.shards for start, _ in shard]
     size = row.group_size
     keys_sent, peers = max(sent), max(map(len, sharing.values()), default=1) - 1
-    longest, of_groups = max(row.lengths), None
+    longest, group_keys = max(row.lengths), 0
     longest = longest if longest < row.seq_length else 0
     if row.groups > 1:
         of_groups = _load_of(row.by_groups, causal, window)
         assert of_groups.buffers is not None
-        longest = min(longest, of_groups.buffers.held)
+        longest, group_keys = min(longest, of_groups.buffers.held), of_groups.keys_received
     return Load(
         seq_length=row.group_length,
         p=size,
@@ -132,7 +132,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
         peers=peers,
         in_order=starts == sorted(starts),
         groups=row.groups,
-        group_keys=of_groups.keys_received if of_groups else 0,
+        group_keys=group_keys,
         buffers=RowSizes(
             longest=longest,
             piece=piece,
