@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
 
@@ -16,60 +15,24 @@ from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.planner.cost_settings import Costs
 from megatron_paradyse.planner.from_costs import Stage
-from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies
+from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.planner.known import known_for_rows
-from megatron_paradyse.planner.row_prices import RowPrices
 from megatron_paradyse.settings import Restriction, Settings
 from megatron_paradyse.strategies import base_name
-from tests.costs.synthetic import make_table
 from tests.costs.test_packed_windows import measured_rows, table_of
-from tests.packing.rows import random_row, zigzag
+from tests.packing.rows import zigzag
 from tests.planner.brute_force import best_of_all
-
-P = 4
-LAYERS = (1, 2)
-BASES = ("megatron_ts", "megatron_cz", "metp")
-NAMES = (*BASES, *(f"{name}+recompute" for name in BASES))
-LOCAL = ("local_z", "local_z+recompute")
-MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("costs") / "costs.json"
-    table = make_table(strategies=NAMES)
-    write_cost_file(path, table, fit_table(table))
-    return read_cost_file(path)
-
-
-def policies(file, names=(*LOCAL, *NAMES), **settings):
-    settings = Settings(policy="optimal", memory_margin=0.0, **settings)
-    return FilePolicies(settings, Costs(file, names, names), 0)
-
-
-def policy(file, budget_mib=1 << 20, names=(*LOCAL, *NAMES), *, correct=None, **settings):
-    stage = Stage(budget_bytes=budget_mib * MIB, static_bytes=0)
-    return policies(file, names, **settings).policy(stage, smooth=False, correct=correct)
-
-
-def prices(file, budget_mib):
-    model = file.require_model()
-    return RowPrices(
-        policy(file, budget_mib), model, LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
-    )
-
-
-def local_row(rng, *, longest=8192):
-    """Documents of which none is on two ranks."""
-    size = rng.randint(2, longest // P) * 16
-    return contiguous([size // 4] * 4 * P, P, alignment=2 * P)
-
-
-def rows(count, *, longest=2000):
-    rng = random.Random(0)
-    for _ in range(count):
-        yield random_row(rng, P, longest=longest)
-        yield local_row(rng)
+from tests.planner.row_policies import (
+    BASES,
+    LAYERS,
+    NAMES,
+    P,
+    policies,
+    policy,
+    prices,
+    prices_by,
+    rows,
+)
 
 
 @pytest.mark.parametrize("budget_mib", [4, 16, 64, 1 << 20])
@@ -147,101 +110,6 @@ def test_corrections_apply_to_rows(file):
     assert chooses.outcome(1, 4096, LAYERS, row=row).seconds == pytest.approx(2 * before)
 
 
-@pytest.mark.parametrize("budget_mib", [8, 32, 1 << 20])
-def test_prices_are_not_below_the_best_plan_and_near_it(budget_mib, file):
-    chooses, priced = policy(file, budget_mib), prices(file, budget_mib)
-    ratios = []
-    for row in rows(20, longest=4000):
-        seconds = priced.seconds(row)
-        exact = dataclasses.replace(
-            load_of(row, causal=True), seq_length=chooses.rows.load(row).seq_length
-        )
-        best = chooses.planner.plan(chooses.problem(LAYERS, 1, exact.seq_length, False, exact))
-        assert (seconds is not None) == best.fits
-        if seconds is not None:
-            ratios.append(seconds / best.seconds)
-    assert min(ratios) > 1 - 1e-9
-    assert sorted(ratios)[len(ratios) // 2] < 1.01 and max(ratios) < 1.15
-
-
-def of_gpus(table):
-    """The same of devices whose flash kernel takes all documents of a row in one call."""
-    hardware = dataclasses.replace(table.description.hardware, kind="cuda")
-    changes = {"dtype": "bfloat16", "hardware": hardware}
-    return dataclasses.replace(table, description=dataclasses.replace(table.description, **changes))
-
-
-@pytest.mark.parametrize("size", [4, 16])
-def test_no_row_has_a_price_for_which_no_plan_has_room_for_all_its_documents(size, tmp_path):
-    """Of each the backward of that call holds 128 rows more than it has tokens."""
-    table = of_gpus(make_table(strategies=NAMES))
-    write_cost_file(tmp_path / "costs.json", table, fit_table(table))
-    file = read_cost_file(tmp_path / "costs.json")
-    row = contiguous([size] * (8192 // size), P, alignment=2 * P)
-
-    def without_edges(budget):
-        stage = Stage(budget_bytes=budget, static_bytes=0, has_embedding=False, has_head=False)
-        return policies(file).policy(stage, smooth=False)
-
-    least = without_edges(1).outcome(1, row.seq_length, LAYERS, row=row).peak_bytes
-    for share in (0.9, 0.94, 0.99, 1.05):
-        chooses = without_edges(int(share * least))
-        outcome = chooses.outcome(1, row.seq_length, LAYERS, row=row)
-        priced = RowPrices(
-            chooses, file.require_model(), LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
-        )
-        assert (priced.seconds(row) is not None) == outcome.fits == (share > 1)
-
-
-def test_prices_count_copies_to_the_host_as_plans_do(tmp_path):
-    """One pair allowed at a time, so that the price is of the plan."""
-    table = of_gpus(make_table(strategies=("metp", "metp+recompute")))
-    constants = dataclasses.replace(table.constants, host_bytes_per_second=5e7)
-    table = dataclasses.replace(table, constants=constants)
-    write_cost_file(tmp_path / "costs.json", table, fit_table(table))
-    file, row, found = read_cost_file(tmp_path / "costs.json"), zigzag((900, 700, 400), P), {}
-    names = ("metp", "metp+recompute", "metp+offload")
-    plain, again, copied = names
-    both = ((copied, copied), (copied, again), (again, copied))
-    for pair in (*both, (copied, plain), (plain, copied)):
-        only = dict.fromkeys(LAYERS, Restriction(*((name,) for name in pair)))
-        chooses = policy(file, names=names, layers=only)
-        priced = RowPrices(
-            chooses, file.require_model(), LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
-        )
-        exact = dataclasses.replace(
-            load_of(row, causal=True), seq_length=chooses.rows.load(row).seq_length
-        )
-        problem = chooses.problem(LAYERS, 1, exact.seq_length, False, exact)
-        found[pair] = chooses.planner.plan(problem).seconds
-        assert priced.seconds(row) == pytest.approx(found[pair])
-    # Where both recompute, the layer's input waits where the attention's does.
-    assert found[copied, again] == found[copied, copied] > 1.1 * found[again, copied]
-
-
-def test_prices_of_what_nothing_fits_are_none(file):
-    assert prices(file, 1).seconds(zigzag((1 << 16,), P)) is None
-
-
-def test_rows_for_which_no_plan_may_be_made_have_no_price(file, monkeypatch):
-    """As for one strategy everywhere where none may run on all layers: others are asked."""
-    of_rows = prices(file, 1 << 20)
-
-    class Refusing:
-        def plan(self, problem):
-            raise UserError("none is left")
-
-    monkeypatch.setattr(of_rows._policy, "planner", Refusing())
-    assert of_rows.seconds(zigzag((4096,), P)) is None
-
-
-def test_prices_do_not_depend_on_what_was_asked_before(file):
-    asked = list(rows(6))
-    forward, back = prices(file, 16), prices(file, 16)
-    first = [forward.seconds(row) for row in asked]
-    assert first == [back.seconds(row) for row in asked[::-1]][::-1]
-
-
 WINDOW = 512
 
 
@@ -260,9 +128,7 @@ def windowed(request, tmp_path_factory):
 def test_with_a_window_plans_are_the_best_and_prices_near_them(windowed):
     names = ("megatron_ts", "ulysses_z", "megatron_cz", "metp")
     chooses = policy(windowed, names=names)
-    priced = RowPrices(
-        chooses, windowed.require_model(), LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
-    )
+    priced = prices_by(chooses, windowed.require_model())
     ratios = []
     for row in rows(10, longest=8000):
         load = chooses.rows.load(row)
@@ -282,9 +148,7 @@ def test_with_a_window_plans_are_the_best_and_prices_near_them(windowed):
 def test_a_document_alone_is_priced_as_it_runs_whatever_its_row_would_exchange(windowed):
     """Alone, rings pass all its keys to every rank; in a row, those that queries there see."""
     chooses = policy(windowed, names=("metp",))
-    priced = RowPrices(
-        chooses, windowed.require_model(), LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
-    )
+    priced = prices_by(chooses, windowed.require_model())
     for s in (1024, 8192):
         row = zigzag((s,), P)
         alone, packed = (chooses.outcome(1, s, LAYERS, row=r).seconds for r in (None, row))
@@ -378,9 +242,7 @@ def test_what_crosses_slowly_decides(name, file):
     assert outcome.seconds == pytest.approx(len(LAYERS) * (slow + mlp))
     fast = policy(file, names=(name,)).outcome(1, row.group_length, LAYERS, row=row)
     assert fast.seconds < outcome.seconds / 10
-    priced = RowPrices(
-        chooses, found.model, LAYERS, alignment=ALIGNMENT, edge_seconds=lambda s: 0.0
-    )
+    priced = prices_by(chooses, found.model)
     assert 0.9 * outcome.seconds < priced.seconds(row) <= outcome.seconds
     one = zigzag((3000,), P)
     alone = policy(file, names=(name,)).outcome(1, 3000, LAYERS, row=one)
