@@ -142,12 +142,18 @@ def _pattern(
     args: argparse.Namespace, name: str, numbers: Sequence[int], has: Callable[[int, int], bool]
 ) -> tuple[int, ...]:
     """An argument as Megatron takes it, as a list of 0 and 1: a layer of so many, or that list."""
-    freq = getattr(args, name)
+    freq, flag = getattr(args, name), name.replace("_", "-")
     if isinstance(freq, int):
+        if not freq:
+            raise UserError(f"--{flag} 0: one layer of how many, 1 or more, or a list")
         return tuple(int(has(freq, number)) for number in numbers)
-    if len(freq) < len(numbers):
+    # Of experts Megatron would end in a traceback: all of its layers, each 0 or 1.
+    too_long = name == EXPERTS and len(freq) > args.num_layers
+    if too_long or len(freq) < len(numbers):
         raise UserError(
-            f"--{name.replace('_', '-')} tells of {len(freq)} layers, and there are "
-            f"{len(numbers)}: give a 0 or 1 for each"
+            f"--{flag} tells of {len(freq)} layers, and there are "
+            f"{args.num_layers if too_long else len(numbers)}: give a 0 or 1 for each"
         )
+    if name == EXPERTS and not {*freq} <= {0, 1}:
+        raise UserError(f"--{flag} {freq}: give a 0 or 1 for each layer")
     return tuple(int(bool(freq[number - 1])) for number in numbers)

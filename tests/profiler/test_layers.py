@@ -101,15 +101,40 @@ def test_layers_are_told_apart_as_megatron_builds_them(flags, others, tmp_path):
         assert beside > 0.98 * (measured - found["static_bytes"]), plan
 
 
+def arguments_with(name: str, value: int | list[int]) -> argparse.Namespace:
+    """Of two layers."""
+    given = {"num_experts": 4, "moe_layer_freq": 1, "window_size": (31, 0), "num_layers": 2}
+    given |= {"window_attn_skip_freq": None, "no_rope_freq": None, name: value}
+    return argparse.Namespace(**given, multi_latent_attention=False, mtp_num_layers=None)
+
+
 @pytest.mark.parametrize("name", ["moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"])
 def test_a_list_of_fewer_layers_is_refused(name):
-    given = {"num_experts": 4, "moe_layer_freq": 1, "window_size": (31, 0)}
-    given |= {"window_attn_skip_freq": None, "no_rope_freq": None, name: [0, 1]}
-    given |= {"multi_latent_attention": False, "mtp_num_layers": None}
-    args = argparse.Namespace(**given)
+    args = arguments_with(name, [0, 1])
     assert ModelLayers.of_arguments(args, 2).patterns == {name: (0, 1)}
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} tells of 2 layers, and there"):
         ModelLayers.of_arguments(args, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("moe_layer_freq", [0, 1, 1], "--moe-layer-freq tells of 3 layers, and there are 2: give"),
+        ("moe_layer_freq", [2, 1], r"--moe-layer-freq \[2, 1\]: give a 0 or 1 for each layer"),
+        ("moe_layer_freq", 0, "--moe-layer-freq 0: one layer of how many, 1 or more, or a list"),
+        ("window_attn_skip_freq", 0, "--window-attn-skip-freq 0: one layer of how many"),
+    ],
+)
+def test_what_megatron_would_end_in_a_traceback_for_is_refused(name, value, message):
+    with pytest.raises(UserError, match=message):
+        ModelLayers.of_arguments(arguments_with(name, value), 2)
+
+
+def test_lists_that_megatron_takes_are_taken():
+    of_windows = ModelLayers.of_arguments(arguments_with("window_attn_skip_freq", [2, 0, 1]), 2)
+    assert of_windows.patterns == {"window_attn_skip_freq": (1, 0)}
+    none = ModelLayers.of_arguments(arguments_with("no_rope_freq", 0), 2)
+    assert none.patterns == {}
 
 
 def test_more_layers_of_multi_token_prediction_than_the_decoder_has():
@@ -135,7 +160,7 @@ def test_a_model_of_the_inverse_pattern_is_another_model(name, told):
     given |= {"window_attn_skip_freq": None, "no_rope_freq": None, "moe_ffn_hidden_size": 64}
     given |= {"moe_router_topk": 2, "moe_shared_expert_intermediate_size": None}
     given |= {"position_embedding_type": "rope", "multi_latent_attention": False}
-    given |= {"mtp_num_layers": None, "attention_output_gate": False}
+    given |= {"mtp_num_layers": None, "attention_output_gate": False, "num_layers": 4}
     described = []
     for pattern in ([1, 0, 0, 0], [0, 1, 1, 1]):
         args = argparse.Namespace(**given | {name: pattern})
