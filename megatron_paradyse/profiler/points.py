@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_paradyse.costs.layers import LAYER, half_of
-from megatron_paradyse.costs.table import EMBEDDING, HEAD, LAYER_OPERATIONS, MODEL, Measurement
+from megatron_paradyse.costs.layers import LAYER, MLP, half_of
+from megatron_paradyse.costs.table import (
+    EMBEDDING,
+    HEAD,
+    LAYER_OPERATIONS,
+    MODEL,
+    OOM,
+    Measurement,
+)
 from megatron_paradyse.profiler.lengths import (
     COUNT,
     check_lengths,
@@ -18,6 +25,7 @@ from megatron_paradyse.strategies import (
     RECOMPUTE,
     base_name,
     parse_strategy_name,
+    shares_mlp,
     strategy_names,
     with_names_of_costs,
 )
@@ -110,16 +118,24 @@ def points(
                         yield Point(strategy, operation, s, b, is_timed)
 
 
-def like_first(measurement: Measurement, strategies: Sequence[str]) -> list[Measurement]:
-    """The same of all strategies that are measured after it, of what no strategy changes.
+def like_it(
+    measurement: Measurement, strategies: Sequence[str], *, switches: bool
+) -> list[Measurement]:
+    """The same of those of `strategies` after its own that run its operation by the same code.
 
-    None where it is not of the first: of those with +recompute, or of those without.
+    Of an MLP those that share its functions; of what does not switch, all. With +recompute, with
+    +offload or with neither, as its own. None of what could not run: its strategy may refuse it.
     """
-    suffix = measurement.strategy.removeprefix(base_name(measurement.strategy))
-    alike = [name for name in strategies if name.removeprefix(base_name(name)) == suffix]
-    if not alike or alike[0] != measurement.strategy:
+    own = measurement.strategy
+    if own == MODEL or not (measurement.is_ok or measurement.status == OOM):
         return []
-    return [replace(measurement, strategy=name) for name in alike[1:]]
+    suffix = own.removeprefix(base_name(own))
+    alike = [name for name in strategies if name.removeprefix(base_name(name)) == suffix]
+    if switches:
+        if half_of(measurement.operation) != MLP:
+            return []
+        alike = [name for name in alike if shares_mlp(own, name)]
+    return [replace(measurement, strategy=name) for name in alike[alike.index(own) + 1 :]]
 
 
 def strategies_to_profile(names: Sequence[str] | None) -> tuple[str, ...]:

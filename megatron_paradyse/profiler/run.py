@@ -20,7 +20,7 @@ from megatron_paradyse.profiler.points import (
     Options,
     Point,
     choose_lengths,
-    like_first,
+    like_it,
     points,
     strategies_to_profile,
 )
@@ -103,7 +103,8 @@ class Walk:
     """Point after point, each in the journal when it is done; the first rank saves it.
 
     switches: of an operation, whether strategies run it differently; else the first stands for
-    all. timed_in_rounds: points are timed again beside those that come after them.
+    all. So does the first of those that share an MLP. timed_in_rounds: points are timed again
+    beside those that come after them.
     """
 
     def __init__(
@@ -144,8 +145,9 @@ class Walk:
 
     def _record(self, measurement: Measurement | RowMeasurement) -> None:
         self._journal.record(measurement)
-        if isinstance(measurement, Measurement) and not self._switches[measurement.operation]:
-            for one in like_first(measurement, self._strategies):
+        if isinstance(measurement, Measurement):
+            switches = self._switches[measurement.operation]
+            for one in like_it(measurement, self._strategies, switches=switches):
                 self._journal.record(one)
 
     def _save(self) -> None:

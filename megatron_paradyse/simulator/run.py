@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import logging
 import os
 import warnings
@@ -24,6 +25,7 @@ from megatron_paradyse.costs.table import (
     edges_of,
 )
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.points import like_it
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.network import Network
 from megatron_paradyse.simulator.operation import left_out, simulated_costs
@@ -146,9 +148,14 @@ def _measurements(
             for operation in edges:
                 costs = simulated_costs(operations.get(operation, MODEL), device)
                 yield Measurement(MODEL, operation, s, b, OK, **asdict(costs))
-            for strategy in (n for n in options.strategies if base_name(n) not in PACKED_ONLY):
-                for operation in halves:
-                    yield _measurement(options, model, device, operations, strategy, operation)
+            strategies = [n for n in options.strategies if base_name(n) not in PACKED_ONLY]
+            known: dict[tuple[str, str], Measurement] = {}
+            for strategy, operation in itertools.product(strategies, halves):
+                if (strategy, operation) not in known:
+                    one = _measurement(options, model, device, operations, strategy, operation)
+                    same = like_it(one, strategies, switches=True)
+                    known |= {(m.strategy, operation): m for m in (one, *same)}
+                yield known[strategy, operation]
             del operations
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_paradyse.costs.table import MODEL, OK, OOM, Measurement, edges_of
-from megatron_paradyse.profiler.points import like_first
+from megatron_paradyse.profiler.points import like_it
 from megatron_paradyse.simulator.network import Network
 
 MAX_REPETITIONS = 15
@@ -106,9 +106,9 @@ class StandIn:
                 continue  # as of another strategy
             point = self._point(operations, strategy, operation)
             self._journal.add(point)
-            if not self._model.switches(operation):
-                for one in like_first(point, self._options.strategies):
-                    self._journal.add(one)
+            switches = self._model.switches(operation)
+            for one in like_it(point, self._options.strategies, switches=switches):
+                self._journal.add(one)
 
     def _point(self, operations, strategy: str, operation: str) -> Measurement:
         from megatron_paradyse.simulator.operation import left_out

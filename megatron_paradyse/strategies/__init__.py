@@ -88,6 +88,18 @@ def leaving_out(name: str) -> type[Exception]:
     return UserError if base_name(name) in BUILT_IN else Exception
 
 
+def shares_mlp(name: str, other: str) -> bool:
+    """Whether both, with the same modifier or with none, run an MLP by the same code.
+
+    Those of other packages never do: each may refuse shapes that others run.
+    """
+    bases = base_name(name), base_name(other)
+    if bases[0] == bases[1] or not {*bases} <= {*BUILT_IN}:
+        return bases[0] == bases[1]
+    one, two = map(_load, bases)
+    return (one.mlp, one.tiled_mlp) == (two.mlp, two.tiled_mlp)
+
+
 def base_name(name: str) -> str:
     """ "ulysses_z+offload" -> "ulysses_z"; the name may be of a strategy that is not there."""
     suffix = OFFLOAD if name.endswith(OFFLOAD) else RECOMPUTE
