@@ -123,7 +123,7 @@ def check_cost_output(path: str | os.PathLike[str]) -> None:
 def write_cost_file(
     path: str | os.PathLike[str], table: CostTable, model: CostModel | None = None
 ) -> None:
-    """Write a cost file, whole or not at all."""
+    """Write a cost file, whole or not at all: never one that would not be read again."""
     path = os.fspath(path)
     text = _to_json(table, model)
     if len(text) > MAX_FILE_BYTES or _size(table) > MAX_MEASUREMENTS:
@@ -131,7 +131,20 @@ def write_cost_file(
             f"{path}: {_size(table)} measurements are more than a cost file holds "
             f"({MAX_MEASUREMENTS}, {MAX_FILE_BYTES >> 20} MiB): profile fewer lengths or strategies"
         )
+    if model is not None:
+        _check_model(path, text, table)
     write_whole(path, text)
+
+
+def _check_model(path: str, text: str, table: CostTable) -> None:
+    """A model may be of more steps or operations than is read."""
+    try:
+        read_model(json.loads(text)["model"], table)
+    except ContentError as error:
+        raise UserError(
+            f"{path}: not written, a cost file does not hold so much: {error}: profile fewer "
+            "lengths, batch sizes or strategies"
+        ) from error
 
 
 def _size(table: CostTable) -> int:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from megatron_paradyse.costs import fit_values
 from megatron_paradyse.costs.cost_file import (
     MAX_FILE_BYTES,
     read_cost_file,
@@ -244,6 +245,25 @@ def test_flipped_bytes_are_read_or_refused_in_one_line(good, data):
 def test_random_bytes_are_refused_in_one_line(tmp_path, content):
     with pytest.raises(UserError):
         read_text(tmp_path, content)
+
+
+def test_a_model_of_many_batch_sizes_is_read_again(tmp_path):
+    sizes = tuple(range(1, 41))
+    table = make_table((128, 512, 2048), ("metp",), ("mlp",), sizes, model_parts=False)
+    model = fit_table(table, "paper")
+    write_cost_file(tmp_path / "costs.json", table, model)
+    assert read_cost_file(tmp_path / "costs.json").require_model().fits == model.fits
+
+
+def test_a_model_of_more_steps_than_are_read_is_not_written(tmp_path, monkeypatch):
+    """It may replace the measurements that it was fitted to."""
+    write_cost_file(tmp_path / "costs.json", SMALL)
+    before = (tmp_path / "costs.json").read_bytes()
+    model = fit_table(SMALL, "paper")
+    monkeypatch.setattr(fit_values, "MAX_EDGES", 4)
+    with pytest.raises(UserError, match=r"not written.*at most 4 items, got .*: profile fewer"):
+        write_cost_file(tmp_path / "costs.json", SMALL, model)
+    assert (tmp_path / "costs.json").read_bytes() == before
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
