@@ -46,10 +46,21 @@ def measure_row_accuracy(table: CostTable, held_out: CostTable | None = None) ->
     single = fit_table(dataclasses.replace(table, rows=()))
     errors = [_error(single, m, DERIVED) for m in asked]
     if held_out is not None:
-        errors += [_error(fit_table(table), m, FITTED) for m in asked]
+        errors += [_error(*pair, FITTED) for pair in _not_fitted(fit_table(table), table, asked)]
     else:
         errors += [_error(*pair, FITTED) for pair in _left_out(single, table.rows)]
     return [error for error in errors if error is not None]
+
+
+def _not_fitted(
+    model: CostModel, table: CostTable, asked: Sequence[RowMeasurement]
+) -> Iterator[tuple[CostModel, RowMeasurement]]:
+    """The model, of table, with each row asked that it has factors for and was not fitted to."""
+    assert model.packed is not None
+    seen = {(m.strategy, m.load) for m in table.rows if m.is_ok}
+    for row in asked:
+        if row.strategy in model.packed.fits and (row.strategy, row.load) not in seen:
+            yield model, row
 
 
 def _left_out(

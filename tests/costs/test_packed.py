@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
+from megatron_paradyse.costs import row_accuracy
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.packed import work_of
@@ -258,6 +259,27 @@ def test_accuracy_leaves_rows_out_and_finds_the_noise(small):
     assert found["fitted"]["rows"] == found["derived"]["rows"] == len(full.rows)
     assert 0.01 < found["fitted"]["time_median"] < 0.08 < found["derived"]["time_median"]
     assert measure_row_accuracy(small) == []
+
+
+def test_accuracy_for_rows_of_another_profile_fits_once_and_tells_what_was_fitted(
+    small, monkeypatch
+):
+    """Only of strategies that have factors, and of rows that these were not fitted to."""
+    names = ("ulysses_z", "megatron_cz")
+    table = dataclasses.replace(small, rows=tuple(measured_rows(range(6), strategies=names)))
+    held_out = dataclasses.replace(small, rows=tuple(measured_rows(range(4, 9))))
+    fits = []
+    monkeypatch.setattr(row_accuracy, "fit_table", lambda of: fits.append(of) or fit_table(of))
+    errors = measure_row_accuracy(table, held_out)
+    assert fits == [dataclasses.replace(table, rows=()), table]
+    fitted = [error for error in errors if error.form == "fitted"]
+    seen = {(m.strategy, m.load) for m in table.rows}
+    new = [m for m in held_out.rows if m.strategy in names and (m.strategy, m.load) not in seen]
+    assert [(e.strategy, e.seq_length) for e in fitted] == [
+        (m.strategy, m.load.seq_length) for m in new
+    ]
+    assert len(errors) - len(fitted) == len(held_out.rows) > len(new) > 0
+    assert max(error.time for error in fitted) < 0.05
 
 
 def test_accuracy_names_the_row_whose_bytes_are_most_wrong(small):
