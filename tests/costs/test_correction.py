@@ -7,7 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from megatron_paradyse.costs.correction import DRIFT, Correction, Observation, corrected
+from megatron_paradyse.costs.correction import (
+    DRIFT,
+    MOST_FACTOR,
+    Correction,
+    Observation,
+    corrected,
+)
 from megatron_paradyse.costs.table import OperationCosts
 
 NAMES = ("megatron_ts", "ulysses_z", "metp", "metp+recompute")
@@ -35,6 +41,20 @@ def test_the_factors_of_what_runs_come_to_within_5_percent_of_the_truth(true):
     learn(correction, dict(zip(NAMES, true, strict=False)))
     for name, factor in zip(NAMES[:2], true, strict=True):
         assert correction.factors(name)[0] == pytest.approx(factor, rel=0.05)
+
+
+def test_longer_microbatches_weigh_more():
+    """Of as many that say one thing and the other."""
+    correction = Correction(NAMES)
+    long, short = Observation({"metp": 2.0}, 3.0), Observation({"metp": 0.2}, 0.2)
+    for _ in range(20):
+        correction.apply(correction.update(correction.sums([long, short]), correction.peaks([])))
+        factor = correction.factors("metp")[0]
+        long, short = (
+            Observation({"metp": size * factor}, size * true)
+            for size, true in ((2.0, 1.5), (0.2, 1.0))
+        )
+    assert 1.35 < factor < 1.45
 
 
 def test_a_machine_slower_at_everything_changes_no_order():
@@ -110,10 +130,11 @@ def test_a_peak_beyond_the_prediction_raises_the_bytes_of_its_strategies_for_goo
 def test_corrected_costs_scale_what_they_should():
     correction = Correction(NAMES)
     correction.seconds[:] = [math.log(2), 0, 0]
-    correction.bytes[:] = [3, 1, 1]
+    correction.bytes[:] = [3, 1, 2]
     costs = corrected(lambda *key: OperationCosts(1, 2, 10, 20, 30), correction)
     assert costs("megatron_ts+recompute", "mlp", 8, 1) == OperationCosts(2, 4, 30, 60, 90)
-    assert costs("metp", "mlp", 8, 1) == OperationCosts(1, 2, 10, 20, 30)
+    assert costs("ulysses_z", "mlp", 8, 1) == OperationCosts(1, 2, 10, 20, 30)
+    assert costs("metp", "mlp", 8, 1) == OperationCosts(1, 2, 20, 40, 60)
     assert costs("model", "head", 8, 1) == OperationCosts(1, 2, 10, 20, 30)
 
 
@@ -168,8 +189,26 @@ def test_nothing_is_tried_while_the_file_is_about_right(factor):
     assert set(ran) == {"megatron_ts"}
 
 
+def test_nothing_is_tried_before_three_microbatches_were_seen():
+    correction, slow = Correction(NAMES), [Observation({"megatron_ts": 1.0}, 1.6)]
+    for tried in (False, False, True):
+        sums, peaks = correction.sums(slow), correction.peaks(slow)
+        assert bool(correction.update(sums, peaks, explore=True)[1].any()) == tried
+
+
+def test_given_factors_are_in_force_within_bounds():
+    """As a trace tells them."""
+    correction = Correction(NAMES)
+    correction.set_seconds({"megatron_ts": 0.5, "ulysses_z": 1e3, "unheard-of": 2.0})
+    found = [correction.factors(name)[0] for name in NAMES[:3]]
+    assert found == pytest.approx([0.5, MOST_FACTOR, 1.0])
+    correction.set_seconds({"megatron_ts": 0.0})
+    assert correction.factors("megatron_ts")[0] == pytest.approx(1 / MOST_FACTOR)
+
+
 def test_trials_are_told_once_and_by_the_trace_while_they_last():
     correction = Correction(NAMES)
+    assert correction.trials() == []
     slow = [Observation({"megatron_ts": 1.0}, 1.6)] * 9
     sums, peaks = correction.sums(slow), correction.peaks(slow)
     assert correction.apply(correction.update(sums, peaks, explore=True))
