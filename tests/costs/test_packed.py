@@ -20,7 +20,7 @@ from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import ATTENTION, MLP, CostTable
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.packing.load import load_of, load_of_one
+from megatron_paradyse.packing.load import Load, load_of, load_of_one
 from tests.costs.synthetic import LENGTHS, make_table, measure
 from tests.packing.rows import random_row
 
@@ -130,6 +130,28 @@ def test_strategies_that_split_heads_do_not_see_uneven_ranks(derived):
             for each in (load, uneven)
         )
         assert (two > one) == sees
+
+
+def test_work_is_what_a_rank_does_for_the_documents_it_holds():
+    load = Load(64, P, 400, 150, keys_received=20, documents=6, fullest_documents=3, peers=2)
+    assert work_of("ulysses_z+recompute", load) == (400 / P, 0, 6, 0)
+    assert work_of("megatron_cz", load) == work_of("metp", load) == (150, 20, 3, 2)
+    # score rows: a column for each of the rank's own keys and of those that come
+    assert work_of("colossal_z", load) == (16 * (16 + 20), 20, 3, 2)
+
+
+def test_each_rank_of_split_heads_gets_whole_heads_of_keys(derived):
+    """Two key heads among four ranks are sent as four; gradients, in float32, go back besides."""
+    sizes = dataclasses.replace(derived.packed.sizes, g=2, element_bytes=2)
+    packed = dataclasses.replace(derived.packed, sizes=sizes, wide_bytes_per_second=10.0)
+    load = dataclasses.replace(a_load(), keys_received=100, group_keys=80, groups=2)
+    for name, keys, heads in (
+        ("megatron_cz", 100, 2),
+        ("metp", 100, 4),
+        ("ulysses_z", 80, 4 / P),
+    ):
+        sent = keys * 2 * heads * sizes.d * 2
+        assert packed.crossing_seconds(name, load) == (sent / 10, (sent + 2 * sent) / 10)
 
 
 def test_factors_are_found_again_in_rows_that_were_not_fitted(fitted, table):
