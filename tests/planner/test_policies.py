@@ -6,6 +6,7 @@ import pytest
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.planner import CachedPlanner, OptimalPlanner, SmoothedPlanner
+from megatron_paradyse.planner.peak import evaluate
 from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.planner.policies import (
     CostSource,
@@ -73,12 +74,17 @@ def test_smoothing_keeps_a_plan_that_is_nearly_as_fast_and_fits():
     lengths = [100, 2900, 2550, 2300, 2900, 3000, 3100, 100]
     plain = cached(OptimalPlanner())
     smooth = SmoothedPlanner(cached(OptimalPlanner()), gamma=0.06)
-    kept = 0
+    kept, before = 0, None
     for s in lengths:
         new, outcome = plain.plan(1, s), smooth.plan(1, s)
         assert outcome.fits == new.fits
         assert outcome.seconds <= 1.06 * new.seconds
+        if before is not None:
+            again = evaluate(plain.problem(plain.key(1, s)), before)
+            good = again.fits and again.seconds <= 1.06 * new.seconds
+            assert outcome.plan == (before if good else new.plan)
         kept += outcome.plan != new.plan
+        before = outcome.plan
     assert kept > 0
 
 
