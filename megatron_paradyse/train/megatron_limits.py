@@ -119,6 +119,7 @@ def _check_optimizer(args: argparse.Namespace) -> None:
             "out: drop one of them"
         )
     _check_instances(args)
+    _check_average(args)
     if args.optimizer not in ("adam", "sgd") and not optimizer.HAVE_EMERGING_OPTIMIZERS:
         raise UserError(
             f"--optimizer {args.optimizer}, which Megatron takes from the package "
@@ -142,6 +143,19 @@ def _check_instances(args: argparse.Namespace) -> None:
         raise UserError(
             f"{flag} {count} does not divide {replicas} data-parallel replicas: give a number that "
             "does"
+        )
+
+
+def _check_average(args: argparse.Namespace) -> None:
+    sequences, given = args.paradyse_settings.sequences, "--calculate-per-token-loss"
+    if sequences != FIXED:  # which sets that flag
+        given = f"--paradyse-sequences {sequences}"
+    elif not args.calculate_per_token_loss:
+        return
+    if args.ddp_average_in_collective:
+        raise UserError(
+            f"--ddp-average-in-collective with {given}, where gradients are divided by tokens, not "
+            "by replicas: leave --ddp-average-in-collective out"
         )
 
 

@@ -134,6 +134,13 @@ REFUSED = {
     "Megatron refuses these flags: --no-position-embedding is deprecated, use --position-e": [
         "--no-position-embedding", "--paradyse-sequences", "fixed",
     ],
+    "--ddp-average-in-collective with --paradyse-sequences documents, where .*: leave": [
+        "--ddp-average-in-collective",
+    ],
+    "--ddp-average-in-collective with --calculate-per-token-loss, where .*: leave": [
+        "--ddp-average-in-collective", "--calculate-per-token-loss",
+        "--paradyse-sequences", "fixed",
+    ],
     "--use-distributed-optimizer with --optimizer sgd, .*: drop one of them": [
         "--use-distributed-optimizer", "--optimizer", "sgd",
     ],
