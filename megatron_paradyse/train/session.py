@@ -195,6 +195,8 @@ class Session:
                 trains = not get_args().skip_train
                 held = static_bytes(chunks, optimizer, self._meter, trains=trains)
                 self._policies.hold(held)
+            if optimizer is not None:
+                training.evaluate = _without_gradients(training.evaluate, optimizer)
             if self._trace is not None:
                 self._trace.start(run_record(self.settings, self._policies))
             return chunks, optimizer, scheduler
@@ -212,6 +214,17 @@ class Session:
             return result
 
         training.save_checkpoint_and_time = save_and_forget
+
+
+def _without_gradients(evaluate: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    """Where a step makes float32 copies of the gradients, Megatron keeps them until the next."""
+
+    @functools.wraps(evaluate)
+    def evaluate_without_gradients(*args, **kwargs):
+        optimizer.zero_grad()
+        return evaluate(*args, **kwargs)
+
+    return evaluate_without_gradients
 
 
 def _row_of_one(tokens: int) -> Row:

@@ -16,7 +16,10 @@ PP2 = ["--pipeline-model-parallel-size", 2, "--micro-batch-size", 1]
 SHARED = ["--use-distributed-optimizer"]
 WIDE = ["--hidden-size", 128, "--num-layers", 4]
 GRIDS = {
-    "replicas that share the optimizer's states": [*TP2, *SHARED, "--bf16"],
+    "replicas that share the optimizer's states, evaluated": [
+        *(*TP2, *SHARED, "--bf16", "--grad-reduce-in-bf16"),  # a step then has copies in float32
+        *("--eval-iters", 1, "--eval-interval", 1, "--split", "50,50,0"),
+    ],
     "stages of replicas that share": [*PP2, *SHARED, "--bf16"],
     "interleaved stages, momentum": [
         *(*TP2, *PP2, "--num-layers-per-virtual-pipeline-stage", 1, *LLAMA, "--optimizer", "sgd"),
@@ -47,7 +50,10 @@ def held(folder, costs, flags, *, ranks=4, length=40) -> tuple[list[dict], str]:
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_what_a_rank_holds_is_told_before_the_first_iteration(grid, tmp_path):
-    """With the states that the optimizer makes later; the cost file's 100 MB have no part in it."""
+    """With the states that the optimizer makes later; the cost file's 100 MB have no part in it.
+
+    An evaluation holds no more.
+    """
     costs, flags = write_costs(tmp_path / "costs.json"), GRIDS[grid]
     found, stdout = held(tmp_path, costs, flags)
     for rank in found:
