@@ -60,6 +60,8 @@ OF_ANOTHER_RUN = {
     "--load",
     "Could not find parameter group": _ITS_RATES,
     "KeyError: (": _ITS_RATES,  # the same of the distributed optimizer
+    "unexpected keyword argument 'strides'": "leave --dist-ckpt-strictness out, with which "
+    "Megatron 0.19 cannot read what this PyTorch tells of a checkpoint's tensors",
     "(TP, PP) mismatch after resume": "load it on the grid that it was trained on and save it with "
     "--dist-ckpt-optim-fully-reshardable, or --no-load-optim",
 }

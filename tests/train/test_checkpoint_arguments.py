@@ -104,6 +104,12 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_its_own_remedy(tmp_path, monk
     with pytest.raises(UserError, match=said):
         checkpoints._loading(load)()
 
+    def load_strictly():
+        raise TypeError("empty() got an unexpected keyword argument 'strides'")
+
+    with pytest.raises(UserError, match="'strides': leave --dist-ckpt-strictness out, with which"):
+        checkpoints._loading(load_strictly)()
+
     def load_too_much():
         raise torch.OutOfMemoryError
 
