@@ -145,10 +145,12 @@ def _done(work: _Work, async_op: bool) -> _Work | None:
 
 
 def fill_with_own(into: Tensor, x: Tensor) -> None:
-    """Finite values of the right size: this rank's own, again and again."""
-    if into is not x:
+    """Finite values of the right size: this rank's own, again and again; zeros if it sends none."""
+    if not x.numel():
+        into.zero_()
+    elif into is not x:
         flat, source = into.reshape(-1), x.reshape(-1)
-        for start in range(0, len(flat), max(1, len(source))):
+        for start in range(0, len(flat), len(source)):
             part = flat[start : start + len(source)]
             part.copy_(source[: len(part)])
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.table import BYTE_QUANTITIES
@@ -13,6 +14,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator import measured_clock
 from megatron_paradyse.simulator.measure_network import fit_alpha_beta
 from megatron_paradyse.simulator.network import AlphaBeta, find_network, write_network
+from megatron_paradyse.simulator.traffic import fill_with_own
 from tests.simulator.test_simulated_bytes import COMMON, GPT, LENGTH, simulated
 from tests.train.harness import run_forked
 
@@ -82,6 +84,16 @@ def test_kernels_and_communication_are_laid_side_by_side(monkeypatch):
     clock.wait(begun)  # kernels until 4.5: 3 s, so that the 2 s are over
     clock.mark()  # 5.5
     assert clock.laps() == [5.0]
+
+
+@pytest.mark.parametrize(
+    ("sent", "filled"), [([], [0.0] * 5), ([1.0, 2.0], [1.0, 2.0, 1.0, 2.0, 1.0])]
+)
+def test_what_is_received_is_filled_also_where_nothing_is_sent(sent, filled):
+    """Within a narrow window the last rank sends no keys, and receives some."""
+    into = torch.full((5,), torch.nan)
+    fill_with_own(into, torch.tensor(sent))
+    assert into.tolist() == filled
 
 
 def test_latency_and_bandwidth_are_found_again():
