@@ -17,7 +17,6 @@ from megatron_paradyse.packing.work import scores_between
 
 MOST_PADDING = 1 / 32  # of a row, for which no document has to cross ranks
 EVEN = 1.10  # scores of the fullest rank over the mean that need no more documents across ranks
-EVEN_TWICE = 1.05  # the same with a margin, wanted of a first try
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of a rank's mean scores, for what it holds of a document
 
 
@@ -51,15 +50,14 @@ def place(
     whole = _whole(lengths, order, total, p, alignment)
     if whole is not None:
         return whole
-    found: list[tuple[float, _Ranks]] = []
+    found: list[_Ranks] = []
     for share in SHARES:
         ranks = _Ranks(lengths, p, alignment, causal, window)
         ranks.fill(order, total, share)
-        found.append((ranks.imbalance, ranks))
-        if ranks.imbalance <= EVEN_TWICE:
-            break
-    even = [ranks for imbalance, ranks in found if imbalance <= EVEN]
-    return (even[0] if even else min(found, key=lambda pair: pair[0])[1]).row()
+        if ranks.imbalance <= EVEN:
+            return ranks.row()
+        found.append(ranks)
+    return min(found, key=lambda ranks: ranks.imbalance).row()
 
 
 def _whole(

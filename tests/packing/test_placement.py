@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_paradyse.data.distributions import draw_lengths
 from megatron_paradyse.packing.placement import EVEN, MOST_PADDING, place
+from megatron_paradyse.packing.row import Row
 from megatron_paradyse.packing.work import imbalance, keys_received, scores_per_rank
 
 BUDGET = 1 << 18
@@ -95,11 +98,37 @@ def test_short_documents_stay_whole():
     assert keys_received(row) == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("short", "padded", "crossing"), [(62, 128, []), (58, 122, [0, 1])])
+def test_whole_documents_pad_a_row_by_a_32nd_at_most(short, padded, crossing):
+    row = place([64, short], 2, causal=True)
+    assert row.seq_length == padded and sorted(ranks_of_crossing(row)) == crossing
+
+
+def ranks_of_crossing(row: Row) -> dict[int, int]:
+    """On how many ranks the documents lie that are on more than one."""
+    held = Counter(number for pieces in row.pieces for number in {piece[0] for piece in pieces})
+    return {number: ranks for number, ranks in held.items() if ranks > 1}
+
+
 def test_documents_that_need_two_ranks_are_on_two():
     row = place([400, 400, *[10] * 20], 4, causal=True)
-    for long in (0, 1):
-        assert sum(any(n == long for n, _, _ in pieces) for pieces in row.pieces) == 2
+    assert ranks_of_crossing(row) == {0: 2, 1: 2}
     assert imbalance(row, causal=True) <= EVEN
+
+
+@pytest.mark.parametrize(
+    ("lengths", "p", "least", "most"),
+    [
+        ([293, 10, 224], 3, 1.08, EVEN),  # by the first share, 1.008 by the second
+        ([106, 215, 103, 25, 19, 25, 10, 26], 3, 1.0, 1.01),  # 1.102 by the third share
+        ([10, 11], 5, EVEN, 1.2),  # 1.32 by the first share, and no other is even
+    ],
+)
+def test_the_largest_share_that_makes_a_row_even_is_taken_or_else_the_most_even(
+    lengths, p, least, most
+):
+    row = place(lengths, p, causal=True)
+    assert least < imbalance(row, causal=True) <= most
 
 
 def test_short_documents_even_out_what_spread_ones_left():
