@@ -7,8 +7,9 @@ bus bandwidth.
 A named interconnect's times follow from its link: the ring algorithm's p-1 hops, and the share of
 the link's rate that large messages reach. "nvlink4+infiniband-ndr" is NVLink in a node and
 InfiniBand, a port per GPU, between. Ranks fill nodes one after another. As many rings as a node has
-ports share a collective's bytes; an exchange is one message through one port; and of an all-to-all
-each rank sends what goes to other nodes through its own.
+ports share a collective's bytes; an exchange is one message of each rank, the last of which arrives
+over the slower link; and of an all-to-all each rank sends what goes to other nodes through its own
+port.
 """
 
 from __future__ import annotations
@@ -143,16 +144,18 @@ def _network_of_links(name: str, within: Link, between: Link, p: int) -> Network
         rings = min(within.rate, fewest * between.rate)
         inside, outside = (within.max_ranks - 1) / (p - 1), (p - fewest) / (p - 1)
         to_all = min(within.rate / inside, between.rate / outside)
-    slowest = within if nodes == 1 else between
-    start = slowest.start_seconds
+    used = (within,) if nodes == 1 else (within, between)
+    start = used[-1].start_seconds
     around = (p - nodes) * within.hop_seconds + (nodes - 1) * between.hop_seconds
     ring = AlphaBeta(start + around, rings)
     others = {
         "all_to_all": AlphaBeta(start + around, to_all),
-        "exchange": AlphaBeta(start + 2 * slowest.hop_seconds, slowest.rate),
+        "exchange": AlphaBeta(
+            start + 2 * max(link.hop_seconds for link in used), min(link.rate for link in used)
+        ),
         "all_reduce": AlphaBeta(start + 2 * around, rings),
     }
-    return Network(name, p, slowest.source, {c: others.get(c, ring) for c in COLLECTIVES})
+    return Network(name, p, used[-1].source, {c: others.get(c, ring) for c in COLLECTIVES})
 
 
 def read_network(path: str, p: int) -> Network:

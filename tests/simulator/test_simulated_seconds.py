@@ -60,6 +60,13 @@ def test_between_nodes_rings_go_through_all_ports_and_a_message_through_one():
     assert rate(find_network("infiniband-hdr", 16), "all_gather") == pytest.approx(port)
 
 
+@pytest.mark.parametrize("name", ["pcie4+infiniband-ndr", "pcie4+infiniband-hdr", "nvlink4"])
+def test_an_exchange_takes_no_less_among_more_ranks(name):
+    """Most neighbours are in a node, and all wait for the last message."""
+    seconds = [find_network(name, p).seconds("exchange", 1 << 30) for p in (2, 8, 9, 16)]
+    assert seconds == sorted(seconds)
+
+
 @pytest.mark.parametrize(
     ("strategies", "heads", "tile_rows"),
     [(RINGS, 9, TILE_ROWS), (IN_TILES, 18, 2)],  # the 20 rows of a rank in 10 tiles
