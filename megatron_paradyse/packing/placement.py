@@ -35,10 +35,11 @@ def place(
 ) -> Row:
     """A row of the documents over p ranks, in which as few documents as possible cross ranks.
 
-    If the documents can lie whole, each on one rank, with 1/32 of padding and even scores, they do.
-    Otherwise s is the smallest multiple of alignment (None: of p, whose multiple it is), and the
-    documents of most scores are spread over 2, 4, ..., p ranks, as few as make the scores even; of
-    the others those are cut that fill the last room of a rank. Depends on the arguments alone.
+    If the documents, dealt longest first, lie whole, each on one rank, with the alignment's or 1/32
+    of padding and even scores, they do. Otherwise s is the smallest multiple of alignment (None: of
+    p, whose multiple it is), and the documents of most scores are spread over 2, 4, ..., p ranks,
+    as few as make the scores even; of the others those are cut that fill the last room of a rank.
+    Depends on the arguments alone.
 
     window: keys that a query sees, where every attention has one: scores are those that it leaves.
     """
@@ -65,7 +66,8 @@ def _whole(
 ) -> Row | None:
     """Every document on one rank, the longest first to that of the fewest tokens."""
     tokens = sum(lengths)
-    if len(lengths) < p or lengths[order[0]] * p > tokens * (1 + MOST_PADDING):
+    most = max(tokens * (1 + MOST_PADDING), tokens + alignment - 1)  # the least s, or a 32nd more
+    if len(lengths) < p or lengths[order[0]] * p > most:
         return None
     held: list[list[int]] = [[] for _ in range(p)]
     heap = [(0, 0, rank) for rank in range(p)]
@@ -75,7 +77,7 @@ def _whole(
         heapq.heapreplace(heap, (load + lengths[number], scores + total[number], rank))
     size = -(-max(load for load, _, _ in heap) * p // alignment) * alignment // p
     even = max(scores for _, scores, _ in heap) * p <= EVEN * sum(total)
-    if not even or size * p > max(tokens * (1 + MOST_PADDING), tokens + alignment - 1):
+    if not even or size * p > most:
         return None
     ranks = _Ranks(lengths, p, alignment, causal=True, size=size)
     for rank, numbers in enumerate(held):

@@ -152,3 +152,9 @@ def test_a_rank_holds_one_piece_of_a_document_in_bidirectional_attention(lengths
 
 def test_like_documents_take_a_rank_each():
     assert keys_received(place([100] * 8, 8, causal=True)) == [0] * 8
+
+
+def test_whole_documents_do_not_cross_ranks_where_a_row_is_padded_as_far_anyway():
+    """31 tokens in rows of 32, which is more than a 32nd."""
+    row = place([16, 15], 2, causal=True, alignment=4)
+    assert row.seq_length == 32 and not ranks_of_crossing(row)
