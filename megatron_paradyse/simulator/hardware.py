@@ -176,7 +176,8 @@ def find_device(text: str) -> Device:
     entry = entry_of(text, compose_yaml(text), "a GPU", keys)
     values: dict[str, Any] = {}
     if "like" in entry.values:
-        like = entry.values.pop("like")
+        like = entry.text("like")
+        del entry.values["like"]
         if like not in DEVICES:
             raise entry.error("like", f"no GPU named {like!r}: use one of {', '.join(DEVICES)}")
         values = {f.name: getattr(DEVICES[like], f.name) for f in fields(Device)}
@@ -195,6 +196,9 @@ def _checked(entry: Entry, name: str) -> Any:
     if name == "memory_bytes":
         return entry.size(name)
     if kinds[name] == "int":
-        return int(entry.number(name, low=1, high=1e6))
+        number = entry.number(name, low=1, high=1e6)
+        if not number.is_integer():
+            raise entry.error(name, f"expected a whole number, got {number:g}")
+        return int(number)
     high = 1.0 if name.endswith(("_efficiency", "_factor")) else 1e18
     return entry.number(name, low=0, high=high, above=not name.startswith("host_seconds"))
