@@ -119,6 +119,20 @@ def test_best_fit_fills_the_least_room():
     assert filled_up([7, 5, 3, 3, 1], 10) == [[0, 2], [1, 3, 4]]
 
 
+@pytest.mark.parametrize(
+    ("row_seconds", "microbatches"),
+    [
+        (lambda row: 1.0, [(0, 2), (1, 3, 4)]),  # the fewest
+        (lambda row: len(row.lengths) * max(row.lengths), [(0,), (1,), (2, 3, 4)]),  # like lengths
+    ],
+    ids=["filled up", "like lengths"],
+)
+def test_of_two_ways_to_share_rows_the_faster_is_taken(row_seconds, microbatches):
+    grid = Grid(p=1, hidden_size=64)
+    packing = pack([7, 5, 3, 3, 1], 10, grid, Costs(row_seconds, lambda tokens: tokens))
+    assert [made.documents for made in packing.replicas[0]] == microbatches
+
+
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 6)])
 def test_flops_of_a_row_follow_its_fullest_rank(causal, window):
     grid = Grid(p=2, hidden_size=1, alignment=4, causal=causal, window=window)
