@@ -22,6 +22,7 @@ def check_megatrons_limits(args: argparse.Namespace) -> None:
     check_key_heads(args)
     _check_ffn_size(args)
     _check_length(args)
+    _check_positions(args)
     _check_experts(args)
     _check_recomputation(args)
     _check_optimizer(args)
@@ -73,6 +74,14 @@ def _check_length(args: argparse.Namespace) -> None:
             f"--seq-length {s} with --paradyse-sequences fixed is no multiple of "
             f"--tensor-model-parallel-size {p}, whose ranks share a sequence evenly: give "
             f"--seq-length {s - s % p or p}, or train on documents"
+        )
+
+
+def _check_positions(args: argparse.Namespace) -> None:
+    if args.position_embedding_type == "mrope" and not args.multi_latent_attention:
+        raise UserError(
+            "--position-embedding-type mrope, of positions of three kinds, where the data have "
+            "one: give --position-embedding-type rope"
         )
 
 

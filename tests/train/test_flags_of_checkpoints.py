@@ -18,7 +18,9 @@ OF_A_CHECKPOINT = {
         "mtp_num_layers": 1, "recompute_granularity": "full", "recompute_method": "uniform",
         "recompute_num_layers": 2,
     },
-    "--position-embedding-type mrope does not run with metp": {"position_embedding_type": "mrope"},
+    "--position-embedding-type relative does not run with metp": {
+        "position_embedding_type": "relative"
+    },
     "--activation-func-clamp-value 7.0 does not run with metp": {
         "activation_func_clamp_value": 7.0
     },

@@ -149,6 +149,10 @@ REFUSED = {
     "--position-embedding-type mrope with --multi-latent-attention, which rotates by": [
         *LATENT, "--position-embedding-type", "mrope", "--mrope-section", 1, 1, 2,
     ],
+    "--position-embedding-type mrope, of positions of three kinds, where the data have one: ": [
+        "--position-embedding-type", "mrope", "--mrope-section", 1, 1, 2,
+        "--paradyse-policy", "fixed:megatron_ts",
+    ],
     "--kv-lora-rank 15 plus --qk-pos-emb-head-dim 8 is no multiple of --tensor-model-para": [
         *LATENT, "--kv-lora-rank", 15, "--tensor-model-parallel-size", 2, "--sequence-parallel",
     ],
