@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import re
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
@@ -43,6 +44,13 @@ _ITS_FLAGS = "give the flags that it was trained with, or another --load"
 _ITS_OPTIMIZER = (
     "give the optimizer that it was trained with (--optimizer, --use-distributed-optimizer), or "
     "--no-load-optim"
+)
+_PARAMETERS = "fp32_param"  # which an optimizer of a half type saves besides its states
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.")
+_MISSED = re.compile(rf"{_STATE.pattern}.* from model not in state dict: (.*)", re.DOTALL)
+_NO_STATES = (
+    "it holds no states of an optimizer, as where --fp16 skipped every step: give --no-load-optim, "
+    "and a lower --initial-loss-scale"
 )
 _ITS_RATES = (  # by which Megatron's optimizer looks its groups of parameters up, among others
     "give the --lr and --min-lr that it was trained with (--override-opt-param-scheduler does not "
@@ -194,17 +202,25 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
             known = is_lost_peer(error) or is_out_of_memory(error) or isinstance(error, UserError)
             if stopped or known:
                 raise
-            reason = reason_of(error)
-            remedies = (remedy for words, remedy in OF_ANOTHER_RUN.items() if words in reason)
             loaded = checkpointing.get_loaded_iteration()
             raise UserError(
-                f"the checkpoint in {folder} cannot be loaded: {reason}: "
-                f"{next(remedies, None) or others(folder, loaded)}"
+                f"the checkpoint in {folder} cannot be loaded: {reason_of(error)}: "
+                f"{remedy_of(error) or others(folder, loaded)}"
             ) from error
         _tell_unfinished(folder)
         return result
 
     return load_whole
+
+
+def remedy_of(error: BaseException) -> str | None:
+    """Where the checkpoint is whole, but of another run; None of any other error."""
+    _, cause = _of_first_rank(error)
+    missed = _MISSED.match(str(cause.args[0]) if cause.args else "")
+    if missed and missed[1] != _PARAMETERS and {*_STATE.findall(missed[2])} == {_PARAMETERS}:
+        return _NO_STATES
+    reason = reason_of(error)
+    return next((remedy for words, remedy in OF_ANOTHER_RUN.items() if words in reason), None)
 
 
 def _tell_unfinished(folder: str | None) -> None:
@@ -270,13 +286,11 @@ def reason_of(error: BaseException) -> str:
     """The cause in one line: of torch's checkpoints the first rank's. Without Megatron's advice:
     the flag that it names has long been its default.
     """
-    failures = getattr(error, "failures", None)
-    if isinstance(error, CheckpointException) and not failures:
-        return "a process that writes for a rank has failed"
-    if isinstance(failures, dict) and failures:
-        rank, failure = next(iter(failures.items()))
-        cause = failure[0] if isinstance(failure, tuple) else failure
+    rank, cause = _of_first_rank(error)
+    if rank is not None:
         return f"rank {rank}: {reason_of(cause)}"
+    if isinstance(error, CheckpointException):
+        return "a process that writes for a rank has failed"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     if isinstance(error, SystemExit):
@@ -286,3 +300,12 @@ def reason_of(error: BaseException) -> str:
     named = words and isinstance(error, AssertionError)  # a check that says what it wants
     kind = type(error).__name__
     return (words if named else f"{kind}: {words}" if words else kind)[:300]
+
+
+def _of_first_rank(error: BaseException) -> tuple[int | None, BaseException]:
+    """Of torch's checkpoints the first that failed and why; of others the error itself."""
+    failures = getattr(error, "failures", None)
+    if not isinstance(failures, dict) or not failures:
+        return None, error
+    rank, failure = next(iter(failures.items()))
+    return rank, failure[0] if isinstance(failure, tuple) else failure

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from traceback import StackSummary
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.train import plugin
+from megatron_paradyse.train import checkpoints, plugin
 from megatron_paradyse.train.checkpoint_files import (
     LIST,
     TRACKER,
@@ -137,3 +139,24 @@ def test_a_list_that_stock_megatron_has_outdated_is_said_to_be_one(folder):
     os.utime(path, ns=(age + 1, age + 1))
     with pytest.raises(UserError, match=f"saved it again, remove its {LIST}"):
         iteration_to_load(str(folder), None)
+
+
+MISSED = "optimizer.state.exp_avg.decoder.weight from model not in state dict: "
+PARAMETERS = ["decoder.weight", "optimizer.state.fp32_param.decoder.weight"]
+
+
+@pytest.mark.parametrize(
+    ("missed", "held", "told"),
+    [
+        (MISSED, PARAMETERS, "it holds no states of an optimizer, as where"),
+        (f"chained_0.{MISSED}", [f"chained_0.{PARAMETERS[1]}"], "it holds no states"),
+        (MISSED, [*PARAMETERS, "optimizer.state.momentum_buffer.decoder.weight"], "give the opti"),
+        (MISSED, ["decoder.weight", "optimizer.distributed.0"], "give the optimizer that it was"),
+        (MISSED.replace("exp_avg", "fp32_param"), PARAMETERS, "give the optimizer that it was"),
+    ],
+)
+def test_a_checkpoint_without_states_is_told_from_one_of_another_optimizer(missed, held, told):
+    """Where every step was skipped no optimizer finds any."""
+    error = KeyError(f"{missed}{sorted(held)}")
+    for failed in (error, CheckpointException("load", {1: (error, StackSummary())})):
+        assert str(checkpoints.remedy_of(failed)).startswith(told)
