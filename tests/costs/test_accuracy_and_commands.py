@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_paradyse.cli import cli
 from megatron_paradyse.costs import commands, model
 from megatron_paradyse.costs.accuracy import measure_accuracy, summarize
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
-from megatron_paradyse.costs.table import CostTable
+from megatron_paradyse.costs.table import BYTES_ONLY, CostTable
 from megatron_paradyse.errors import UserError
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION, LENGTHS, make_table
 
@@ -46,6 +47,16 @@ def test_held_out_lengths_are_sorted_by_how_far_beyond_they_are():
         e.scope: len(e.errors) for e in found if (e.operation, e.quantity) == ("mlp", "kept_bytes")
     }
     assert counts == {"inside": 2, "2x": 1, "4x": 1, "further": 1}
+
+
+def test_lengths_of_which_only_bytes_are_known_say_nothing_of_seconds():
+    other = make_table((300, 1000), ("megatron_ts",))
+    untimed = {"status": BYTES_ONLY, "forward_seconds": 0.0, "backward_seconds": 0.0}
+    points = [replace(m, **untimed) if m.seq_length > 300 else m for m in other.measurements]
+    found = measure_accuracy(TABLE, replace(other, measurements=points), ("hybrid",))
+    counts = {e.quantity: len(e.errors) for e in found if e.operation == "mlp"}
+    assert counts["kept_bytes"] == 2
+    assert counts["time_seconds"] == counts["forward_seconds"] == 1
 
 
 def test_too_few_lengths_are_refused():

@@ -130,3 +130,18 @@ def test_a_floor_that_is_none_is_refused(floor, table, tmp_path):
     path.write_text(json.dumps(values))
     with pytest.raises(UserError, match="backward_floor"):
         read_cost_file(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("fine",), "status is none of ok, oom, unsupported"),
+        (("ok", 1.0, 1.0, -5.0), "kept_bytes must lie in"),
+        (("ok", 1.0, float("nan")), "backward_seconds must lie in"),
+        (("ok", float("inf")), "forward_seconds must lie in"),
+        (("ok",), "forward_seconds must be above 0"),
+    ],
+)
+def test_impossible_measurements_of_rows_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        RowMeasurement("metp", load_of_one(64, P, causal=True), *values)
