@@ -18,6 +18,7 @@ from megatron_paradyse.train.checkpoint_files import (
     folder_of,
     iteration_to_load,
     list_files,
+    others,
     unfinished_iterations,
     whole_iterations,
 )
@@ -39,6 +40,7 @@ def test_a_good_folder_is_loaded_as_its_tracker_says(folder):
     assert iteration_to_load(str(folder), None) is None
     assert iteration_to_load(str(folder), 8) is None
     assert whole_iterations(str(folder)) == [4, 8, 12]
+    assert others(str(folder), None) == "load another with --ckpt-step 12"
 
 
 @pytest.mark.parametrize("name", ["common.pt", "inner/0.distcp"])

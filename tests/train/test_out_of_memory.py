@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -141,6 +142,16 @@ def test_costs_that_each_start_measures_anew_are_the_same(monkeypatch, tmp_path)
     assert name_of_costs(kept, "abc") == name_of_costs(kept, "def")
     assert name_of_costs(kept, "abc") != name_of_costs(kept.replace("12", "13"), "abc")
     assert name_of_costs(given, "abc") != name_of_costs(given, "def")
+
+
+@pytest.mark.parametrize("folder", [None, "msc://bucket/folder"])
+def test_what_no_folder_holds_is_not_said_to_be_kept(folder, monkeypatch):
+    """The line that a run ends with would name --save otherwise."""
+    plugin.install()
+    from megatron_paradyse.train import memory_record
+
+    monkeypatch.setattr(memory_record, "get_args", lambda: argparse.Namespace(save=folder))
+    assert memory_record.keep_beside_checkpoints({"kind": "out_of_memory"}) is False
 
 
 def start(name: str, tensor: int) -> dict:
