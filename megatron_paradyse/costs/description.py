@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_paradyse import __version__
-from megatron_paradyse.costs.layers import ATTENTION, LayerKinds, half_of, layer_of, ranges_text
+from megatron_paradyse.costs.layers import (
+    ATTENTION,
+    LAYER,
+    LayerKinds,
+    half_of,
+    layer_of,
+    ranges_text,
+)
 from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 from megatron_paradyse.errors import UserError
 
@@ -165,7 +172,9 @@ class Description:
         return self.model.head_dim if self.model.position_embedding in ROTARY else 0
 
     def window(self, operation: str) -> float:
-        """Keys that a query of its attention sees: an attention's or a whole layer's."""
+        """Keys that a query sees in an attention or a whole layer; infinite of what has none."""
+        if half_of(operation) not in (ATTENTION, LAYER):
+            return math.inf
         kind = self.layer_kinds.operations(layer_of(operation))
         attention = operation if half_of(operation) == ATTENTION else kind[0]
         return (self.halves or {}).get(attention, {}).get(WINDOW, math.inf)

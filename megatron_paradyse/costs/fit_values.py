@@ -63,7 +63,7 @@ from megatron_paradyse.costs.table import (
 Measured = Mapping[tuple[str, str], Sequence[Measurement]]  # (strategy, operation) -> what is ok
 
 # One more with each change after which the same measurements are fitted otherwise.
-LAWS = 2
+LAWS = 3
 MAX_LAWS = 1 << 20
 MAX_OPERATIONS = 500
 MAX_EDGES = 500

@@ -10,7 +10,8 @@ never falls with s.
 
 Bytes of an attention with a window whose kernel is ours jump at the window, and again where a
 rank's part of the sequence is beyond it. Where their law is not near, the residual of each length,
-exact as they are, holds up to the middle between it and the next.
+exact as they are, holds up to the middle between it and the next. So it does of bytes of a loss
+head and an embedding that go in tiles, the last of which is fuller at some lengths than at others.
 
 Workspace may truly fall with s: what is measured above the bytes kept shrinks as those grow. Its
 peak, workspace + kept, cannot. The law is therefore fitted to the peak, and kept is subtracted.
@@ -125,7 +126,7 @@ def fit_hybrid(
     if not np.all(fitted > 0):
         return HybridFit(law)
     residual = total / fitted - 1
-    if not is_time and window < math.inf and not _is_near(law, s, b, total):
+    if not is_time and min(window, whole_tokens) < math.inf and not _is_near(law, s, b, total):
         steps = nearest_steps(s, b, residual)
     elif _neighbours_agree(s, b, residual, TIME_FLOOR if is_time else BYTES_FLOOR):
         steps = forest_steps(s, b, residual)

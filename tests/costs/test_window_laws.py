@@ -110,6 +110,22 @@ def test_bytes_of_a_window_that_no_law_comes_near_are_those_of_the_nearest_lengt
     assert np.count_nonzero(told > 1 + 1e-9) == 1
 
 
+def test_bytes_of_an_edge_that_no_law_comes_near_are_those_of_the_nearest_length():
+    """Beyond a tile the last one is fuller at some lengths than at others: never below."""
+    s = np.geomspace(128, 65536, 14).round()
+    y = 1e5 + 300 * np.minimum(s, TILE) + np.where(s > TILE, 1e6 * (np.arange(14) // 2), 0.0)
+    given = {"operation": "head", "is_time": False, "kept": 10 * s, "tile_tokens": TILE}
+    fit = fit_hybrid(s, np.ones(14), y, whole_tokens=2 * TILE, **given)
+    told = np.array([hybrid_value(fit, x, 1, 65536) for x in s]) / (y + 10 * s)
+    assert told.min() >= 1 - 1e-9 and told.max() < 1.03
+
+
+def test_what_is_no_attention_has_no_window():
+    d = replace(DESCRIPTION, halves={"attention": {"window": WINDOW}})
+    assert d.window("attention") == d.window("layer") == WINDOW
+    assert all(d.window(name) == np.inf for name in ("mlp", "embedding", "head"))
+
+
 def test_a_law_with_a_window_is_read_and_evaluated_as_it_was_fitted(tmp_path):
     s = np.geomspace(128, 32768, 8)
     points = [
