@@ -32,6 +32,7 @@ from megatron_paradyse.costs.table import (
     ATTENTION,
     BYTE_QUANTITIES,
     MODEL,
+    PREDICTION,
     QUANTITIES,
     TIME_QUANTITIES,
     CostTable,
@@ -131,7 +132,7 @@ def fit_operation(
                 whole_tokens=2 * d.edge_tile_tokens if strategy == MODEL else math.inf,
                 window=window,
                 reaches=[parts * (window + TILE - 1) for parts in (1, p, 2 * p)],
-                bend=shortest_narrow(window, p) if base_name(strategy) in RINGS else math.inf,
+                bend=_bend(strategy, operation, points[0].batch_size, d),
             )
             for name in QUANTITIES
         )
@@ -140,6 +141,17 @@ def fit_operation(
     lengths = [m.seq_length for m in points]
     shortest, longest = min(lengths), max(lengths)
     return OperationFit(strategy, operation, shortest, longest, fits, timed_ranges(points))
+
+
+def _bend(strategy: str, operation: str, b: int, d: Description) -> float:
+    """The shortest sequence of those that may have laws of their own.
+
+    Of rings of attention beside a window; and of multi-token prediction, whose projection is of a
+    rank's own rows where there are more tokens than channels (prediction.py).
+    """
+    if operation == PREDICTION:
+        return d.model.hidden_size // b + 1 if d.p > 1 else math.inf
+    return shortest_narrow(d.window(operation), d.p) if base_name(strategy) in RINGS else math.inf
 
 
 def unfitted(table: CostTable) -> list[str]:

@@ -1,0 +1,46 @@
+"""What multi-token prediction does beside its layers has two laws: below and above h tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_paradyse.costs.fitting import fit_operation
+from megatron_paradyse.costs.model import CostModel
+from megatron_paradyse.costs.table import MODEL, PREDICTION, Measurement
+from tests.costs.synthetic import CONSTANTS, DESCRIPTION
+
+H = 128  # of a LLaMA on four ranks, in units of 512 bytes: kept, forward and backward
+COUNTED = {
+    64: (129.5, 98.0, 176.0),
+    96: (194.2, 147.0, 232.0),
+    112: (226.6, 171.5, 260.0),
+    128: (259.0, 196.0, 288.0),
+    136: (173.2, 260.2, 644.0),
+    160: (203.8, 261.0, 656.0),
+    192: (244.5, 262.0, 672.0),
+    256: (326.0, 264.0, 704.0),
+    512: (652.0, 272.0, 832.0),
+}
+PROFILED = (64, 96, 160, 256, 512)
+
+
+def measured(s: int, b: int = 1) -> Measurement:
+    kept, forward, backward = (512 * count for count in COUNTED[s * b])
+    return Measurement(MODEL, PREDICTION, s, b, "ok", 1e-3, 2e-3, kept, forward, backward)
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_lengths_between_are_told_on_either_side(b):
+    model = dataclasses.replace(DESCRIPTION.model, hidden_size=H)
+    description = dataclasses.replace(DESCRIPTION, model=model)
+    points = [measured(tokens // b, b) for tokens in PROFILED]
+    fit = fit_operation(MODEL, PREDICTION, points, "hybrid", description)
+    costs = CostModel("hybrid", (fit,), CONSTANTS)
+    for tokens in COUNTED:
+        asked, true = costs.operation(MODEL, PREDICTION, tokens // b, b), measured(tokens // b, b)
+        assert asked.kept_bytes == pytest.approx(true.kept_bytes, rel=0.005)
+        for name in ("forward_bytes", "backward_bytes"):
+            peaks = (getattr(one, name) + one.kept_bytes for one in (asked, true))
+            assert next(peaks) == pytest.approx(next(peaks), rel=0.005), (name, tokens)
