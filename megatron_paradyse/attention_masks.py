@@ -61,3 +61,24 @@ def documents_of_mask(
     if min(found) == s:
         return None
     return tuple(((0, length),) for length in found) * (1 if len(found) > 1 else batch_size)
+
+
+def check_of_generation(mask: Tensor | None) -> None:
+    """UserError for a mask [b or 1, 1, s, s of all keys] that attention by position would not heed.
+
+    That hides later tokens and, of a prompt, padding at its end. Queries are the last of the keys.
+    """
+    if mask is None:
+        return
+    if mask.dim() != 4 or mask.shape[-2] == mask.shape[-1]:
+        documents_of_mask(mask, batch_size=len(mask), causal=True)
+        return
+    num_queries, s = mask.shape[-2:]
+    positions = torch.arange(s, device=mask.device)
+    later = positions > positions[s - num_queries :, None]
+    if bool((mask != later).any()):
+        raise UserError(
+            "an attention mask that hides other keys than later tokens while text is generated, "
+            "which attention without scores would not heed: give none, or "
+            "attention_backend=AttnBackend.unfused in the TransformerConfig"
+        )

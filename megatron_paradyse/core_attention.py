@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.rms_norm import RmsNorm
 from megatron_paradyse.shapes import attention_shape
-from megatron_paradyse.strategies.blocks import whole
+from megatron_paradyse.strategies.blocks import Span, whole
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
@@ -45,6 +45,7 @@ class CoreAttention(MegatronModule):
 
     Takes and gives what Megatron's DotProductAttention does: query [s, b, n/p, d], key and value
     [s, b, g/p, d] -> [s, b, n/p * d]. Of latent attention (k_channels) it only has the offset.
+    While text is generated queries are fewer, and are the last of the keys.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class CoreAttention(MegatronModule):
         planned = packed_seq_params
         seed = planned.dropout_seed(self.plan_number) if planned is not None else 0
         microbatch = Microbatch(
-            query.shape[0],
-            query.shape[1],
+            key.shape[0],
+            key.shape[1],
             documents=planned.documents if planned is not None else None,
             shards=planned.shards if planned is not None else None,
             dropout_seed=seed,
@@ -98,11 +99,13 @@ class CoreAttention(MegatronModule):
             microbatch,
             first_head=self.tp_group.rank() * query.shape[2],
         )
+        queries, keys = _spans(microbatch, num_queries=query.shape[0])
         out = local_attention(
             query,
             key,
             value,
-            spans=whole(microbatch),
+            spans=queries,
+            k_spans=keys,
             task=task,
             offset=in_float(self.softmax_offset),
         )
@@ -114,6 +117,17 @@ class CoreAttention(MegatronModule):
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         as_megatron: Any = DotProductAttention.sharded_state_dict
         return as_megatron(self, prefix, sharded_offsets, metadata)
+
+
+def _spans(
+    microbatch: Microbatch, *, num_queries: int
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Of the queries and of the keys: the same positions, or the queries' are the last of them."""
+    s = microbatch.seq_length
+    if num_queries == s:
+        return whole(microbatch), whole(microbatch)
+    earlier = s - num_queries
+    return (Span(0, earlier, s),), (Span(0, 0, earlier), Span(earlier, earlier, s))
 
 
 def _is_view_of_more(x: Tensor) -> bool:

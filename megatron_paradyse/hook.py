@@ -13,12 +13,14 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.parallel_state import get_data_parallel_rank, get_global_memory_buffer
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_paradyse.attention_masks import documents_of_mask
+from megatron_paradyse.attention_masks import check_of_generation, documents_of_mask
+from megatron_paradyse.core_attention import CoreAttention
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.microbatch_params import PlannedMicrobatch, planned_microbatch, row_of
 from megatron_paradyse.packing.row import Row
@@ -101,11 +103,14 @@ class MicrobatchHook:
         self._shards = block.tp_group.size() if block.config.sequence_parallel else 1
         self._iteration, self._begun, self._microbatch = -1, 0, -1
         self._causal = layers[0].self_attention.attn_mask_type == AttnMaskType.causal
+        self._own_core = isinstance(layers[0].self_attention.core_attention, CoreAttention)
         self._predicts = predicts
         self._for_prediction: PlannedMicrobatch | None = None
 
     def __call__(self, block: TransformerBlock, args, kwargs):
-        if kwargs.get("inference_context") is not None:
+        if kwargs.get("inference_context") is not None or InferenceMode.is_active():
+            if self._own_core:
+                check_of_generation(kwargs.get("attention_mask"))
             return args, kwargs  # keys of earlier tokens, which Megatron's own forward knows
         _refuse_second_dropout(block)
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_paradyse import attention_masks
-from megatron_paradyse.attention_masks import documents_of_mask
+from megatron_paradyse.attention_masks import check_of_generation, documents_of_mask
 from megatron_paradyse.errors import UserError
 
 
@@ -90,3 +90,19 @@ def test_bidirectional_masks_of_padding_are_known():
 def test_other_kinds_are_refused(mask):
     with pytest.raises(UserError, match=r"an attention mask of torch\."):
         documents_of_mask(mask, batch_size=1, causal=True)
+
+
+def test_while_text_is_generated_queries_are_the_last_of_the_keys():
+    for mask in (
+        None,
+        causal(7, 7),
+        causal(7, 5),
+        causal(7, 7)[..., 4:, :],
+        causal(7, 7)[..., 6:, :],
+    ):
+        check_of_generation(mask)
+    for first in (0, 4, 6):
+        mask = causal(7, 7)[..., first:, :]
+        mask[..., :2] = True  # as of a prompt with padding before it
+        with pytest.raises(UserError, match=r"padding inside a|other keys than later tokens while"):
+            check_of_generation(mask)

@@ -122,18 +122,19 @@ def _scaled(kind: type) -> type:
     return type("Scaled", (kind,), {"forward": forward})
 
 
-def generating(p: str, embedding: str, head_tile: str) -> None:
-    """Tokens one by one, each with the keys of those before it, as stock layers do.
+def generating(p: str, embedding: str, head_tile: str, backend: str) -> None:
+    """Tokens one by one or two, with the keys of those before them, as stock layers do.
 
-    Before and after it the model trains. While it generates, Megatron turns sequence parallelism
-    off.
+    And a text without such keys, as an engine asks for it. Before and after it the model trains.
+    While it generates, Megatron turns sequence parallelism off.
     """
     from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.inference.utils import InferenceMode
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
     start(p=int(p))
-    config = configuration(attention_backend=AttnBackend.unfused)
+    config = configuration(attention_backend=AttnBackend[backend])
     made = loop(config, layer, position_embedding_type=embedding)
     expected = made.results(made.stock, LENGTHS)
     attach(made.models, policy="fixed:metp", head_tile=head_tile)
@@ -144,13 +145,17 @@ def generating(p: str, embedding: str, head_tile: str) -> None:
         if int(p) > 1:
             set_model_to_sequence_parallel(model, False)
         model.eval()
-        for first, stop in ((0, 16), (16, 17), (17, 18)):
-            positions = torch.arange(first, stop)[None]
+        whole = {"runtime_gather_output": True}
+        for first, stop in ((0, 16), (16, 17), (17, 19)):
+            given = made.text[None, first:stop], torch.arange(first, stop)[None]
             mask = torch.ones(1, 1, stop - first, stop, dtype=torch.bool).triu(first + 1)
             with torch.no_grad():
-                tokens = made.text[None, first:stop]
-                found.append(model(tokens, positions, mask, inference_context=context))
+                found.append(model(*given, mask, inference_context=context, **whole))
             context.increment_sequence_len_offset(stop - first)
+        with torch.no_grad(), InferenceMode.active():
+            given = made.text[None, :16], torch.arange(16)[None]
+            mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+            found.append(model(*given, mask, **whole))
         if int(p) > 1:
             set_model_to_sequence_parallel(model, True)
         model.train()

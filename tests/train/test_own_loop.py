@@ -38,11 +38,15 @@ def test_replicas_of_a_wrapped_model_train_as_with_stock_layers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "positions", "head_tile"),
-    [(1, "learned_absolute", "auto"), (2, "rope", "auto"), (2, "learned_absolute", "8")],
+    ("ranks", "positions", "head_tile", "backend"),
+    [
+        (1, "learned_absolute", "auto", "auto"),
+        (2, "rope", "auto", "auto"),
+        (2, "learned_absolute", "8", "unfused"),
+    ],
 )
-def test_generating_leaves_plans_aside(ranks, positions, head_tile, tmp_path):
-    run(["generating", str(ranks), positions, head_tile], tmp_path, 3, ranks=ranks)
+def test_generating_leaves_plans_aside(ranks, positions, head_tile, backend, tmp_path):
+    run(["generating", str(ranks), positions, head_tile, backend], tmp_path, 3, ranks=ranks)
 
 
 def test_plans_by_cost_within_what_is_left_of_the_memory(tmp_path):
