@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,11 +27,8 @@ from megatron_paradyse.hook import Counts, Planned, PolicyOf, attach_hooks
 from megatron_paradyse.layer_specs import switchable_block
 from megatron_paradyse.live_bytes import make_meter
 from megatron_paradyse.model_edges import attach_edges
-from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import FIELDS, Settings, make_settings
-from megatron_paradyse.strategies import base_name
-from megatron_paradyse.submodules import SwitchableLayer, SwitchableMLP
 from megatron_paradyse.train import bucket_order
 from megatron_paradyse.train.choosing import CostPolicies
 from megatron_paradyse.train.megatron_limits import check_key_heads
@@ -43,6 +40,7 @@ from megatron_paradyse.train.model_flags import (
     check_prediction,
     complete_window,
 )
+from megatron_paradyse.train.read_parts import check_layers
 from megatron_paradyse.train.static_bytes import static_bytes
 from megatron_paradyse.train.strategy_flags import check_strategies
 
@@ -54,8 +52,6 @@ TAKEN = (
 )
 SIZES = {"memory_budget", "host_memory"}  # numbers of bytes, too
 MOST_MICROBATCHES = 1 << 20  # where the loop does not say how many
-# A TransformerEngine's linear may hold the norm before it.
-OF_A_LINEAR = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
 MARK = "_paradyse_attached"  # of a GPTModel whose microbatches are planned
 
 
@@ -157,7 +153,7 @@ def attach(
     names = _checked(args)
     for chunk in chunks:
         chunk.config.window_size = args.window_size
-        _check_layers(chunk, names)
+        check_layers(chunk, names)
     policies, policy_of = _policies(args, chunks)
     attached = Attached(chunks, policies, seed=seed)
     attach_hooks(
@@ -273,44 +269,3 @@ def _checked(args: argparse.Namespace) -> tuple[str, ...]:
         return check_strategies(args)
     except UserError as error:
         raise UserError(f"of this model, in Megatron's flags: {error}") from error
-
-
-def _check_layers(chunk: GPTModel, strategies: tuple[str, ...]) -> None:
-    others = [name for name in strategies if base_name(name) != MEGATRON_TS]
-    layers = list(chunk.decoder.layers)
-    if getattr(chunk, "mtp_process", False):
-        layers += [layer.mtp_model_layer for layer in chunk.mtp.layers]
-    for layer in layers:
-        if not isinstance(layer, SwitchableLayer):
-            raise UserError(
-                f"a layer is a {type(layer).__name__}, which cannot switch: build the model with "
-                "switchable_spec(spec, config)"
-            )
-        for name, linear in _linears(layer) if others else ():
-            more = _more_than_a_linear(linear)
-            if more is not None:
-                raise UserError(
-                    f"{name} is a {type(linear).__name__} {more}, as of an adapter, which "
-                    f"{others[0]} would pass by: use policy fixed:megatron_ts"
-                )
-
-
-def _more_than_a_linear(linear: torch.nn.Module) -> str | None:
-    """What it computes besides its weight and bias: those who read them would not know of it."""
-    if "weight" not in linear._parameters:
-        return "without a weight of its own"
-    more = next((name for name, _ in linear.named_parameters() if name not in OF_A_LINEAR), None)
-    if more is not None:
-        return f"with {more} besides its weight"
-    return "with a forward hook" if linear._forward_hooks else None
-
-
-def _linears(layer: SwitchableLayer) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Those whose weights strategies read; latent attention has others than self-attention."""
-    halves = [layer.self_attention]
-    if isinstance(layer.mlp, SwitchableMLP):
-        halves.append(layer.mlp)
-    for half in halves:
-        for name, part in half.named_children():
-            if name.startswith("linear_"):
-                yield name, part

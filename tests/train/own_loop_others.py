@@ -28,7 +28,10 @@ def wrapped(folder: str) -> None:
 
     def train(models: list, plans: dict | None) -> dict:
         settings = DistributedDataParallelConfig(
-            overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=10_000
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            use_distributed_optimizer=True,
+            bucket_size=10_000,
         )
         chunks = [DistributedDataParallel(made.config, settings, _Seeing(models[0]))]
         made.config.no_sync_func = chunks[0].no_sync
@@ -183,6 +186,7 @@ def refused() -> None:
         "adapter": lambda: attach(_adapted(made), policy="fixed:metp"),
         "with lora.weight besides": lambda: attach(_adapted_inside(made), policy="fixed:metp"),
         "with a forward hook": lambda: attach(_hooked(made), policy="fixed:metp"),
+        "core_attention is a Own with": lambda: attach(_other_core(), policy="fixed:metp"),
         "0 GPTModels": lambda: attach([torch.nn.Linear(2, 2)], policy="fixed:metp"),
         "[model]": lambda: attach(made.models[0], policy="fixed:metp"),
         "is empty": lambda: attach([], policy="fixed:metp"),
@@ -239,6 +243,19 @@ def _adapted_inside(made):
     attention.linear_proj = attention.linear_proj.to_wrap
     attention.linear_proj.lora = torch.nn.Linear(2, 2)
     return made.models
+
+
+def _other_core():
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    own = type("Own", (DotProductAttention,), {"forward": lambda self, query, *_, **__: query})
+
+    def spec(config):
+        made = layer(config)
+        made.submodules.self_attention.submodules.core_attention = own
+        return made
+
+    return loop(configuration(num_layers=1), spec).models
 
 
 def _hooked(made):
