@@ -163,6 +163,18 @@ def _patch_torch() -> None:
     for name in ("LongTensor", "ByteTensor"):
         setattr(cuda, name, getattr(torch, name))
     _CudaMeansCpu().__enter__()
+    torch.autograd._engine_run_backward = _in_backwards(torch.autograd._engine_run_backward)
+
+
+def _in_backwards(run_backward):
+    """Redirects in what a backward runs too, for which PyTorch leaves the mode."""
+
+    @functools.wraps(run_backward)
+    def run(*args, **kwargs):
+        with _CudaMeansCpu():
+            return run_backward(*args, **kwargs)
+
+    return run
 
 
 def _tensor_type(original):

@@ -61,3 +61,28 @@ def test_it_is_not_imported_where_there_is_a_gpu():
     )
     result, stdout, stderr = run_bounded([sys.executable, "-c", code], timeout_seconds=120)
     assert result == 0 and "not imported" in stdout, stdout + stderr[-2000:]
+
+
+class _MakesAMask(torch.autograd.Function):
+    """As Megatron's unfused attention does when it runs again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.full((2,), 3.0, device="cuda")
+
+
+def test_what_a_backward_runs_lands_on_the_cpu_too():
+    """PyTorch leaves the mode that redirects devices for each of its ways into a backward."""
+    plugin.install()
+    for run in (
+        lambda x, y: y.backward(),
+        lambda x, y: torch.autograd.backward(y),
+        lambda x, y: setattr(x, "grad", torch.autograd.grad(y, x)[0]),
+    ):
+        x = torch.ones(2, requires_grad=True)
+        run(x, _MakesAMask.apply(x).sum())
+        assert x.grad.tolist() == [3.0, 3.0]
