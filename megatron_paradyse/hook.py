@@ -6,6 +6,7 @@ The plan travels to the layers as Megatron's packed_seq_params argument (microba
 from __future__ import annotations
 
 import hashlib
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class MicrobatchHook:
         """layers: of both, in the order in which they run; predicts: whether a second is there."""
         self._policy, self._observer, self._verify = policy, observer, verify
         self._counts = counts
+        self._arguments = tuple(inspect.signature(block.forward).parameters)
         self._outcome = getattr(policy, "outcome", None)  # of a policy that chooses by cost
         self._draws = getattr(policy, "draws", False)  # of one that chooses at random
         self._layer_numbers = tuple(layer.plan_number for layer in layers)
@@ -108,6 +110,7 @@ class MicrobatchHook:
         self._for_prediction: PlannedMicrobatch | None = None
 
     def __call__(self, block: TransformerBlock, args, kwargs):
+        args, kwargs = (), {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         if kwargs.get("inference_context") is not None or InferenceMode.is_active():
             if self._own_core:
                 check_of_generation(kwargs.get("attention_mask"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -94,7 +95,7 @@ class Attached:
 
     @iteration.setter
     def iteration(self, iteration: int) -> None:
-        self._iteration = iteration
+        self._iteration = _whole("iteration", iteration)
         self._begun += 1
 
     def hold(self, optimizer: Any = None) -> None:
@@ -142,9 +143,8 @@ def attach(
     """
     bucket_order.install()  # before a DistributedDataParallel is made
     found = _settings(settings)
-    if num_microbatches is not None and not (
-        isinstance(num_microbatches, int) and num_microbatches > 0
-    ):
+    seed = _whole("seed", seed)
+    if num_microbatches is not None and _whole("num_microbatches", num_microbatches) < 1:
         raise UserError(
             f"num_microbatches {num_microbatches!r}: give a whole number from 1, or none"
         )
@@ -167,6 +167,16 @@ def attach(
     for chunk in chunks:
         setattr(chunk, MARK, True)
     return attached
+
+
+def _whole(name: str, given: Any) -> int:
+    """UserError for another: texts of it, and of numpy's 1 and Python's, are hashed (hook.py)."""
+    try:
+        if isinstance(given, bool):
+            raise TypeError
+        return operator.index(given)
+    except TypeError as error:
+        raise UserError(f"{name} {given!r}: give a whole number") from error
 
 
 def _policies(

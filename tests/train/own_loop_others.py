@@ -98,12 +98,13 @@ class _ValueHead(torch.nn.Linear):
 
 
 def subclassed() -> None:
-    """A GPT whose forward takes no more than these, with an embedding of another class."""
+    """A GPT whose forward takes no more than these, with an embedding and a block of others."""
     start(p=2)
     made = loop(configuration(), layer)
     for models in (made.stock, made.models):
         models[0].__class__ = _narrow(type(models[0]))
         models[0].embedding.__class__ = _scaled(type(models[0].embedding))
+        models[0].decoder.__class__ = _by_position(type(models[0].decoder))
     expected = made.results(made.stock, LENGTHS)
     attach(made.models, policy="random:8", head_tile=16)
     for turn in range(2):
@@ -116,6 +117,15 @@ def _narrow(kind: type) -> type:
         return kind.forward(self, input_ids, position_ids, attention_mask, **given)
 
     return type("Narrow", (kind,), {"forward": forward})
+
+
+def _by_position(kind: type) -> type:
+    """As a model of one's own may call its block: hidden states and mask without their names."""
+
+    def call(self, hidden_states, attention_mask, **kwargs):
+        return kind.__call__(self, hidden_states, attention_mask, **kwargs)
+
+    return type("ByPosition", (kind,), {"__call__": call})
 
 
 def _scaled(kind: type) -> type:
@@ -193,14 +203,21 @@ def refused() -> None:
         "has a NoneType": lambda: attach([None], policy="fixed:metp"),
         "has 2, and its model is of 1": lambda: attach(made.models * 2, policy="fixed:metp"),
         "by a call of its own": lambda: attach([*made.models, other], policy="fixed:metp"),
-        "whole number": lambda: attach(made.models, policy="fixed:metp", num_microbatches=0),
+        "0: give a whole number": lambda: attach(
+            made.models, policy="fixed:metp", num_microbatches=0
+        ),
+        "num_microbatches True": lambda: attach(
+            made.models, policy="fixed:metp", num_microbatches=True
+        ),
+        "seed 'x': give a whole": lambda: attach(made.models, policy="fixed:metp", seed="x"),
     }
     _refuses(cases)
     attention = made.models[0].decoder.layers[1].self_attention
     attention.linear_proj._forward_hooks.clear()
     compare("afterwards", *(made.results(models, LENGTHS) for models in (made.stock, made.models)))
-    attach(made.models, policy="fixed:metp")
+    planned = attach(made.models, policy="fixed:metp")
     cases = {
+        "iteration 1.5: give a whole": lambda: setattr(planned, "iteration", 1.5),
         "attach once": lambda: attach(made.models, policy="fixed:megatron_ts"),
         "23 tokens on 2 ranks: pad it": lambda: made.results(made.models, (23,)),
     }
