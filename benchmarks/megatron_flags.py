@@ -3,13 +3,16 @@
 Each setting is trained twice for three iterations on 2 or 4 CPU ranks, in float32 without dropout:
 by stock Megatron, and with a random plan for every layer, operation and microbatch. It is equal
 where every loss is within 1e-4 and every gradient norm within 1e-3 of stock Megatron's; refused
-where one line says why it does not run; else it differs or has failed.
+where one line says why it does not run; else it differs or has failed. With --combinations, so many
+random combinations of two to five of these settings instead, on 2 or 4 ranks.
 
     .venv/bin/python benchmarks/megatron_flags.py --json
+    .venv/bin/python benchmarks/megatron_flags.py --combinations 120 --json
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +27,8 @@ from tests.train.harness import LLAMA, Run, attempt
 ITERATIONS = 3
 LOSS, GRAD_NORM = 1e-4, 1e-3  # plans add in other orders, and Adam divides by small numbers
 TIME_LIMIT_SECONDS = 60
-OURS = ["--paradyse", "--paradyse-sequences", "fixed", "--paradyse-policy", "random:1"]
+SEED = 1  # of plans, and of combinations
+OURS = ["--paradyse", "--paradyse-sequences", "fixed", "--paradyse-policy", f"random:{SEED}"]
 COMMON = ["--mock-data", "--sequence-parallel", "--train-iters", str(ITERATIONS)]
 
 ROPE = "--position-embedding-type rope"
@@ -153,6 +157,9 @@ FOUR_RANKS = {
     "context parallelism": "--context-parallel-size 2",
 }
 QUICK = ("no other flag", "clamped SwiGLU")
+REFUSED = ("clamped SwiGLU", "positions of three kinds", "FP8", "context parallelism")
+
+Settings = dict[str, tuple[int, str]]  # by name: ranks and flags
 
 
 def train(folder: Path, flags: list[str], ranks: int) -> Run:
@@ -182,13 +189,28 @@ def outcome(folder: Path, text: str, ranks: int) -> dict:
     return {"is": "equal" if equal else "differs", "loss": loss, "grad_norm": norm}
 
 
-def run(names: tuple[str, ...]) -> dict:
-    settings = {name: (2, text) for name, text in TWO_RANKS.items()}
-    settings |= {name: (4, text) for name, text in FOUR_RANKS.items()}
+def combinations(count: int) -> Settings:
+    """Of settings that run alone and have no flag in common."""
+    draw = random.Random(SEED)
+    found: Settings = {}
+    of_two, of_four = (
+        [name for name in settings if name not in REFUSED] for settings in (TWO_RANKS, FOUR_RANKS)
+    )
+    while len(found) < count:
+        ranks = draw.choice((2, 4))
+        names = [draw.choice(of_four)] if ranks == 4 else []
+        names += draw.sample(of_two, draw.choice((2, 3, 4)))
+        texts = [(TWO_RANKS | FOUR_RANKS)[name] for name in names]
+        flags = [word for text in texts for word in text.split() if word.startswith("--")]
+        if len(flags) == len({*flags}):
+            found[", ".join(names)] = ranks, " ".join(texts)
+    return found
+
+
+def run(settings: Settings) -> dict:
     rows: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(names or settings):
-            ranks, text = settings[name]
+        for number, (name, (ranks, text)) in enumerate(settings.items()):
             rows[name] = outcome(Path(folder, str(number)), text, ranks)
             print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
     counts = {k: sum(r["is"] == k for r in rows.values()) for k in ("equal", "refused", "differs")}
@@ -204,9 +226,18 @@ def run(names: tuple[str, ...]) -> dict:
 
 
 def main() -> None:
-    arguments = options(__doc__.splitlines()[0]).parse_args()
-    configuration = {"iterations": ITERATIONS, "policy": "random:1", "dtype": "float32"}
-    finish("megatron_flags", run(QUICK if arguments.quick else ()), configuration, arguments)
+    parser = options(__doc__.splitlines()[0])
+    parser.add_argument("--combinations", type=int, metavar="COUNT", help="of several settings")
+    arguments = parser.parse_args()
+    settings: Settings = {name: (2, text) for name, text in TWO_RANKS.items()}
+    settings |= {name: (4, text) for name, text in FOUR_RANKS.items()}
+    name, configuration = "megatron_flags", {"iterations": ITERATIONS, "policy": f"random:{SEED}"}
+    if arguments.combinations:
+        name, settings = f"{name}_combined", combinations(arguments.combinations)
+        configuration |= {"seed": SEED}
+    if arguments.quick:
+        settings = {name: settings[name] for name in QUICK}
+    finish(name, run(settings), {**configuration, "dtype": "float32"}, arguments)
 
 
 if __name__ == "__main__":
