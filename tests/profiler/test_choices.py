@@ -14,14 +14,8 @@ from click.testing import CliRunner
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.table import (
-    ATTENTION,
-    BYTES_ONLY,
-    HEAD,
     LAYER,
     MLP,
-    MODEL,
-    OK,
-    OOM,
     Measurement,
 )
 from megatron_paradyse.errors import UserError
@@ -46,7 +40,6 @@ from megatron_paradyse.profiler.outcome import outcome
 from megatron_paradyse.profiler.points import (
     Options,
     choose_lengths,
-    like_it,
     points,
     strategies_to_profile,
 )
@@ -119,34 +112,6 @@ def test_what_the_costs_of_a_named_strategy_need_is_profiled_too():
     assert strategies_to_profile(("ulysses_z+recompute",)) == ("ulysses_z", "ulysses_z+recompute")
     found = strategies_to_profile(("metp+offload", "megatron_ts", "metp"))
     assert found == ("metp", "metp+recompute", "metp+offload", "megatron_ts")
-
-
-NAMES = strategies_to_profile(None)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "operation", "status", "switches", "names"),
-    [
-        ("ulysses_z", MLP, OK, True, ["megatron_cz", "colossal_z"]),
-        ("megatron_cz", f"{MLP}@2", BYTES_ONLY, True, ["colossal_z"]),
-        ("ulysses_z+recompute", MLP, OOM, True, ["megatron_cz+recompute", "colossal_z+recompute"]),
-        ("ulysses_z", MLP, "unsupported: n % p", True, []),
-        ("megatron_ts", MLP, "unsupported: g % p", False, []),
-        ("ulysses_z", ATTENTION, OK, True, []),
-        ("ulysses_z", LAYER, OK, True, []),
-        ("megatron_ts", MLP, OK, True, []),
-        ("megatron_ts", MLP, OK, False, ["ulysses_z", "megatron_cz", "colossal_z", "metp"]),
-        ("metp", MLP, OK, True, []),
-        (MODEL, HEAD, OK, True, []),
-    ],
-)
-def test_what_strategies_share_is_measured_of_the_first(
-    strategy, operation, status, switches, names
-):
-    numbers = {OK: (1.0, 2.0, 3.0), BYTES_ONLY: (0.0, 0.0, 3.0)}.get(status, ())
-    measured = Measurement(strategy, operation, 64, 1, status, *numbers)
-    found = like_it(measured, NAMES, switches=switches)
-    assert found == [dataclasses.replace(measured, strategy=name) for name in names]
 
 
 def test_flags_of_a_training_become_those_of_a_profile():
