@@ -8,7 +8,7 @@ fit is described, so that every machine rounds alike: a product of matrices is a
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,11 +33,12 @@ class HybridEvaluation:
     ) -> None:
         b = batch_size
         laws = [fit.law for fit in fits]
-        bends = {law.bend for law in laws if law.beyond is not None}
-        assert len(bends) <= 1, "all fits of a model bend at one length"
-        self._bend = min(bends, default=math.inf)
-        self._below = _Side(laws, b)
-        self._beyond = _Side([law.beyond or law for law in laws], b) if bends else self._below
+        # Of layers and of the model's edges, which bend elsewhere.
+        self._bends = sorted({law.bend for law in laws if law.beyond is not None})
+        self._sides = [
+            _Side([law.beyond if law.beyond and law.bend in begun else law for law in laws], b)
+            for begun in (self._bends[:count] for count in range(len(self._bends) + 1))
+        ]
         self._max_lengths = np.array(max_lengths, dtype=float)
         self._corrected = np.array(
             [row for row, fit in enumerate(fits) if fit.factors is not None], dtype=int
@@ -59,7 +60,7 @@ class HybridEvaluation:
 
     def __call__(self, seq_length: float) -> Array:
         s = float(seq_length)
-        values = (self._beyond if s >= self._bend else self._below)(s)
+        values = self._sides[bisect_right(self._bends, s)](s)
         rows = self._corrected
         if len(rows):
             k = self._steps.index(s)

@@ -154,8 +154,7 @@ def read_laws(value: Mapping[str, Any]) -> int:
 
 
 def _check_laws(fits: Collection[OperationFit]) -> None:
-    """Of one tile of the layers and one of the model's edges, and of one bend."""
-    bends: set[float] = set()
+    """Of one tile and one bend of the layers, and of the model's edges."""
     for edges in (True, False):
         hybrid = [
             one
@@ -167,9 +166,9 @@ def _check_laws(fits: Collection[OperationFit]) -> None:
         tiles = {law.tile_tokens for law in laws if law.in_tiles}
         if len(tiles) > 1:
             raise ContentError(f"model has tiles of {sorted(tiles)} tokens: all are of one size")
-        bends |= {law.bend for law in laws if law.beyond}
-    if len(bends) > 1:
-        raise ContentError(f"model has laws beyond {sorted(bends)}: all begin at one length")
+        bends = {law.bend for law in laws if law.beyond}
+        if len(bends) > 1:
+            raise ContentError(f"model has laws beyond {sorted(bends)}: all begin at one length")
 
 
 def _read_packed(value: Any, table: CostTable, fits: Collection[tuple[str, str]]) -> Packed:

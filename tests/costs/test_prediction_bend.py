@@ -6,10 +6,12 @@ import dataclasses
 
 import pytest
 
-from megatron_paradyse.costs.fitting import fit_operation
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.fitting import fit_operation, fit_table
 from megatron_paradyse.costs.model import CostModel
-from megatron_paradyse.costs.table import MODEL, PREDICTION, Measurement
+from megatron_paradyse.costs.table import ATTENTION, MODEL, PREDICTION, CostTable, Measurement
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION
+from tests.costs.test_window_laws import BEND, BENT, WINDOW, bent
 
 H = 128  # of a LLaMA on four ranks, in units of 512 bytes: kept, forward and backward
 COUNTED = {
@@ -44,3 +46,25 @@ def test_lengths_between_are_told_on_either_side(b):
         for name in ("forward_bytes", "backward_bytes"):
             peaks = (getattr(one, name) + one.kept_bytes for one in (asked, true))
             assert next(peaks) == pytest.approx(next(peaks), rel=0.005), (name, tokens)
+
+
+def test_rings_beside_a_window_bend_elsewhere_in_the_same_model(tmp_path):
+    """Each at its own length; read again they tell what they told."""
+    described = dataclasses.replace(
+        DESCRIPTION, halves={"attention": {"window": WINDOW}, "mlp": {}}
+    )
+    h = described.model.hidden_size
+
+    def predicted(s: int) -> Measurement:
+        kept = 2000.0 * s if s <= h else 1300.0 * s
+        return Measurement(MODEL, PREDICTION, s, 1, "ok", 1e-3, 2e-3, kept, 1e5, 2e5)
+
+    points = [bent("megatron_cz", s) for s in BENT] + [predicted(s) for s in (64, *BENT)]
+    table, path = CostTable(described, points, CONSTANTS), tmp_path / "costs.json"
+    write_cost_file(path, table, fit_table(table))
+    model = read_cost_file(path).require_model()
+    for s in (100, h, h + 8, 1000, BEND - 8, BEND, 1 << 16):
+        ring, edge = bent("megatron_cz", s).backward_bytes, predicted(s).kept_bytes
+        found = model.operation("megatron_cz", ATTENTION, s).backward_bytes
+        assert found == pytest.approx(ring, rel=0.005)
+        assert model.operation(MODEL, PREDICTION, s).kept_bytes == pytest.approx(edge, rel=0.005)
