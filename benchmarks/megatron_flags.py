@@ -7,7 +7,7 @@ where one line says why it does not run; else it differs or has failed. With --c
 random combinations of two to five of these settings instead, on 2 or 4 ranks.
 
     .venv/bin/python benchmarks/megatron_flags.py --json
-    .venv/bin/python benchmarks/megatron_flags.py --combinations 120 --json
+    .venv/bin/python benchmarks/megatron_flags.py --combinations 100 --json
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def main() -> None:
     if arguments.combinations:
         name, settings = f"{name}_combined", combinations(arguments.combinations)
         configuration |= {"seed": SEED}
-    if arguments.quick:
+    elif arguments.quick:
         settings = {name: settings[name] for name in QUICK}
     finish(name, run(settings), {**configuration, "dtype": "float32"}, arguments)
 

@@ -26,7 +26,10 @@ def test_one_that_somebody_listens_on_is_passed_over(monkeypatch):
             ports.free_port()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such names")
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such names")
+
+
+@only_linux
 def test_one_that_another_process_was_given_is_passed_over(monkeypatch):
     program = "from megatron_paradyse.ports import free_port; print(free_port(), flush=True)"
     with subprocess.Popen(
@@ -42,6 +45,7 @@ def test_one_that_another_process_was_given_is_passed_over(monkeypatch):
     assert ports.free_port() == given, "it ended, and its ranks with it"
 
 
+@only_linux
 def test_a_process_that_starts_many_jobs_keeps_few_names():
     given = [ports.free_port() for _ in range(3 * ports.RESERVED)]
     assert all(ports.LOW <= port < ports.HIGH for port in given)

@@ -93,11 +93,10 @@ def shares_mlp(name: str, other: str) -> bool:
 
     Those of other packages never do: each may refuse shapes that others run.
     """
-    bases = base_name(name), base_name(other)
-    if bases[0] == bases[1] or not {*bases} <= {*BUILT_IN}:
-        return bases[0] == bases[1]
-    one, two = map(_load, bases)
-    return (one.mlp, one.tiled_mlp) == (two.mlp, two.tiled_mlp)
+    bases = {base_name(name), base_name(other)}
+    if not bases <= {*BUILT_IN}:
+        return len(bases) == 1
+    return len({(one.mlp, one.tiled_mlp) for one in map(_load, bases)}) == 1
 
 
 def base_name(name: str) -> str:

@@ -13,11 +13,7 @@ from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
-from megatron_paradyse.costs.table import (
-    LAYER,
-    MLP,
-    Measurement,
-)
+from megatron_paradyse.costs.table import LAYER, MLP, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
 from megatron_paradyse.profiler import start
@@ -37,12 +33,7 @@ from megatron_paradyse.profiler.lengths import (
     lengths_between,
 )
 from megatron_paradyse.profiler.outcome import outcome
-from megatron_paradyse.profiler.points import (
-    Options,
-    choose_lengths,
-    points,
-    strategies_to_profile,
-)
+from megatron_paradyse.profiler.points import Options, choose_lengths, points, strategies_to_profile
 from megatron_paradyse.simulator.network import find_network, write_network
 from megatron_paradyse.strategies import transport
 from megatron_paradyse.units import parse_bytes
