@@ -8,6 +8,7 @@ does to memory, random numbers or process groups ends with it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -24,7 +26,12 @@ from megatron_paradyse.planner.known import known_strategies, nothing_known
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.settings import PACKED, Settings
-from megatron_paradyse.train.cost_cache import cached_costs, device_name, measured_strategies
+from megatron_paradyse.train.cost_cache import (
+    cached_costs,
+    device_name,
+    measured_strategies,
+    stem_of_own,
+)
 from megatron_paradyse.train.meeting import meet
 from megatron_paradyse.train.megatron_version import find_megatron, is_wheel
 from megatron_paradyse.whole_file import write_whole
@@ -65,8 +72,11 @@ class Search:
         """The cost file on this machine, and whether it is simulated."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
+            return self._found()
         except OSError as error:
             self._fail(f"{self._file.parent}: {error.strerror}: set MEGATRON_PARADYSE_CACHE")
+
+    def _found(self) -> tuple[Path, bool]:
         if self._rank == 0:
             self._say_all("way", self._way())
         way = self._hear("way", LIMIT_SECONDS)
@@ -114,9 +124,14 @@ class Search:
 
     def _profile(self) -> None:
         """Every rank's child takes part; the first rank fits and keeps the result."""
-        raw = self._file.with_suffix(".raw.json")
-        if self._rank == 0:
-            self._say_all("port", str(free_port()))
+        with contextlib.ExitStack() as until_fitted:
+            if self._rank == 0:
+                self._say_all("stem", until_fitted.enter_context(stem_of_own(self._file)))
+                self._say_all("port", str(free_port()))
+            self._profile_as(self._hear("stem", LIMIT_SECONDS))
+
+    def _profile_as(self, stem: str) -> None:
+        raw = self._file.with_name(f"{stem}.raw.json")
         port = self._hear("port", LIMIT_SECONDS)
         command = [sys.executable, "-m", "megatron_paradyse", "profile", "--output", str(raw)]
         command += ["--quick", "--budget-seconds", str(BUDGET_SECONDS)]
@@ -126,7 +141,7 @@ class Search:
         command += ["--strategies", ",".join(strategies)] if strategies else []
         command += self._flags()
         environment = {"OMP_NUM_THREADS": "1", **_environment(), "MASTER_PORT": port}
-        log = self._file.with_suffix(f".{self._rank}.log")
+        log = self._file.with_name(f"{stem}.{self._rank}.log")
         with log.open("w") as said:
             child = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
         reason = self._wait(child, log)
@@ -162,8 +177,11 @@ class Search:
         return (errors or lines[-1:] or ["it said nothing"])[0][:300]
 
     def _simulate(self) -> None:
-        raw = self._file.with_suffix(".raw.json")
         self._say("no --paradyse-cost-model: simulating this model's costs")
+        with stem_of_own(self._file) as stem:
+            self._simulate_into(self._file.with_name(f"{stem}.raw.json"))
+
+    def _simulate_into(self, raw: Path) -> None:
         p, dtype = self._args.tensor_model_parallel_size, self._args.params_dtype
         command = [sys.executable, "-m", "megatron_paradyse", "simulate", "--gpu", str(self._gpu())]
         command += ["--ranks", str(p), "-o", str(raw), "--max-length", str(self._args.seq_length)]
@@ -263,13 +281,13 @@ class Search:
             time.sleep(0.05)
         return self._store.get(key).decode()
 
-    def _fail(self, reason: str):
+    def _fail(self, reason: str) -> NoReturn:
         """End the search on every rank."""
         if not self._store.check(["failed"]):
             self._store.set("failed", reason)
         self._raise_failed()
 
-    def _raise_failed(self):
+    def _raise_failed(self) -> NoReturn:
         raise UserError(self._store.get("failed").decode())
 
     def _leave_together(self) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -43,6 +48,35 @@ def cache_folder() -> Path:
 def cached_costs(args: argparse.Namespace, settings: Settings) -> Path:
     """The file of this run's costs, whether it is there or not."""
     return cache_folder() / f"costs-{cost_key(args, settings)}.json"
+
+
+@contextlib.contextmanager
+def stem_of_own(costs: Path) -> Iterator[str]:
+    """What names begin with of the files from which these costs are made, of this job alone.
+
+    An interrupted profile goes on with its file; where another job measures the same just now, this
+    one makes another, which is not kept.
+    """
+    lock = costs.with_suffix(".lock")
+    with lock.open("w") as held:
+        alone = _locks(held)
+        stem = costs.stem if alone else f"{costs.stem}-{secrets.token_hex(4)}"
+        try:
+            yield stem
+        finally:
+            ended = lock if alone else costs.with_name(f"{stem}.raw.json")
+            ended.unlink(missing_ok=True)
+
+
+def _locks(file: TextIO) -> bool:
+    """Whether no other process holds the file, on a disk that can tell."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def cost_key(args: argparse.Namespace, settings: Settings) -> str:

@@ -297,3 +297,37 @@ def test_kept_costs_of_another_number_of_ranks_are_measured_anew(tmp_path, monke
     for of_run, way in ((p, "cached"), (2 * p, "profile")):
         one._args.tensor_model_parallel_size = of_run
         assert one._way() == way
+
+
+def test_jobs_that_measure_the_same_at_once_write_files_of_their_own(tmp_path, monkeypatch):
+    """One fitted what another had begun: 3 lengths in the place of 4. The first keeps its name, to
+    go on with where it is interrupted."""
+    outputs: list[str] = []
+    fitted: list[str] = []
+
+    def profile(meanwhile=lambda: None):
+        one = search(tmp_path, monkeypatch)
+
+        def fit(raw, _):
+            raw.write_text("measured")
+            fitted.append(str(raw))
+            meanwhile()
+
+        monkeypatch.setattr(one, "_wait", lambda *_: None)
+        monkeypatch.setattr(one, "_fit", fit)
+        one._profile()
+
+    def start(command, **_):
+        outputs.append(command[command.index("--output") + 1])
+
+    monkeypatch.setattr(auto_costs.subprocess, "Popen", start)
+    profile(meanwhile=profile)
+    assert fitted == outputs and fitted[0] == str(tmp_path / "costs-key.raw.json") != fitted[1]
+    assert [str(path) for path in tmp_path.iterdir()] == fitted[:1]
+
+
+def test_a_folder_in_which_no_costs_can_be_made_is_one_line(tmp_path, monkeypatch):
+    one = search(tmp_path, monkeypatch)
+    (tmp_path / "costs-key.lock").mkdir()  # even the superuser cannot open it
+    with pytest.raises(UserError, match="Is a directory: set MEGATRON_PARADYSE_CACHE"):
+        one.run()
