@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megatron_paradyse.errors import UserError
 
@@ -66,6 +68,25 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """Write a text as a whole file."""
     with whole_file(path) as temporary, open(temporary, "x", encoding="utf-8") as stream:
         stream.write(text)
+
+
+def append_whole(path: str | os.PathLike[str], content: bytes) -> None:
+    """Add to a file all or nothing, at once: lines of two ranks do not mix.
+
+    OSError where it cannot be written, and for a pipe that nobody reads, which would never open.
+    """
+    if Path(path).is_fifo():
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    with open(path, "ab", buffering=0) as file:
+        size = file.tell() if file.seekable() else None
+        try:
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)
+            raise
 
 
 def check_output(path: str | os.PathLike[str]) -> None:

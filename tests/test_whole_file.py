@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import threading
 
 import pytest
 
 from megatron_paradyse.data.writer import DatasetWriter
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.whole_file import whole_file, write_whole
+from megatron_paradyse.whole_file import append_whole, whole_file, write_whole
 
 
 def test_two_that_write_one_file_at_once_do_not_meet(tmp_path, monkeypatch):
@@ -71,3 +74,43 @@ def test_what_is_no_file_stays_what_it_is(kind, tmp_path):
     names = ("st_ino", "st_mode", "st_mtime_ns", "st_ctime_ns")  # a link that is read is accessed
     assert [getattr(after, name) for name in names] == [getattr(before, name) for name in names]
     assert set(os.listdir(tmp_path)) <= {"pipe", "x.json"}
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """As on a full disk, of which a part of what is written is taken."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_what_a_full_disk_has_no_room_for_leaves_no_part_of_a_line(tmp_path):
+    """The next line would be one with it, which nothing reads."""
+    path = tmp_path / "x.jsonl"
+    append_whole(path, b"before\n")
+    with largest_file(10), pytest.raises(OSError, match="No space left"):
+        append_whole(path, b"a longer line\n")
+    append_whole(path, b"after\n")
+    assert path.read_text() == "before\nafter\n"
+
+
+def test_a_pipe_that_is_read_takes_lines(tmp_path):
+    path, found = tmp_path / "pipe", []
+    os.mkfifo(path)
+    kept = os.open(path, os.O_RDWR)  # so that there is a reader, and no end between lines
+
+    def read():
+        with path.open("rb") as stream:
+            found.extend(stream)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    append_whole(path, b"first\n")
+    append_whole(path, b"second\n")
+    with path.open("wb"):
+        os.close(kept)
+    reader.join(timeout=60)
+    assert found == [b"first\n", b"second\n"]

@@ -190,8 +190,7 @@ class IterationLog:
             microbatch, self._circumstances(), alive=alive, peak_by_file=by_file
         )
         kept = []
-        if self._trace is not None:
-            self._trace.out_of_memory(record)
+        if self._trace is not None and self._trace.out_of_memory(record):
             kept.append("--paradyse-trace")
         if predicted and keep_beside_checkpoints(record):
             kept.append("--save")

@@ -17,6 +17,7 @@ from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.cost_cache import cache_folder
 from megatron_paradyse.train.describe import hardware
 from megatron_paradyse.units import parse_bytes
+from megatron_paradyse.whole_file import append_whole
 
 NAME = "paradyse-out-of-memory.jsonl"
 SAME_MEMORY = 1.01  # drivers keep a little back
@@ -78,10 +79,10 @@ def keep_beside_checkpoints(record: dict[str, Any]) -> bool:
     line = (json.dumps({**record, "grid": grid()}) + "\n").encode()
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(Path(folder, NAME), "ab", buffering=0) as file:
-            return file.write(line) == len(line)  # at once: lines of two ranks do not mix
+        append_whole(Path(folder, NAME), line)
     except OSError:
         return False
+    return True
 
 
 def files_to_read(args: argparse.Namespace, trace: Path | None) -> list[Path]:

@@ -22,9 +22,7 @@ out_of_memory    a microbatch that did not fit, with what was alive and the safe
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -36,6 +34,7 @@ from megatron.core import mpu
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import Planned
 from megatron_paradyse.train.telemetry import Microbatch
+from megatron_paradyse.whole_file import append_whole
 
 BEGIN = b'{"kind": '  # of every line
 
@@ -85,17 +84,17 @@ class Trace:
         if mpu.get_tensor_model_parallel_rank() == 0:
             self._write([{"kind": "correction", "iteration": iteration, **factors}])
 
-    def out_of_memory(self, record: dict[str, Any]) -> None:
-        """Write what did not fit; any rank may."""
-        self._write([record])
+    def out_of_memory(self, record: dict[str, Any]) -> bool:
+        """Write what did not fit; whether it is there now. Any rank may."""
+        try:
+            self._write([record])
+        except UserError:
+            return False  # what ran out of memory is told all the same
+        return True
 
     def _check(self) -> None:
-        """UserError for a file that is no trace, which lines at its end would spoil, and for a
-        pipe that nobody reads, which would never open.
-        """
+        """UserError for a file that is no trace, which lines at its end would spoil."""
         try:
-            if self.path.is_fifo():
-                os.close(os.open(self.path, os.O_WRONLY | os.O_NONBLOCK))
             begin = b""
             if self.path.is_file():
                 with self.path.open("rb") as file:
@@ -122,17 +121,10 @@ class Trace:
                 file.write(b"\n")
 
     def _write(self, records: list[dict]) -> None:
-        text = "".join(json.dumps(record) + "\n" for record in records).encode()
-        size = None
+        text = "".join(json.dumps(record) + "\n" for record in records)
         try:
-            with self.path.open("ab", buffering=0) as file:
-                size = file.tell()
-                if file.write(text) != len(text):  # at once: lines of two ranks do not mix
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append_whole(self.path, text.encode())
         except OSError as error:
-            if size is not None:
-                with contextlib.suppress(OSError):
-                    os.truncate(self.path, size)
             raise self._cannot(error) from error
 
 

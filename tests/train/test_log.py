@@ -102,3 +102,34 @@ def test_plans_beyond_two_are_counted(others, ends):
     interval.add(64, (64, 64), 0.5, {"lm loss": 2.0})
     interval.plans.update("aab" + "cd"[:others])
     assert interval.compact().endswith(ends)
+
+
+def test_what_ran_out_of_memory_is_told_where_its_trace_cannot_be(tmp_path, monkeypatch):
+    """A full disk was all that the job ended with, and the next start learnt nothing."""
+    plugin.install()
+    from megatron_paradyse.hook import Planned
+    from megatron_paradyse.plan import uniform_plan
+    from megatron_paradyse.train import log, memory_record, trace
+    from megatron_paradyse.train.telemetry import Microbatch
+
+    for name in ("data_parallel", "pipeline_model_parallel"):
+        monkeypatch.setattr(trace.mpu, f"get_{name}_world_size", lambda: 1)
+    monkeypatch.setattr(memory_record, "get_args", lambda: argparse.Namespace(save=str(tmp_path)))
+    monkeypatch.setattr(memory_record, "grid", lambda: ["a device", 1, 1])
+    planned = Planned(6, 0, 1, 64, uniform_plan((1, 2), "metp"), 1e-6, 1.0, 1 << 20)
+    telemetry = argparse.Namespace(
+        current=Microbatch(planned, switched=False), live_peak_bytes=lambda: 1 << 21
+    )
+    iterations = log.IterationLog(
+        style="megatron",
+        telemetry=telemetry,
+        trace=trace.Trace("/dev/full"),
+        summary=None,
+        circumstances=dict,
+        peak_by_file=lambda planned: None,
+        after=lambda *of: None,
+    )
+    said = str(iterations._out_of_memory(MemoryError("2 MiB")))
+    assert said.startswith("out of memory at iteration 7, s=64, b=1, plan 1-2 metp, predicted peak")
+    assert said.endswith(": 2 MiB: start again with this --save, which lowers the budget")
+    assert (tmp_path / memory_record.NAME).read_text().count('"peak_bytes": 2097152') == 1

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from megatron_paradyse.train import plugin
+from tests.test_whole_file import largest_file
 from tests.train.harness import attempt, write_documents
 from tests.train.synthetic_costs import write_costs
 
@@ -152,6 +153,19 @@ def test_what_no_folder_holds_is_not_said_to_be_kept(folder, monkeypatch):
 
     monkeypatch.setattr(memory_record, "get_args", lambda: argparse.Namespace(save=folder))
     assert memory_record.keep_beside_checkpoints({"kind": "out_of_memory"}) is False
+
+
+def test_a_record_for_which_there_was_no_room_spoils_no_later_one(tmp_path, monkeypatch):
+    """What had room was one line with the next, which no start could read."""
+    plugin.install()
+    from megatron_paradyse.train import memory_record
+
+    monkeypatch.setattr(memory_record, "get_args", lambda: argparse.Namespace(save=str(tmp_path)))
+    monkeypatch.setattr(memory_record, "grid", lambda: ["H100", 4, 1])
+    with largest_file(10):
+        assert memory_record.keep_beside_checkpoints({"peak_bytes": 5}) is False
+    assert memory_record.keep_beside_checkpoints({"peak_bytes": 6}) is True
+    assert failed(tmp_path) == [{"peak_bytes": 6, "grid": ["H100", 4, 1]}]
 
 
 def start(name: str, tensor: int) -> dict:
