@@ -143,12 +143,16 @@ class Correction:
         self.seconds, self.hopes, self.bytes = seconds.copy(), hopes.copy(), peaks.copy()
         return True
 
-    def set_seconds(self, factors: Mapping[str, float]) -> None:
+    def set_seconds(
+        self, factors: Mapping[str, float], hopes: Mapping[str, float] | None = None
+    ) -> None:
         """Put given factors into force; names that are not known are left out."""
-        for index, name in enumerate(self.names):
-            most = math.log(MOST_FACTOR)
-            factor = max(factors.get(name, 1.0), 1e-9)
-            self.seconds[index] = min(max(math.log(factor), -most), most)
+        self.seconds, self.hopes = self._logarithms(factors), -self._logarithms(hopes or {})
+
+    def _logarithms(self, factors: Mapping[str, float]) -> np.ndarray:
+        found = [max(factors.get(name, 1.0), 1e-9) for name in self.names]
+        most = math.log(MOST_FACTOR)
+        return np.clip(np.log(found), -most, most)
 
     def drifted(self, ran: Sequence[str]) -> list[str]:
         """What to tell the user of strategies that ran: once for each, a line without newline."""

@@ -58,7 +58,7 @@ def _correction(strategies: Sequence[str], told: Corrected | None) -> Correction
     """The factors that a trace tells, in force."""
     correction = Correction(strategies)
     if told is not None:
-        correction.set_seconds(told.seconds_factors)
+        correction.set_seconds(told.seconds_factors, told.hopes)
         factors = [told.bytes_factors.get(name, 1.0) for name in correction.names]
         correction.bytes = np.clip(factors, 1.0, MOST_FACTOR)
     return correction

@@ -105,11 +105,15 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """Factors on the costs, by strategy, in force from the next iteration on."""
+    """Factors on the costs, by strategy, in force from the next iteration on.
+
+    hopes: by which plans multiply seconds besides; of strategies that are not here none.
+    """
 
     iteration: int
     seconds_factors: dict[str, float]
     bytes_factors: dict[str, float]
+    hopes: dict[str, float]
 
 
 Record = Run | Microbatch | Iteration | OutOfMemory | Corrected
@@ -207,6 +211,7 @@ def _read_corrected(values: dict[str, Any]) -> Corrected:
         check_integer(values["iteration"], "iteration", low=0, high=MAX_INTEGER),
         _factors(values, "seconds_factors"),
         _factors(values, "bytes_factors"),
+        _factors(values, "hopes") if "hopes" in values else {},
     )
 
 

@@ -55,6 +55,7 @@ BROKEN = {
     "stage host": json.dumps({**RUN, "stages": [{**STAGE, "host_bytes": "x"}]}),
     "stage buffer": json.dumps({**RUN, "stages": [{**STAGE, "buffer_free_above": "x"}]}),
     "factors of no strategy": json.dumps({**CORRECTION, "seconds_factors": [1.0]}),
+    "hopes of no strategy": json.dumps({**CORRECTION, "hopes": 1.0}),
     "bytes of no strategy": json.dumps({**CORRECTION, "bytes_factors": [1.0]}),
     "factor of no number": json.dumps({**CORRECTION, "seconds_factors": {"metp": "2"}}),
     "place of no number": json.dumps({**RUN, "place": {"data": 0, "pipeline": "x"}}),
@@ -86,6 +87,18 @@ def test_estimates_follow_the_costs_as_training_corrected_them(tmp_path):
         seconds.append({one.name: one.seconds for one in trace.summary.fixed_estimates()})
     assert seconds[1]["megatron_ts"] == pytest.approx(2 * seconds[0]["megatron_ts"])
     assert seconds[1]["metp"] == pytest.approx(seconds[0]["metp"])
+
+
+def test_estimates_hope_for_what_training_tried(tmp_path):
+    costs = fitted(tmp_path)
+    seconds = []
+    for more in ({}, {"hopes": {"metp": 0.75}}):
+        lines = [RUN, {**CORRECTION, **more}, *records(2, run=None)]
+        path = write_trace(tmp_path / "t.jsonl", lines)
+        trace = read_trace(str(path), costs)
+        seconds.append({one.name: one.seconds for one in trace.summary.fixed_estimates()})
+    assert seconds[1]["metp"] == pytest.approx(0.75 * seconds[0]["metp"])
+    assert seconds[1]["megatron_ts"] == seconds[0]["megatron_ts"]
 
 
 def test_a_run_of_one_strategy_saves_nothing_over_that_strategy(tmp_path):

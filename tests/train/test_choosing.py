@@ -13,8 +13,10 @@ from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.preview.forecast import forecast
 from megatron_paradyse.preview.setup import Grid, make_setup
+from megatron_paradyse.report.trace_file import read_trace
 from tests.train.harness import (
     attempt,
+    estimates,
     run_forked,
     train,
     train_under_torchrun,
@@ -173,6 +175,8 @@ def test_measured_times_correct_the_costs_alike_on_every_rank(data, tmp_path):
         factors = in_force[(record["iteration"] - 1) // 4]
         expected = sum(s * factors.get(name, 1) for name, s in parts(costs, record).items())
         assert record["predicted_seconds"] == pytest.approx(expected, rel=1e-3)
+    reported = read_trace(str(paths[0]), read_cost_file(costs)).summary
+    assert estimates(reported.lines()) == estimates(run.stdout.splitlines())
 
 
 def parts(costs, record) -> dict[str, float]:
