@@ -140,7 +140,8 @@ class Search:
         strategies = measured_strategies(self._settings)
         command += ["--strategies", ",".join(strategies)] if strategies else []
         command += self._flags()
-        environment = {"OMP_NUM_THREADS": "1", **_environment(), "MASTER_PORT": port}
+        threads = str(torch.get_num_threads())
+        environment = {**_environment(), "MASTER_PORT": port, "OMP_NUM_THREADS": threads}
         log = self._file.with_name(f"{stem}.{self._rank}.log")
         with log.open("w") as said:
             child = subprocess.Popen(command, env=environment, stdout=said, stderr=said)

@@ -113,8 +113,8 @@ def device_name() -> str:
 
 
 def _size() -> str:
-    """What devices of one name may differ in, and costs of the other are refused."""
+    """What devices of one name may differ in: costs of the other are refused, or of other times."""
     if not torch.cuda.is_available():
-        return f"{os.cpu_count()} cores"
+        return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return f"{total / (1 << 30):.0f} GiB"

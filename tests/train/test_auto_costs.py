@@ -222,7 +222,8 @@ def test_costs_with_which_nothing_can_be_planned_say_why_and_are_not_kept(tmp_pa
 
 
 def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, monkeypatch):
-    """Those of the other are refused, and would be found at every start."""
+    """Those of the other are refused, and would be found at every start; those of a rank with other
+    threads were taken."""
     write_documents(tmp_path / "corpus", [20] * 10)
     args = parsed(monkeypatch, "--paradyse-policy", "optimal", "--micro-batch-size", 1)
     args.data_path = [str(tmp_path / "corpus")]
@@ -232,13 +233,16 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
     for cores in (8, 16):
         monkeypatch.setattr(cost_cache.os, "cpu_count", lambda cores=cores: cores)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 7)
+        keys.add(cost_cache.cost_key(args, args.paradyse_settings))
     for name, value in (("is_available", True), ("get_device_name", "H20"), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for size in (85 * 10**9, 85 * 10**9 + 10**6, 141 * 10**9):  # drivers keep a little back
         properties = argparse.Namespace(total_memory=size)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
-    assert len(keys) == 4
+    assert len(keys) == 5
 
 
 def test_costs_of_other_code_are_not_found(tmp_path, monkeypatch):
@@ -317,10 +321,12 @@ def test_jobs_that_measure_the_same_at_once_write_files_of_their_own(tmp_path, m
         monkeypatch.setattr(one, "_fit", fit)
         one._profile()
 
-    def start(command, **_):
+    def start(command, env, **_):
+        assert env["OMP_NUM_THREADS"] == "7"  # as this process has
         outputs.append(command[command.index("--output") + 1])
 
     monkeypatch.setattr(auto_costs.subprocess, "Popen", start)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     profile(meanwhile=profile)
     assert fitted == outputs and fitted[0] == str(tmp_path / "costs-key.raw.json") != fitted[1]
     assert [str(path) for path in tmp_path.iterdir()] == fitted[:1]
