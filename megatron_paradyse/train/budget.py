@@ -36,10 +36,16 @@ def budget_bytes(settings: Settings, *, costs: str, records: Sequence[Path] = ()
         budget = free + torch.cuda.memory_reserved() - int(RESERVE_SHARE * total)
     else:
         budget = UNLIMITED
-    budget = min([budget, *_taught(records, settings, costs)])
-    least = torch.tensor([budget], device=torch.cuda.current_device())
+    taught = min(_taught(records, settings, costs), default=UNLIMITED)
+    least = torch.tensor([budget, taught], device=torch.cuda.current_device())
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
-    return int(least)
+    if least[1] < taught:
+        print_rank_0(
+            "> paradyse: the trace of another replica or pipeline stage tells of plans that ran "
+            f"out of memory: the budget is at most {bytes_text(int(least[1]))}, until that file is "
+            "removed"
+        )
+    return int(least.min())
 
 
 def host_bytes(settings: Settings) -> int | None:

@@ -168,6 +168,25 @@ def test_a_record_for_which_there_was_no_room_spoils_no_later_one(tmp_path, monk
     assert failed(tmp_path) == [{"peak_bytes": 6, "grid": ["H100", 4, 1]}]
 
 
+@pytest.mark.parametrize(("elsewhere", "told"), [(700, True), (1 << 62, False)])
+def test_a_budget_that_another_replica_lowers_is_told_of(elsewhere, told, capsys, monkeypatch):
+    """Its trace is a file of its own, which the first rank does not read."""
+    plugin.install()
+    from megatron_paradyse.settings import Settings
+    from megatron_paradyse.train import budget
+
+    def with_others(values, operation):
+        values.copy_(values.minimum(values.new_tensor([900, elsewhere])))
+
+    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
+    monkeypatch.setattr(budget.torch.distributed, "all_reduce", with_others)
+    monkeypatch.setattr(budget.torch.cuda, "current_device", lambda: "cpu")
+    found = budget.budget_bytes(Settings(memory_budget="1000"), costs="abc")
+    assert found == (700 if told else 900)
+    said = "the trace of another replica or pipeline stage tells of plans that ran out of memory"
+    assert (said in capsys.readouterr().out) == told
+
+
 def start(name: str, tensor: int) -> dict:
     """The record of a start in a trace."""
     return {"kind": "run", "hardware": {"name": name}, "ranks": {"tensor": tensor, "pipeline": 1}}
