@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_paradyse.doctor import LACK, OK, Check
 from megatron_paradyse.doctor.tool import output_of
-from megatron_paradyse.machine import cpu_name, free_bytes
+from megatron_paradyse.machine import cpu_name, free_bytes, memory_bytes
 
 LITTLE_DISK = 5 << 30
 LITTLE_MEMORY = 4 << 30
@@ -42,8 +42,7 @@ def gpus(found: list[dict[str, Any]], torch: dict[str, Any]) -> list[Check]:
 
 def resources() -> list[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-    memory, disk = pages[0] * pages[1], shutil.disk_usage(".")
+    memory, disk = memory_bytes(), shutil.disk_usage(".")
     checks = [Check("cores", OK, f"{cores}, {cpu_name()}")]
     free = free_bytes()
     found = f"{memory / 2**30:.1f} GiB"

@@ -233,6 +233,11 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
     for cores in (8, 16):
         monkeypatch.setattr(cost_cache.os, "cpu_count", lambda cores=cores: cores)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
+    size = cost_cache.memory_bytes()
+    for more in (1.021, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(cost_cache, "memory_bytes", lambda more=more: int(more * size))
+            keys.add(cost_cache.cost_key(args, args.paradyse_settings))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 7)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
@@ -242,7 +247,7 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
         properties = argparse.Namespace(total_memory=size)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
-    assert len(keys) == 5
+    assert len(keys) == 7
 
 
 def test_costs_of_other_code_are_not_found(tmp_path, monkeypatch):
