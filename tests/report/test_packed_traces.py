@@ -13,6 +13,7 @@ from megatron_paradyse.cli import cli
 from megatron_paradyse.packing.load import load_of
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.report.content import Content
+from megatron_paradyse.report.estimates import prices_rows_of
 from megatron_paradyse.report.figures import KINDS
 from megatron_paradyse.report.page import facts
 from megatron_paradyse.report.trace_file import read_trace, warning_lines
@@ -41,6 +42,23 @@ def test_rows_whose_load_is_told_are_estimated_as_such(tmp_path):
     assert all(seconds["row"][name] < seconds["single"][name] for name in ("ulysses_z", "metp"))
 
 
+@pytest.fixture(scope="module")
+def costs_of_all(tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("costs"))
+
+
+@pytest.mark.parametrize(
+    ("windows", "within", "prices"),
+    [({}, None, True), ({"attention": 8}, None, False), ({"attention": 8}, LOAD, True)],
+)
+def test_rows_of_a_model_with_a_window_need_a_load_within_it(windows, within, prices, costs_of_all):
+    """Without one they could not be counted, as with costs of another model than the trace's."""
+    model = costs_of_all.require_model()
+    packed = dataclasses.replace(model.packed, windows=windows)
+    costs = dataclasses.replace(costs_of_all, model=model.with_rows(packed))
+    assert prices_rows_of(costs, dataclasses.replace(LOAD, within=within)) == prices
+
+
 BROKEN_LOADS = {
     "no object": 5,
     "lacking": {},
@@ -54,11 +72,6 @@ BROKEN_LOADS = {
         "within": {**PRICED["load"], "within": PRICED["load"]},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def costs_of_all(tmp_path_factory):
-    return fitted(tmp_path_factory.mktemp("costs"))
 
 
 @pytest.mark.parametrize("name", BROKEN_LOADS)
