@@ -41,9 +41,9 @@ def budget_bytes(settings: Settings, *, costs: str, records: Sequence[Path] = ()
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     if least[1] < taught:
         print_rank_0(
-            "> paradyse: the trace of another replica or pipeline stage tells of plans that ran "
-            f"out of memory: the budget is at most {bytes_text(int(least[1]))}, until that file is "
-            "removed"
+            "> paradyse: what another rank reads, its trace or its folder of checkpoints, tells of "
+            f"plans that ran out of memory: the budget is at most {bytes_text(int(least[1]))}, "
+            "until that file is removed"
         )
     return int(least.min())
 

@@ -169,8 +169,8 @@ def test_a_record_for_which_there_was_no_room_spoils_no_later_one(tmp_path, monk
 
 
 @pytest.mark.parametrize(("elsewhere", "told"), [(700, True), (1 << 62, False)])
-def test_a_budget_that_another_replica_lowers_is_told_of(elsewhere, told, capsys, monkeypatch):
-    """Its trace is a file of its own, which the first rank does not read."""
+def test_a_budget_that_another_rank_lowers_is_told_of(elsewhere, told, capsys, monkeypatch):
+    """Its trace is a file of its own, which the first rank does not read; so may be --save."""
     plugin.install()
     from megatron_paradyse.settings import Settings
     from megatron_paradyse.train import budget
@@ -183,7 +183,7 @@ def test_a_budget_that_another_replica_lowers_is_told_of(elsewhere, told, capsys
     monkeypatch.setattr(budget.torch.cuda, "current_device", lambda: "cpu")
     found = budget.budget_bytes(Settings(memory_budget="1000"), costs="abc")
     assert found == (700 if told else 900)
-    said = "the trace of another replica or pipeline stage tells of plans that ran out of memory"
+    said = "what another rank reads, its trace or its folder of checkpoints, tells of plans that"
     assert (said in capsys.readouterr().out) == told
 
 
