@@ -228,9 +228,13 @@ def test_rows_are_thinned_and_sums_are_of_all(tmp_path, monkeypatch):
     trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines)))
     assert trace.microbatches.step == 8 and len(trace.microbatches.rows) <= 16
     assert [row.iteration for row in trace.microbatches.rows] == list(range(1, 101, 8))
-    assert trace.summary.microbatches == 100 and trace.tokens == 100_000
+    assert trace.summary.microbatches == 100 and trace.tokens == 100_000 and trace.num_again == 0
     assert trace.summary.seconds == pytest.approx(10.0)
     assert "one in 8 of 100 microbatches" in warning_lines(trace)[0]
+    told = {16: [], 17: ["t.jsonl: figures show one in 2 of 17 microbatches; sums are of all"]}
+    for count, warnings in told.items():
+        trace = read_trace(str(write_trace(tmp_path / "t.jsonl", lines[: 2 * count])))
+        assert warning_lines(trace) == warnings
 
 
 def test_memory_stays_bounded_however_different_the_lines_are(tmp_path, monkeypatch):

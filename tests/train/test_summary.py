@@ -8,6 +8,7 @@ import pytest
 
 from megatron_paradyse.costs.correction import Correction, corrected
 from megatron_paradyse.hook import Planned
+from megatron_paradyse.plan import LayerChoice, Plan, uniform_plan
 from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.settings import Settings
@@ -67,6 +68,26 @@ def test_a_strategy_that_did_not_run_is_estimated_with_its_factor_of_the_time(tm
 
 
 HALVES = [(half, length) for half in ("attention", "mlp") for length in LENGTHS]
+
+
+def test_shares_are_of_the_halves_of_layers_and_of_their_time():
+    """A half takes half of its layer's time, whichever it is."""
+    summary = Summary()
+    mixed = Plan({number: LayerChoice("megatron_ts", "metp") for number in (1, 2)})
+    for plan, seconds in ((uniform_plan((1, 2), "metp"), 3.0), (mixed, 1.0)):
+        told = {"planner_seconds": 0.1, "predicted_seconds": None, "seconds": seconds}
+        summary.count(1, 64, plan, switched=plan is mixed, **told)
+    assert summary.layer_shares == {"metp": 6 / 8, "megatron_ts": 2 / 8}
+    assert summary.time_shares == {"metp": 3.5 / 4, "megatron_ts": 0.5 / 4}
+    first, *table = summary.lines()
+    assert first == (
+        "paradyse: 2 microbatches, 1 changes of plan, planning took 5.00% of the layers' time"
+    )
+    assert [line.split() for line in table] == [
+        ["strategy", "layers", "time"],
+        ["metp", "75.0%", "87.5%"],
+        ["megatron_ts", "25.0%", "12.5%"],
+    ]
 
 
 def test_each_chunk_of_a_pipeline_stage_is_estimated_by_its_own_policy(tmp_path):
