@@ -41,14 +41,14 @@ def microbatch(policy, row, seconds):
     return Microbatch(planned, False, [0.0, seconds / 3, seconds, seconds * 5 / 3])
 
 
-def correction_of(policies):
+def correction_of(policies, static_bytes=0):
     return OnlineCorrection(
         policies.costs.strategies,
         policies.model,
         operations=policies.kinds.operations,
         rows=policies.rows(),
         aligned=lambda s: -(-s // 64) * 64,
-        static_bytes=lambda: 0,
+        static_bytes=lambda: static_bytes,
         beside=lambda planned: planned.seq_length / 1024,
         margin=0.03,
         renew=lambda: None,
@@ -72,6 +72,19 @@ def test_a_row_s_prediction_is_divided_among_what_its_plan_runs(policies, policy
     seen = online._observe(ran)
     assert sum(seen.predicted_seconds.values()) == pytest.approx(ran.planned.seconds)
     assert seen.measured_seconds == pytest.approx(0.5 - 256 / 1024)  # less what is beside
+
+
+@pytest.mark.parametrize(
+    ("took", "static", "ratio"), [(1.02, 0, None), (1.04, 0, 1.04), (2, 0.5, 3), (1.5, 0.75, 3)]
+)
+def test_a_peak_beyond_its_margin_is_compared_without_what_is_held_all_the_time(
+    took, static, ratio, policies, policy
+):
+    ran = microbatch(policy, 256, 0.5)
+    predicted = ran.planned.peak_bytes
+    ran.peak_bytes = int(took * predicted)
+    seen = correction_of(policies, int(static * predicted))._observe(ran)
+    assert seen.peak_ratio == (None if ratio is None else pytest.approx(ratio, rel=1e-6))
 
 
 def test_seconds_in_which_a_strategy_runs_first_correct_nothing_but_its_peak_does(policies, policy):

@@ -187,6 +187,18 @@ def test_a_budget_that_another_rank_lowers_is_told_of(elsewhere, told, capsys, m
     assert (said in capsys.readouterr().out) == told
 
 
+@pytest.mark.parametrize(("budget", "size"), [("2KiB", 2048), (None, None)])
+def test_what_can_run_out_on_a_cpu_is_the_budget_that_is_enforced(budget, size, monkeypatch):
+    """Else a start with a larger one would be held to what the smaller one could not run."""
+    plugin.install()
+    from megatron_paradyse.settings import Settings
+    from megatron_paradyse.train import memory_record
+
+    monkeypatch.setattr(memory_record.torch.cuda, "is_available", lambda: False)
+    found = memory_record.circumstances(Settings(memory_budget=budget), "abc")
+    assert found["memory_bytes"] == size and found["costs"] == "abc"
+
+
 def start(name: str, tensor: int) -> dict:
     """The record of a start in a trace."""
     return {"kind": "run", "hardware": {"name": name}, "ranks": {"tensor": tensor, "pipeline": 1}}
