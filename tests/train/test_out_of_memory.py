@@ -187,6 +187,21 @@ def test_a_budget_that_another_rank_lowers_is_told_of(elsewhere, told, capsys, m
     assert (said in capsys.readouterr().out) == told
 
 
+def test_the_budget_of_a_gpu_is_what_is_free_less_a_reserve(monkeypatch):
+    """With what this process has reserved of it before."""
+    plugin.install()
+    from megatron_paradyse.settings import Settings
+    from megatron_paradyse.train import budget
+
+    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
+    cuda = {"is_available": True, "mem_get_info": (700, 1000), "memory_reserved": 100}
+    for name, value in (cuda | {"current_device": "cpu"}).items():
+        monkeypatch.setattr(budget.torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(budget.torch.distributed, "all_reduce", lambda *_: None)
+    assert budget.budget_bytes(Settings(), costs="abc") == 700 + 100 - 50
+    assert budget.budget_bytes(Settings(memory_budget="900"), costs="abc") == 900
+
+
 @pytest.mark.parametrize(("budget", "size"), [("2KiB", 2048), (None, None)])
 def test_what_can_run_out_on_a_cpu_is_the_budget_that_is_enforced(budget, size, monkeypatch):
     """Else a start with a larger one would be held to what the smaller one could not run."""
