@@ -234,20 +234,21 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
         monkeypatch.setattr(cost_cache.os, "cpu_count", lambda cores=cores: cores)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
     size = cost_cache.memory_bytes()
-    for more in (1.021, 2):
+    others = [(cost_cache, "memory_bytes", int(more * size)) for more in (1.021, 2)]
+    others += [(torch, "get_num_threads", 7), (cost_cache, "cpu_name", "another")]
+    for module, name, value in others:
         with monkeypatch.context() as patch:
-            patch.setattr(cost_cache, "memory_bytes", lambda more=more: int(more * size))
+            patch.setattr(module, name, lambda value=value: value)
             keys.add(cost_cache.cost_key(args, args.paradyse_settings))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 7)
-        keys.add(cost_cache.cost_key(args, args.paradyse_settings))
     for name, value in (("is_available", True), ("get_device_name", "H20"), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for size in (85 * 10**9, 85 * 10**9 + 10**6, 141 * 10**9):  # drivers keep a little back
         properties = argparse.Namespace(total_memory=size)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
-    assert len(keys) == 7
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    keys.add(cost_cache.cost_key(args, args.paradyse_settings))
+    assert len(keys) == 9
 
 
 def test_costs_of_other_code_are_not_found(tmp_path, monkeypatch):
