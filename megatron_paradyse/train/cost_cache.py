@@ -18,6 +18,7 @@ from typing import TextIO
 import torch
 
 from megatron_paradyse.costs.description import MEMORY_TOLERANCE
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.machine import cpu_name, memory_bytes
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.strategies import with_names_of_costs
@@ -41,14 +42,22 @@ CODE_WITHOUT_EFFECT = ("data", "doctor", "planner", "preview", "report", "train"
 
 
 def cache_folder() -> Path:
-    """Where costs are kept: $MEGATRON_PARADYSE_CACHE, or the user's cache folder."""
+    """Where costs are kept: $MEGATRON_PARADYSE_CACHE, or the user's cache folder.
+
+    It begins with ~ for a user of whom no home is known, as in a container.
+    """
     named = os.environ.get("MEGATRON_PARADYSE_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(base) / "megatron-paradyse"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(named or f"{base}/megatron-paradyse"))
 
 
 def cached_costs(args: argparse.Namespace, settings: Settings) -> Path:
     """The file of this run's costs, whether it is there or not."""
+    if str(cache_folder()).startswith("~"):
+        raise UserError(
+            "costs are kept in a folder of the user's, and none is known: set HOME, or "
+            "MEGATRON_PARADYSE_CACHE"
+        )
     return cache_folder() / f"costs-{cost_key(args, settings)}.json"
 
 

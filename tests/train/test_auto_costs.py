@@ -18,7 +18,7 @@ from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.settings import FIELDS, Settings
 from megatron_paradyse.simulator.models import model_flags
-from megatron_paradyse.train import agreement, auto_costs, cost_cache, plugin
+from megatron_paradyse.train import agreement, auto_costs, cost_cache, memory_record, plugin
 from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_kind import GPT
 from tests.train.harness import with_defaults, write_documents
@@ -343,3 +343,14 @@ def test_a_folder_in_which_no_costs_can_be_made_is_one_line(tmp_path, monkeypatc
     (tmp_path / "costs-key.lock").mkdir()  # even the superuser cannot open it
     with pytest.raises(UserError, match="Is a directory: set MEGATRON_PARADYSE_CACHE"):
         one.run()
+
+
+def test_a_user_without_a_home_is_told_where_costs_could_be(tmp_path, monkeypatch):
+    """As in a container; with a cost file too it ended in a RuntimeError's traceback."""
+    one = search(tmp_path, monkeypatch)
+    for name in ("HOME", "XDG_CACHE_HOME", "MEGATRON_PARADYSE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert memory_record.name_of_costs(str(tmp_path / "costs.json"), "abc") == "abc"
+    with pytest.raises(UserError, match="none is known: set HOME, or MEGATRON_PARADYSE_CACHE"):
+        auto_costs.Search(one._args, Settings())
