@@ -18,7 +18,7 @@ from megatron_paradyse.planner.cost_settings import read_costs
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.settings import FIELDS, Settings
 from megatron_paradyse.simulator.models import model_flags
-from megatron_paradyse.train import agreement, auto_costs, cost_cache, memory_record, plugin
+from megatron_paradyse.train import agreement, auto_costs, cost_cache, plugin
 from megatron_paradyse.train.megatron_version import megatron_version
 from megatron_paradyse.train.model_kind import GPT
 from tests.train.harness import with_defaults, write_documents
@@ -307,50 +307,3 @@ def test_kept_costs_of_another_number_of_ranks_are_measured_anew(tmp_path, monke
     for of_run, way in ((p, "cached"), (2 * p, "profile")):
         one._args.tensor_model_parallel_size = of_run
         assert one._way() == way
-
-
-def test_jobs_that_measure_the_same_at_once_write_files_of_their_own(tmp_path, monkeypatch):
-    """One fitted what another had begun: 3 lengths in the place of 4. The first keeps its name, to
-    go on with where it is interrupted."""
-    outputs: list[str] = []
-    fitted: list[str] = []
-
-    def profile(meanwhile=lambda: None):
-        one = search(tmp_path, monkeypatch)
-
-        def fit(raw, _):
-            raw.write_text("measured")
-            fitted.append(str(raw))
-            meanwhile()
-
-        monkeypatch.setattr(one, "_wait", lambda *_: None)
-        monkeypatch.setattr(one, "_fit", fit)
-        one._profile()
-
-    def start(command, env, **_):
-        assert env["OMP_NUM_THREADS"] == "7"  # as this process has
-        outputs.append(command[command.index("--output") + 1])
-
-    monkeypatch.setattr(auto_costs.subprocess, "Popen", start)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    profile(meanwhile=profile)
-    assert fitted == outputs and fitted[0] == str(tmp_path / "costs-key.raw.json") != fitted[1]
-    assert [str(path) for path in tmp_path.iterdir()] == fitted[:1]
-
-
-def test_a_folder_in_which_no_costs_can_be_made_is_one_line(tmp_path, monkeypatch):
-    one = search(tmp_path, monkeypatch)
-    (tmp_path / "costs-key.lock").mkdir()  # even the superuser cannot open it
-    with pytest.raises(UserError, match="Is a directory: set MEGATRON_PARADYSE_CACHE"):
-        one.run()
-
-
-def test_a_user_without_a_home_is_told_where_costs_could_be(tmp_path, monkeypatch):
-    """As in a container; with a cost file too it ended in a RuntimeError's traceback."""
-    one = search(tmp_path, monkeypatch)
-    for name in ("HOME", "XDG_CACHE_HOME", "MEGATRON_PARADYSE_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    assert memory_record.name_of_costs(str(tmp_path / "costs.json"), "abc") == "abc"
-    with pytest.raises(UserError, match="none is known: set HOME, or MEGATRON_PARADYSE_CACHE"):
-        auto_costs.Search(one._args, Settings())

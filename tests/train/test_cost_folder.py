@@ -1,0 +1,58 @@
+"""The folder in which starts keep costs that they made: shared, not to be written, not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.settings import Settings
+from megatron_paradyse.train import auto_costs, memory_record
+from tests.train.test_auto_costs import search
+
+
+def test_jobs_that_measure_the_same_at_once_write_files_of_their_own(tmp_path, monkeypatch):
+    """One fitted what another had begun: 3 lengths in the place of 4. The first keeps its name, to
+    go on with where it is interrupted."""
+    outputs: list[str] = []
+    fitted: list[str] = []
+
+    def profile(meanwhile=lambda: None):
+        one = search(tmp_path, monkeypatch)
+
+        def fit(raw, _):
+            raw.write_text("measured")
+            fitted.append(str(raw))
+            meanwhile()
+
+        monkeypatch.setattr(one, "_wait", lambda *_: None)
+        monkeypatch.setattr(one, "_fit", fit)
+        one._profile()
+
+    def start(command, env, **_):
+        assert env["OMP_NUM_THREADS"] == "7"  # as this process has
+        outputs.append(command[command.index("--output") + 1])
+
+    monkeypatch.setattr(auto_costs.subprocess, "Popen", start)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    profile(meanwhile=profile)
+    assert fitted == outputs and fitted[0] == str(tmp_path / "costs-key.raw.json") != fitted[1]
+    assert [str(path) for path in tmp_path.iterdir()] == fitted[:1]
+
+
+def test_a_folder_in_which_no_costs_can_be_made_is_one_line(tmp_path, monkeypatch):
+    one = search(tmp_path, monkeypatch)
+    (tmp_path / "costs-key.lock").mkdir()  # even the superuser cannot open it
+    with pytest.raises(UserError, match="Is a directory: set MEGATRON_PARADYSE_CACHE"):
+        one.run()
+
+
+def test_a_user_without_a_home_is_told_where_costs_could_be(tmp_path, monkeypatch):
+    """As in a container; with a cost file too it ended in a RuntimeError's traceback."""
+    one = search(tmp_path, monkeypatch)
+    for name in ("HOME", "XDG_CACHE_HOME", "MEGATRON_PARADYSE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert memory_record.name_of_costs(str(tmp_path / "costs.json"), "abc") == "abc"
+    with pytest.raises(UserError, match="none is known: set HOME, or MEGATRON_PARADYSE_CACHE"):
+        auto_costs.Search(one._args, Settings())
