@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_paradyse.data import targets
+from megatron_paradyse.data.index import read_index
 from megatron_paradyse.errors import UserError
 
 LARGEST_ID = np.iinfo(np.int32).max  # of a token: packed rows are int32
@@ -104,14 +105,17 @@ class DocumentDataset:
                     "'megatron-paradyse data prepare --output-prefix PREFIX' wrote, without .bin "
                     "or .idx"
                 )
+        if not os.path.getsize(f"{prefix}.bin"):
+            raise UserError(
+                f"{prefix}.bin is empty: leave it out of the data sets, or prepare it again"
+            )
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         try:
+            read_index(f"{prefix}.idx")  # Megatron trusts it
             self._indexed = IndexedDataset(prefix, mmap=mmap)
-        except (AssertionError, ValueError, OSError) as error:
-            raise UserError(
-                f"{prefix}.idx is not a Megatron index ({error}): prepare it again"
-            ) from error
+        except OSError as error:
+            raise UserError(f"{prefix} cannot be read ({error}): prepare it again") from error
         _check_index(prefix, self._indexed)
         documents = _document_token_counts(self._indexed)
         first, last = (round(share * len(documents)) for share in fraction)
@@ -158,17 +162,14 @@ class DocumentDataset:
 
 
 def _check_index(prefix: str, indexed) -> None:
-    """UserError unless the index is in itself right and its .bin holds all that it lists."""
+    """UserError unless .bin holds all that the index lists, as integers."""
     lengths, pointers = indexed.sequence_lengths, indexed.index.sequence_pointers
-    edges, remedy = indexed.document_indices, "prepare it again"
+    remedy = "prepare it again"
     if np.dtype(indexed.index.dtype).kind == "f":
         kind = np.dtype(indexed.index.dtype).name
         raise UserError(f"{prefix}.bin holds {kind}, and ids of tokens are integers: {remedy}")
-    ascending = len(edges) > 0 and edges[0] == 0 and (np.diff(edges) >= 0).all()
-    if not ascending or edges[-1] != len(lengths) or lengths.min(initial=0) < 0:
-        raise UserError(f"{prefix}.idx is not a Megatron index (its counts differ): {remedy}")
     stops = pointers + lengths.astype(np.int64) * indexed.index.dtype_size
-    size, listed = os.path.getsize(f"{prefix}.bin"), int(stops.max(initial=0))
+    size, listed = os.path.getsize(f"{prefix}.bin"), int(stops.max())
     if (pointers < 0).any() or (stops < pointers).any() or listed > size:
         raise UserError(
             f"{prefix}.bin has {size:,} bytes, and {prefix}.idx lists {listed:,}: one of them was "

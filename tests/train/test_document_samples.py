@@ -254,6 +254,20 @@ def test_a_bin_that_was_cut_off_is_told_before_anything_is_read(tmp_path):
         damaged(tmp_path, ".bin", lambda content: content[:100])
 
 
+@pytest.mark.parametrize(
+    "suffix, size, said",
+    [
+        (".idx", 8, r"corpus\.idx: 8 bytes are too few for an index: prepare"),
+        (".idx", 20, r"corpus\.idx: 20 bytes are too few for an index: prepare"),
+        (".idx", 100, r"corpus\.idx: 100 bytes where its counts need 362: it is damaged"),
+        (".bin", 0, r"corpus\.bin is empty: leave it out of the data sets, or prepare it again"),
+    ],
+)
+def test_a_file_that_was_cut_off_is_the_one_that_is_named(suffix, size, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        damaged(tmp_path, suffix, lambda content: content[:size])
+
+
 @pytest.mark.parametrize("place", ["lengths", "pointers", "documents"])
 def test_an_index_whose_numbers_make_no_sense_is_refused(place, tmp_path):
     """After a head of 34 bytes: int32 lengths, int64 pointers, int64 documents."""
