@@ -43,8 +43,9 @@ def test_of_documents_it_has_rows_more_for_each():
     assert sum(x.nbytes for x in workspace(q, k, 7)) == (S + 7 * 128) * N * (64 + 1) * 4
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [(128, 100, 20), (250, 2, 2, 2)])
-def test_documents_side_by_side_are_one_call_that_computes_their_own_scores(lengths):
+def test_documents_side_by_side_are_one_call_that_computes_their_own_scores(lengths, causal):
     counted = []
 
     @contextlib.contextmanager
@@ -52,7 +53,7 @@ def test_documents_side_by_side_are_one_call_that_computes_their_own_scores(leng
         counted.append(count)
         yield
 
-    shape = AttentionShape(N, 2, D, causal=True, softmax_scale=0.1)
+    shape = AttentionShape(N, 2, D, causal=causal, softmax_scale=0.1)
     microbatch = microbatch_of(contiguous(lengths, 1, alignment=256))
     task = AttentionTask(shape, microbatch)
     with FakeTensorMode(), flash_kernel(scores):
@@ -62,7 +63,7 @@ def test_documents_side_by_side_are_one_call_that_computes_their_own_scores(leng
         )
         out = local_attention(q, k, k, spans=contiguous_spans(microbatch, 1, 0), task=task)
         out.backward(torch.empty_like(out))
-    assert counted == 2 * [sum(n * (n + 1) // 2 for n in lengths)]
+    assert counted == 2 * [sum(n * (n + 1) // 2 if causal else n * n for n in lengths)]
 
 
 @pytest.mark.parametrize(
@@ -131,15 +132,18 @@ def test_attention_takes_as_long_as_the_scores_that_it_computes():
     assert seconds[0] == pytest.approx(4 * seconds[1], rel=0.05)
 
 
-def test_float32_and_dropout_run_what_a_gpu_runs_of_them():
+def test_float32_dropout_and_wide_heads_run_what_a_gpu_runs_of_them():
     with FakeTensorMode(), flash_kernel():
-        for dtype, options, name in (
-            (torch.float32, {"window": True}, "fused tiles, simulated"),
-            (torch.bfloat16, {"window": True, "dropout": True}, "fused tiles, simulated"),
-            (torch.float32, {}, CPU_FLASH.name),
-            (torch.float64, {"dropout": True}, TILED.name),
+        for dtype, head_dim, options, name in (
+            (torch.float32, 16, {"window": True}, "fused tiles, simulated"),
+            (torch.bfloat16, 16, {"window": True, "dropout": True}, "fused tiles, simulated"),
+            (torch.float32, 16, {}, CPU_FLASH.name),
+            (torch.bfloat16, 256, {}, "FlashAttention, simulated"),
+            (torch.bfloat16, 264, {}, CPU_FLASH.name),
+            (torch.bfloat16, 264, {"dropout": True}, TILED.name),
+            (torch.float64, 16, {"dropout": True}, TILED.name),
         ):
-            q = torch.empty(1, 1, 8, 16, dtype=dtype)
+            q = torch.empty(1, 1, 8, head_dim, dtype=dtype)
             assert local_attention_module.choose_kernel(q, **options).name == name
 
 

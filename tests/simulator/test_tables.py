@@ -10,7 +10,7 @@ from megatron_paradyse.costs.description import MASKS
 from megatron_paradyse.costs.table import Constants, CostTable, Measurement
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator import commands
-from megatron_paradyse.simulator.hardware import DEVICES, find_device, known_name
+from megatron_paradyse.simulator.hardware import DEVICES, Device, find_device, known_name
 from megatron_paradyse.simulator.models import DEFAULTS, MODELS, model_flags
 from megatron_paradyse.simulator.network import BETWEEN_NODES, LINKS, find_network
 from megatron_paradyse.simulator.stand_in_command import _sequence_length
@@ -38,6 +38,18 @@ def test_a_users_device_takes_the_rest_from_the_one_it_is_like(tmp_path):
     assert device.host_rate == 5e9
     assert (device.name, device.memory_bytes, device.half_flops) == ("Mine", 24 << 30, 5e13)
     assert device.bandwidth_bytes_per_second == DEVICES["a100-80g"].bandwidth_bytes_per_second
+
+
+def test_a_users_device_needs_what_has_no_default(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: Mine\nmemory_bytes: 24GiB\nhalf_flops: 5e13\nfloat32_flops: 2e13\n"
+        "bandwidth_bytes_per_second: 1e12\nnum_multiprocessors: 60\ninterconnect: pcie5\n"
+    )
+    rates = {"half_flops": 5e13, "float32_flops": 2e13, "bandwidth_bytes_per_second": 1e12}
+    assert find_device(str(path)) == Device(
+        name="Mine", memory_bytes=24 << 30, num_multiprocessors=60, interconnect="pcie5", **rates
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_paradyse.data.choices import ORDER_CHOICES
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream, build_sample_table
-from megatron_paradyse.data.loader import Sharding, collate, microbatches
+from megatron_paradyse.data.loader import Balance, BatchSizes, Sharding, collate, microbatches
 from megatron_paradyse.data.order import make_order
-from megatron_paradyse.data.targets import ids_of
 from megatron_paradyse.errors import UserError
 from tests.train.harness import write_documents
 
@@ -43,6 +38,12 @@ def test_truncating_keeps_the_head_and_counts_the_loss():
     table = build_sample_table(np.array([5, 100]), seq_length=10, long_documents="truncate")
     assert table.length.tolist() == [4, 10]
     assert table.num_truncated == 1
+
+
+@pytest.mark.parametrize("long_documents", ["refuse", "truncate"])
+def test_a_document_that_just_fits_is_whole(long_documents):
+    table = build_sample_table(np.array([11]), seq_length=10, long_documents=long_documents)
+    assert (table.length.tolist(), table.num_truncated) == ([10], 0)
 
 
 def test_refusing_names_the_document_and_the_remedy():
@@ -74,31 +75,6 @@ def test_samples_are_the_documents_tokens(dataset):
     for document, tokens in rebuilt.items():
         whole = dataset._indexed.get(document)
         assert tokens == whole.tolist()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "token", "said"),
-    [
-        (np.int32, -3, r"has the token -3 in document 2: tokens are ids from 0 to 2147483647"),
-        (np.int64, 2**32 + 5, r"has the token 4294967301 in document 2: tokens are ids from 0"),
-        (np.float32, 5, r"holds float32, and ids of tokens are integers: prepare it again"),
-        (np.int64, 2**31 - 1, None),
-    ],
-)
-@pytest.mark.parametrize("learns_all", [True, False])
-def test_what_is_no_id_of_a_token_is_refused(learns_all, dtype, token, said, tmp_path):
-    """A negative one would be read as a token that is not learnt, a large one cut to 32 bits."""
-    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=dtype)
-    for tokens in ([1, 2], [3, 4], [5, token, 6]):
-        builder.add_document(torch.tensor(tokens), [len(tokens)])
-    builder.finalize(str(tmp_path / "a.idx"))
-    if not learns_all:
-        (tmp_path / "a.targets").write_bytes(bytes([0, 1, 0, 1, 0, 0, 1]))
-    whole = {"fraction": (0.0, 1.0), "seq_length": 64, "long_documents": "split"}
-    with contextlib.nullcontext() if said is None else pytest.raises(UserError, match=said):
-        read = DocumentDataset(str(tmp_path / "a"), **whole)
-        assert read[0].tolist() == ([1, 2] if learns_all else [~1, 2])
-        assert ids_of(read[2]).tolist() == [5, token, 6]
 
 
 def test_splits_are_disjoint_and_complete(tmp_path):
@@ -184,11 +160,42 @@ def test_a_restart_resumes_at_the_exact_sample(dataset):
         assert (batch["lengths"] == expected["lengths"]).all()
 
 
+@pytest.mark.parametrize("consumed", [0, 12, 60])
+def test_replicas_of_even_times_train_on_each_global_batch_whole(consumed, dataset):
+    """Also where a restart goes on behind some."""
+    stream = stream_of(dataset)
+    options = {"alignment": 4, "num_workers": 0, "consumed": consumed, "stop": consumed + 36}
+    options["balance"] = Balance(BatchSizes.constant(12), lambda b, s: float(b * s * s))
+    dealt: list[list] = [[], [], []]  # by global batch
+    for replica in range(2):
+        sharding = Sharding(micro_batch_size=2, replica=replica, num_replicas=2)
+        for number, batch in enumerate(microbatches(stream, sharding=sharding, **options)):
+            for row, length in zip(batch["tokens"], batch["lengths"], strict=True):
+                dealt[number // 3].append(row[: length + 1].tolist())
+    for number, found in enumerate(dealt):
+        first = consumed + 12 * number
+        assert sorted(found) == sorted(stream.tokens(first + i).tolist() for i in range(12))
+
+
 def test_collate_pads_to_the_longest_and_the_alignment():
     batch = collate([np.arange(1, 6), np.arange(1, 11)], alignment=8)
     assert batch["tokens"].shape == (2, 17)
     assert batch["lengths"].tolist() == [4, 9]
     assert batch["tokens"][0].tolist() == [1, 2, 3, 4, 5] + [0] * 12
+
+
+def test_an_epoch_of_joined_data_sets_has_every_document_of_each(tmp_path):
+    sets, expected = [], []
+    for seed, (name, lengths) in enumerate({"a": [9, 3], "b": [5, 1, 7], "c": [4, 6]}.items()):
+        write_documents(tmp_path / name, lengths, seed=seed)
+        whole = {"fraction": (0.0, 1.0), "seq_length": 64, "long_documents": "split"}
+        sets.append(DocumentDataset(str(tmp_path / name), **whole))
+        expected += [sets[-1][i].tolist() for i in range(len(sets[-1]))]
+    stream = stream_of(*sets)
+    for epoch in range(2):
+        found = [stream.tokens(6 * epoch + i).tolist() for i in range(6)]
+        assert sorted(found) == sorted(expected)
+        assert [stream.length(6 * epoch + i) for i in range(6)] == [len(f) - 1 for f in found]
 
 
 def test_weights_blend_datasets_and_keep_each_ones_epochs(tmp_path):
@@ -230,55 +237,6 @@ def test_bucketed_global_batches_of_a_blend_are_groups_of_one_dataset(tmp_path):
         assert seen == np.concatenate(whole)[: len(seen)].tolist()
     spans = [[stream.length(8 * k + i).bit_length() for i in range(8)] for k in range(40)]
     assert sum(len(set(span)) == 1 for span in spans) >= 30  # the others are what buckets leave
-
-
-def test_a_missing_file_is_named_with_the_remedy(tmp_path):
-    with pytest.raises(UserError, match=r"nothing\.idx not found.*data prepare"):
-        DocumentDataset(
-            str(tmp_path / "nothing"), fraction=(0.0, 1.0), seq_length=8, long_documents="split"
-        )
-
-
-def damaged(tmp_path, suffix, change):
-    write_documents(tmp_path / "corpus", LENGTHS)
-    path = tmp_path / f"corpus{suffix}"
-    path.write_bytes(change(path.read_bytes()))
-    return DocumentDataset(
-        str(tmp_path / "corpus"), fraction=(0, 1), seq_length=64, long_documents="split"
-    )
-
-
-def test_a_bin_that_was_cut_off_is_told_before_anything_is_read(tmp_path):
-    total = sum(LENGTHS)
-    with pytest.raises(UserError, match=rf"corpus.bin has 100 bytes, and .*lists {total}: "):
-        damaged(tmp_path, ".bin", lambda content: content[:100])
-
-
-@pytest.mark.parametrize(
-    "suffix, size, said",
-    [
-        (".idx", 8, r"corpus\.idx: 8 bytes are too few for an index: prepare"),
-        (".idx", 20, r"corpus\.idx: 20 bytes are too few for an index: prepare"),
-        (".idx", 100, r"corpus\.idx: 100 bytes where its counts need 362: it is damaged"),
-        (".bin", 0, r"corpus\.bin is empty: leave it out of the data sets, or prepare it again"),
-    ],
-)
-def test_a_file_that_was_cut_off_is_the_one_that_is_named(suffix, size, said, tmp_path):
-    with pytest.raises(UserError, match=said):
-        damaged(tmp_path, suffix, lambda content: content[:size])
-
-
-@pytest.mark.parametrize("place", ["lengths", "pointers", "documents"])
-def test_an_index_whose_numbers_make_no_sense_is_refused(place, tmp_path):
-    """After a head of 34 bytes: int32 lengths, int64 pointers, int64 documents."""
-    count = len(LENGTHS)
-    start = 34 + {"lengths": 0, "pointers": 4 * count, "documents": 12 * count}[place] + 8
-    with pytest.raises(UserError, match=r"corpus\.idx"):
-        damaged(tmp_path, ".idx", lambda content: _overwritten(content, start, b"\xff" * 8))
-
-
-def _overwritten(content: bytes, start: int, new: bytes) -> bytes:
-    return content[:start] + new + content[start + len(new) :]
 
 
 def test_a_blended_sample_is_found_without_reading_the_whole_blend(dataset):
