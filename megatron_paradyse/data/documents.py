@@ -49,7 +49,12 @@ class SampleTable:
 
 
 def build_sample_table(
-    document_tokens: np.ndarray, *, seq_length: int, long_documents: str, first_document: int = 0
+    document_tokens: np.ndarray,
+    *,
+    seq_length: int,
+    long_documents: str,
+    first_document: int = 0,
+    prefix: str = "the data",
 ) -> SampleTable:
     """Cut documents of the given token counts into samples of at most seq_length inputs.
 
@@ -62,9 +67,9 @@ def build_sample_table(
     if len(too_long) and long_documents == "refuse":
         worst = too_long[0]
         raise UserError(
-            f"document {first_document + worst} has {int(predictions[worst]) + 1} tokens, "
-            f"--seq-length {seq_length} takes {seq_length + 1}: raise --seq-length, or choose "
-            "--paradyse-long-documents split or truncate"
+            f"document {first_document + worst} of {prefix} has {int(predictions[worst]) + 1} "
+            f"tokens, --seq-length {seq_length} takes {seq_length + 1}: raise --seq-length, or "
+            "choose --paradyse-long-documents split or truncate"
         )
     num_truncated = 0
     if long_documents == "truncate":
@@ -125,6 +130,7 @@ class DocumentDataset:
             seq_length=seq_length,
             long_documents=long_documents,
             first_document=first,
+            prefix=prefix,
         )
         self.prefix = prefix
         self._targets = _targets(prefix, self._indexed, int(documents.sum()))

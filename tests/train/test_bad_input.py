@@ -48,7 +48,7 @@ CASES = {
     ),
     "too long": (
         [*TP2, "--paradyse-long-documents", "refuse"],
-        "document 10 has 200 tokens, --seq-length 64 takes 65: raise --seq-length",
+        "corpus has 200 tokens, --seq-length 64 takes 65: raise --seq-length",
     ),
     "budget of nothing": (
         [*TP2, "--paradyse-memory-budget", "5"],

@@ -47,8 +47,13 @@ def test_a_document_that_just_fits_is_whole(long_documents):
 
 
 def test_refusing_names_the_document_and_the_remedy():
-    with pytest.raises(UserError, match=r"document 1 has 100 tokens, --seq-length 10.*raise"):
-        build_sample_table(np.array([5, 100]), seq_length=10, long_documents="refuse")
+    """In the second half of a data set, one of several."""
+    said = r"^document 3 of wiki has 100 tokens, --seq-length 10 takes 11: raise"
+    with pytest.raises(UserError, match=said):
+        build_sample_table(
+            np.array([5, 100]),
+            **{"seq_length": 10, "long_documents": "refuse", "first_document": 2, "prefix": "wiki"},
+        )
 
 
 @pytest.fixture(scope="module")
