@@ -43,19 +43,24 @@ class HybridEvaluation:
         self._corrected = np.array(
             [row for row, fit in enumerate(fits) if fit.factors is not None], dtype=int
         )
-        tables = [fits[row].factors for row in self._corrected]
-        self._steps = _Steps([table for table in tables if table is not None], batch_size)
+        starts = [fits[row].law.starts(b) for row in self._corrected]
+        tables = [
+            table.cut_at(at)
+            for row, at in zip(self._corrected, starts, strict=True)
+            if (table := fits[row].factors) is not None
+        ]
+        self._steps = _Steps(tables, batch_size)
         floors = np.zeros_like(self._steps.values)
         self._tops = np.zeros(len(tables))
+        self._late = np.full(len(tables), np.inf)  # starts beyond the longest length
         for i, row in enumerate(self._corrected):
-            law, values = fits[row].law, self._steps.values[i]
+            law, values, longest = fits[row].law, self._steps.values[i], max_lengths[row]
             for k, edge in enumerate(self._steps.edges[i]):
-                if np.isfinite(edge):
+                if np.isfinite(edge) and edge not in starts[i]:
                     floors[i, k + 1] = max(floors[i, k], law(edge, b) * values[k])
-            self._tops[i] = max(
-                floors[i, self._steps.index(self._max_lengths[row])[i]],
-                law(max_lengths[row], b) * values[self._steps.index(self._max_lengths[row])[i]],
-            )
+            k = self._steps.index(longest)[i]
+            self._tops[i] = max(floors[i, k], law(longest, b) * values[k])
+            self._late[i] = min((s for s in starts[i] if s > longest), default=np.inf)
         self._floors = floors
 
     def __call__(self, seq_length: float) -> Array:
@@ -69,7 +74,7 @@ class HybridEvaluation:
             if beyond.any():
                 left = np.array([fade(s, longest) for longest in self._max_lengths[rows].tolist()])
                 factors = np.where(beyond, 1.0 + (factors - 1.0) * left, factors)
-                floors = np.where(beyond, self._tops, floors)
+                floors = np.where(beyond & (s < self._late), self._tops, floors)
             values[rows] = np.maximum(values[rows] * factors, floors)
         table = values.reshape(-1, NUM_QUANTITIES)
         table[:, FORWARD:] -= table[:, KEPT, None]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,13 @@ class StepTable:
     def __call__(self, seq_length: float, batch_size: int) -> float:
         row = self.rows[nearest(self.batch_sizes, batch_size)]
         return row[bisect_right(self.edges, seq_length)]
+
+    def cut_at(self, lengths: Iterable[float]) -> StepTable:
+        """The same steps, another of which begins at each of these lengths."""
+        edges = sorted({*self.edges, *lengths})
+        steps = [0, *(bisect_right(self.edges, edge) for edge in edges)]
+        rows = tuple(tuple(row[step] for step in steps) for row in self.rows)
+        return StepTable(tuple(edges), self.batch_sizes, rows)
 
 
 def nearest(batch_sizes: tuple[int, ...], batch_size: int) -> int:

@@ -1,12 +1,12 @@
 """The hybrid model: a law fitted to relative error, and a forest on what it leaves over.
 
-    value(s, b) = max( law(s, b) * (1 + residual(s)),  its own value at any shorter s )
+    value(s, b) = max( law(s, b) * (1 + residual(s)),  its value at any shorter s of that law )
 
 The forest is kept only where it halves the squared error when every interior length is predicted
 from its two neighbours: that is what a forest without that length would say, so noise, which the
 neighbours do not share, is not learnt. Beyond the longest profiled length the residual fades out
 over one doubling of s; below the shortest it stays. So the value is continuous at both edges and
-never falls with s.
+never falls with s, but where tiles or a law beyond a bend begin: what is measured falls there.
 
 Bytes of an attention with a window whose kernel is ours jump at the window, and again where a
 rank's part of the sequence is beyond it. Where their law is not near, the residual of each length,

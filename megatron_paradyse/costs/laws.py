@@ -85,6 +85,14 @@ class Law:
         """Whether c3 is of tokens up to reach."""
         return _is_of_tokens(self.window, self.reach)
 
+    def starts(self, batch_size: float) -> tuple[float, ...]:
+        """Where its next parts begin, at which alone it may fall: lengths, ascending."""
+        own = [math.nextafter(self.tile_tokens / batch_size, math.inf)] if self.in_tiles else []
+        if self.beyond is None:
+            return tuple(own)
+        more = self.beyond.starts(batch_size)
+        return (*(s for s in own if s < self.bend), self.bend, *(s for s in more if s > self.bend))
+
     def _pieces(self, tokens: float) -> tuple[tuple[float, ...], ...]:
         return self.in_tiles if tokens > self.tile_tokens else self.pieces
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_paradyse.costs.forest import nearest
 from megatron_paradyse.costs.hybrid import HybridFit, fade
+from megatron_paradyse.costs.laws import Law
 from megatron_paradyse.costs.paper import PaperFit
 
 
@@ -15,12 +16,25 @@ def hybrid_value(fit: HybridFit, seq_length: float, batch_size: int, max_length:
     inside = min(seq_length, max_length)
     shorter = [edge for edge in fit.factors.edges if edge <= inside]
     row = fit.factors.rows[nearest(fit.factors.batch_sizes, batch_size)]
-    floor = max((fit.law(e, batch_size) * row[k] for k, e in enumerate(shorter)), default=0.0)
-    factor = row[len(shorter)]
-    if seq_length > max_length:
+    part = _part(fit.law, seq_length, batch_size)
+    told = [
+        fit.law(e, batch_size) * row[k]
+        for k, e in enumerate(shorter)
+        # a step that ends where a part begins was of the part before
+        if _part(fit.law, e, batch_size) == part and e != fit.law.bend
+    ]
+    floor, factor = max(told, default=0.0), row[len(shorter)]
+    if seq_length > max_length and _part(fit.law, max_length, batch_size) == part:
         floor = max(floor, fit.law(max_length, batch_size) * factor)
         factor = 1 + (factor - 1) * fade(seq_length, max_length)
     return max(value * factor, floor)
+
+
+def _part(law: Law, s: float, b: int) -> tuple[bool, bool]:
+    """Of a law whose parts may each be lower than the one before."""
+    beyond = law.beyond is not None and s >= law.bend
+    side = law.beyond if beyond else law
+    return beyond, bool(side.in_tiles) and s * b > side.tile_tokens
 
 
 def paper_value(fit: PaperFit, seq_length: float, batch_size: int, max_length: int) -> float:

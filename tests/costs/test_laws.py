@@ -7,12 +7,13 @@ import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
-from megatron_paradyse.costs.hybrid import fit_hybrid
+from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
 from megatron_paradyse.costs.laws import Law, fit_law
+from megatron_paradyse.costs.model import CostModel, OperationFit
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.costs.changed_files import is_refused
 from tests.costs.step_by_step import hybrid_value
-from tests.costs.synthetic import DESCRIPTION, LENGTHS, make_table
+from tests.costs.synthetic import CONSTANTS, DESCRIPTION, LENGTHS, make_table
 
 
 def test_peaks_that_fall_as_kept_bytes_grow_are_fitted():
@@ -105,6 +106,33 @@ def test_a_residual_is_learnt_only_where_neighbours_share_it():
         abs(hybrid_value(stairs, x, 1, 65536) / (1.3e-3 + 1.3e-6 * x) - 1) for x in (2e3, 4e3)
     ]
     assert max(errors) < 0.1
+
+
+@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize("begins", ["tile_tokens", "bend"])
+def test_a_residual_leaves_bytes_as_low_as_a_tile_or_a_bend_makes_them(begins, b):
+    """They were kept up to what they are before it: at 2.15 times these, and nearly so at 2 x."""
+    s = np.geomspace(128, 131072, 16).round() // b
+
+    def truth(s):
+        less = s * b > TILE if begins == "tile_tokens" else s >= TILE // b
+        law = np.where(less, 5e6 + 300 * s * b, 1e6 + 2000 * s * b)
+        return law * (1 + 0.01 * np.sin(1.2 * np.log(s * b)))
+
+    given = {"tile_tokens": TILE} if begins == "tile_tokens" else {"bend": TILE // b}
+    fit = fit_hybrid(s, np.full(16, b), truth(s), operation="mlp", is_time=False, **given)
+    assert fit.factors is not None
+    longest, nothing = int(s[-1]), HybridFit(Law(()))
+    fits = (nothing, nothing, fit, nothing, nothing)
+    of_mlp = OperationFit("metp", "mlp", 1, longest, fits, ((b, 1, longest),))
+    costs = CostModel("hybrid", (of_mlp,), CONSTANTS)
+    for x in s.tolist():
+        assert costs.predict("metp", "mlp", "kept_bytes", x, b) == pytest.approx(truth(x), rel=0.01)
+    starts = (TILE // b, TILE // b + 1, TILE, TILE + 1)
+    for x in (*s.tolist(), *starts, 20_000, 3 * longest):
+        for size in (1, 3, b):
+            found = costs.predict("metp", "mlp", "kept_bytes", int(x), size)
+            assert found == hybrid_value(fit, int(x), size, longest)
 
 
 def test_noise_and_a_second_piece_do_not_spoil_a_law():
