@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_paradyse.costs.embedding_copy import embedding_copy
 from megatron_paradyse.costs.fitting import MIN_LENGTHS, fit_operation, num_timed_lengths
 from megatron_paradyse.costs.laws import SMALLEST
 from megatron_paradyse.costs.layers import LAYER, half_of
@@ -81,6 +82,7 @@ def measure_accuracy(
 
     held_out must describe the same configuration (ask differences first).
     """
+    copy = embedding_copy(table.description)
     other = {} if held_out is None else {(s, o): points for s, o, points in held_out.groups()}
     found: dict[tuple[str, str, str, str, str], list[float]] = {}
     for strategy, operation, points in table.groups():
@@ -94,7 +96,7 @@ def measure_accuracy(
                 continue
             for model in models:
                 fit = fit_operation(strategy, operation, question.fitted, model, table.description)
-                fitted = CostModel(model, [fit], _NO_CONSTANTS)
+                fitted = CostModel(model, [fit], _NO_CONSTANTS, copy=copy)
                 for m in question.asked:
                     answer = fitted.operation(strategy, operation, m.seq_length, m.batch_size)
                     for name in REPORTED if m.is_timed else BYTE_QUANTITIES:

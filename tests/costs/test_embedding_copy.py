@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from megatron_paradyse.costs.accuracy import measure_accuracy
 from megatron_paradyse.costs.embedding_copy import embedding_copy
 from megatron_paradyse.costs.fit_values import read_model, write_model
 from megatron_paradyse.costs.fitting import fit_table
@@ -52,6 +53,22 @@ def test_only_costs_of_one_sequence_need_it_and_files_tell_it_again(operation, b
         found = one.predict("model", operation, "forward_bytes", 128, 2)
         assert found == pytest.approx(256 * 1024 + copied)
         assert one.predict("model", operation, "forward_bytes", 256) == pytest.approx(256 * 1024)
+
+
+def test_accuracy_asks_for_two_sequences_as_a_model_of_the_file_does():
+    """It left the copy out, and told an error of 43% where there is none."""
+    description = dataclasses.replace(DESCRIPTION, head_tile="4096")
+
+    def table_of(b: int) -> CostTable:
+        forward = b * (1024.0 + (b - 1) * TOKEN * 3 / 4)
+        points = [
+            Measurement("model", "embedding", s, b, "ok", 1e-3, 1e-3, 4.0 * s * b, forward * s)
+            for s in (64, 128, 256, 512)
+        ]
+        return CostTable(description, tuple(points), Constants(0.0, 0.0))
+
+    found = {e.quantity: e.errors for e in measure_accuracy(table_of(1), table_of(2), ("hybrid",))}
+    assert found["forward_bytes"] == pytest.approx([0.0] * 4, abs=1e-9)
 
 
 def test_the_embedding_of_two_sequences_follows_from_that_of_one(tmp_path):
