@@ -34,9 +34,11 @@ class HybridEvaluation:
         b = batch_size
         laws = [fit.law for fit in fits]
         # Of layers and of the model's edges, which bend elsewhere.
-        self._bends = sorted({law.bend for law in laws if law.beyond is not None})
+        self._bends = sorted({law.bend_at(b) for law in laws if law.beyond is not None})
         self._sides = [
-            _Side([law.beyond if law.beyond and law.bend in begun else law for law in laws], b)
+            _Side(
+                [law.beyond if law.beyond and law.bend_at(b) in begun else law for law in laws], b
+            )
             for begun in (self._bends[:count] for count in range(len(self._bends) + 1))
         ]
         self._max_lengths = np.array(max_lengths, dtype=float)

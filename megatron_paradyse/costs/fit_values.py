@@ -10,7 +10,7 @@ min_length, max_length (of the measurements that were fitted), and fits, by quan
              reach    where there is one: keys of a tile, of which the last coefficient is then;
                       without a window tokens
              beyond   where there is one: "from", and of s >= from pieces, in_tiles, window,
-                      reach
+                      reach; or "from_tokens", of s b
              The fits of workspace are of its peak: forward_peak_bytes, backward_peak_bytes.
     paper    values   a step table
              polynomials   per batch size of values, up to 4 coefficients of 1, s, s^2, s^3
@@ -63,7 +63,7 @@ from megatron_paradyse.costs.table import (
 Measured = Mapping[tuple[str, str], Sequence[Measurement]]  # (strategy, operation) -> what is ok
 
 # One more with each change after which the same measurements are fitted otherwise.
-LAWS = 3
+LAWS = 4
 MAX_LAWS = 1 << 20
 MAX_OPERATIONS = 500
 MAX_EDGES = 500
@@ -74,6 +74,7 @@ MAX_BEND = 4 * MAX_SEQ_LENGTH  # of two ranks, which bend last, and the longest 
 PACKED_KEYS = ("strategy", "like", "num_rows", "forward", "backward")
 FLOOR_KEYS = ("forward_floor", "backward_floor")
 OPERATION_KEYS = ("strategy", "operation", "min_length", "max_length", "fits")
+FROM, FROM_TOKENS = "from", "from_tokens"
 LAW_KEYS = ("in_tiles", "window", "reach")  # a law may have
 HYBRID_KEYS = (*QUANTITIES[:3], "forward_peak_bytes", "backward_peak_bytes")
 
@@ -108,7 +109,8 @@ def _fit_values(fit: HybridFit | PaperFit) -> dict[str, Any]:
         factors = None if fit.factors is None else _table_values(fit.factors)
         values = {**_law_values(fit.law), "factors": factors}
         if fit.law.beyond is not None:
-            values["beyond"] = {"from": int(fit.law.bend), **_law_values(fit.law.beyond)}
+            start = FROM_TOKENS if fit.law.bend_of_tokens else FROM
+            values["beyond"] = {start: int(fit.law.bend), **_law_values(fit.law.beyond)}
         return values
     return {"values": _table_values(fit.values), "polynomials": fit.polynomials}
 
@@ -166,9 +168,10 @@ def _check_laws(fits: Collection[OperationFit]) -> None:
         tiles = {law.tile_tokens for law in laws if law.in_tiles}
         if len(tiles) > 1:
             raise ContentError(f"model has tiles of {sorted(tiles)} tokens: all are of one size")
-        bends = {law.bend for law in laws if law.beyond}
+        bends = {(law.bend, law.bend_of_tokens) for law in laws if law.beyond}
         if len(bends) > 1:
-            raise ContentError(f"model has laws beyond {sorted(bends)}: all begin at one length")
+            starts = sorted(bend for bend, _ in bends)
+            raise ContentError(f"model has laws beyond {starts}: all begin at one length")
 
 
 def _read_packed(value: Any, table: CostTable, fits: Collection[tuple[str, str]]) -> Packed:
@@ -232,9 +235,13 @@ def _read_hybrid(value: Any, where: str) -> HybridFit:
     law = _read_law(values, where)
     if "beyond" in values:
         where_beyond = f"{where}.beyond"
-        beyond = check_keys(values["beyond"], where_beyond, ("from", "pieces"), optional=LAW_KEYS)
-        bend = check_integer(beyond["from"], f"{where_beyond}.from", low=1, high=MAX_BEND)
-        law = dataclasses.replace(law, beyond=_read_law(beyond, where_beyond), bend=bend)
+        of_tokens = isinstance(values["beyond"], dict) and FROM_TOKENS in values["beyond"]
+        start = FROM_TOKENS if of_tokens else FROM
+        beyond = check_keys(values["beyond"], where_beyond, (start, "pieces"), optional=LAW_KEYS)
+        bend = check_integer(beyond[start], f"{where_beyond}.{start}", low=1, high=MAX_BEND)
+        law = dataclasses.replace(
+            law, beyond=_read_law(beyond, where_beyond), bend=bend, bend_of_tokens=of_tokens
+        )
     if values["factors"] is None:
         return HybridFit(law)
     low, high = 1 - MAX_RESIDUAL, 1 + MAX_RESIDUAL

@@ -132,7 +132,8 @@ def fit_operation(
                 whole_tokens=2 * d.edge_tile_tokens if strategy == MODEL else math.inf,
                 window=window,
                 reaches=[parts * (window + TILE - 1) for parts in (1, p, 2 * p)],
-                bend=_bend(strategy, operation, points[0].batch_size, d),
+                bend=_bend(strategy, operation, d),
+                bend_of_tokens=operation == PREDICTION,
             )
             for name in QUANTITIES
         )
@@ -143,14 +144,15 @@ def fit_operation(
     return OperationFit(strategy, operation, shortest, longest, fits, timed_ranges(points))
 
 
-def _bend(strategy: str, operation: str, b: int, d: Description) -> float:
-    """The shortest sequence of those that may have laws of their own.
+def _bend(strategy: str, operation: str, d: Description) -> float:
+    """From where on there may be laws of their own.
 
-    Of rings of attention beside a window; and of multi-token prediction, whose projection is of a
-    rank's own rows where there are more tokens than channels (prediction.py).
+    The shortest such sequence of rings of attention beside a window; and of multi-token prediction
+    tokens, as its projection is of a rank's own rows where there are more than channels
+    (prediction.py).
     """
     if operation == PREDICTION:
-        return d.model.hidden_size // b + 1 if d.p > 1 else math.inf
+        return d.model.hidden_size + 1 if d.p > 1 else math.inf
     return shortest_narrow(d.window(operation), d.p) if base_name(strategy) in RINGS else math.inf
 
 

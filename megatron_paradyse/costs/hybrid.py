@@ -58,6 +58,7 @@ def fit_hybrid(
     window: float = math.inf,
     reaches: Sequence[float] = (),
     bend: float = math.inf,
+    bend_of_tokens: bool = False,
 ) -> HybridFit:
     """Fit y at the points (s, b); kept: y is workspace above it, and the fit is of their sum.
 
@@ -66,7 +67,7 @@ def fit_hybrid(
     window: keys that a query of the attention sees; what computes all scores and hides some is
     told from what leaves them out by which law is nearer; so is a tile of scores, see laws.py, of
     which reaches are the keys that it may have at most. bend: the shortest sequence of those that
-    may have a law of their own.
+    may have a law of their own, or where bend_of_tokens the fewest tokens s b.
 
     Attention is quadratic in s and linear in b, everything else linear in s b: only there are
     pairs of tokens among the terms.
@@ -112,9 +113,10 @@ def fit_hybrid(
         return law
 
     law = law_of_side(np.ones_like(s, dtype=bool))
-    long = s >= bend
+    long = (s * b if bend_of_tokens else s) >= bend
     if min(len(np.unique(s[side])) for side in (long, ~long)) >= LEAST_OF_SIDE + is_time:
-        apart = replace(law_of_side(~long), beyond=law_of_side(long), bend=bend)
+        below, beyond = law_of_side(~long), law_of_side(long)
+        apart = replace(below, beyond=beyond, bend=bend, bend_of_tokens=bend_of_tokens)
         if is_time:
             scores = [_score(one, s, b, total) for one in (law, apart)]
             law = apart if scores[1] < scores[0] else law

@@ -53,7 +53,8 @@ class Law:
     in_tiles: those for s b > tile_tokens; empty: there is none but pieces. window: the keys that a
     query sees, itself included. reach: where it is finite, c3 is of keys b in place of s^2 b: none
     up to the window, then s, and reach at most; without a window of the tokens s b, reach at most.
-    beyond: the law for s >= bend, which has no beyond; None: this one.
+    beyond: the law for s >= bend, or for s b >= bend where bend_of_tokens, which has no beyond;
+    None: this one.
     """
 
     pieces: tuple[tuple[float, ...], ...]
@@ -63,13 +64,18 @@ class Law:
     reach: float = math.inf
     beyond: Law | None = None
     bend: float = math.inf
+    bend_of_tokens: bool = False
 
     def __call__(self, seq_length: float, batch_size: float) -> float:
         s, b = seq_length, batch_size
-        if self.beyond is not None and s >= self.bend:
+        if self.beyond is not None and s >= self.bend_at(b):
             return self.beyond(s, b)
         pieces, keys = self._pieces(s * b), self.keys(s, b)
         return max((c0 + b * (c1 + s * (c2 + keys * c3)) for c0, c1, c2, c3 in pieces), default=0)
+
+    def bend_at(self, batch_size: float) -> float:
+        """The shortest s of beyond."""
+        return self.bend / batch_size if self.bend_of_tokens else self.bend
 
     def keys(self, seq_length: float, batch_size: float = 1) -> float:
         """That are counted for a query: s, or less where the window is shorter; or a tile's / s."""
@@ -90,8 +96,8 @@ class Law:
         own = [math.nextafter(self.tile_tokens / batch_size, math.inf)] if self.in_tiles else []
         if self.beyond is None:
             return tuple(own)
-        more = self.beyond.starts(batch_size)
-        return (*(s for s in own if s < self.bend), self.bend, *(s for s in more if s > self.bend))
+        more, bend = self.beyond.starts(batch_size), self.bend_at(batch_size)
+        return (*(s for s in own if s < bend), bend, *(s for s in more if s > bend))
 
     def _pieces(self, tokens: float) -> tuple[tuple[float, ...], ...]:
         return self.in_tiles if tokens > self.tile_tokens else self.pieces

@@ -21,7 +21,7 @@ def hybrid_value(fit: HybridFit, seq_length: float, batch_size: int, max_length:
         fit.law(e, batch_size) * row[k]
         for k, e in enumerate(shorter)
         # a step that ends where a part begins was of the part before
-        if _part(fit.law, e, batch_size) == part and e != fit.law.bend
+        if _part(fit.law, e, batch_size) == part and e != fit.law.bend_at(batch_size)
     ]
     floor, factor = max(told, default=0.0), row[len(shorter)]
     if seq_length > max_length and _part(fit.law, max_length, batch_size) == part:
@@ -32,7 +32,7 @@ def hybrid_value(fit: HybridFit, seq_length: float, batch_size: int, max_length:
 
 def _part(law: Law, s: float, b: int) -> tuple[bool, bool]:
     """Of a law whose parts may each be lower than the one before."""
-    beyond = law.beyond is not None and s >= law.bend
+    beyond = law.beyond is not None and (s * b if law.bend_of_tokens else s) >= law.bend
     side = law.beyond if beyond else law
     return beyond, bool(side.in_tiles) and s * b > side.tile_tokens
 

@@ -59,7 +59,7 @@ NUMBERS = {
 
 def test_while_laws_stays_the_same_measurements_predict_the_same():
     """Whoever changes how models are fitted: raise LAWS, and then write new numbers."""
-    assert LAWS == 3
+    assert LAWS == 4
     for kind, numbers in NUMBERS.items():
         for found, expected in zip(predicted(kind), numbers, strict=True):
             assert found == pytest.approx(expected, rel=1e-5), kind

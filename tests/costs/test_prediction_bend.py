@@ -34,10 +34,12 @@ def measured(s: int, b: int = 1) -> Measurement:
 
 
 @pytest.mark.parametrize("b", [1, 2])
-def test_lengths_between_are_told_on_either_side(b):
+@pytest.mark.parametrize("profiled", [(1,), (2,), (1, 2)])
+def test_lengths_between_are_told_on_either_side(profiled, b):
+    """Of as many sequences as were profiled, and of others: tokens decide."""
     model = dataclasses.replace(DESCRIPTION.model, hidden_size=H)
     description = dataclasses.replace(DESCRIPTION, model=model)
-    points = [measured(tokens // b, b) for tokens in PROFILED]
+    points = [measured(tokens // size, size) for size in profiled for tokens in PROFILED]
     fit = fit_operation(MODEL, PREDICTION, points, "hybrid", description)
     costs = CostModel("hybrid", (fit,), CONSTANTS)
     for tokens in COUNTED:
@@ -63,6 +65,8 @@ def test_rings_beside_a_window_bend_elsewhere_in_the_same_model(tmp_path):
     table, path = CostTable(described, points, CONSTANTS), tmp_path / "costs.json"
     write_cost_file(path, table, fit_table(table))
     model = read_cost_file(path).require_model()
+    assert model.fits_of(MODEL, PREDICTION)[2].law.bend_of_tokens
+    assert model.predict(MODEL, PREDICTION, "kept_bytes", h, 2) == pytest.approx(2600.0 * h)
     for s in (100, h, h + 8, 1000, BEND - 8, BEND, 1 << 16):
         ring, edge = bent("megatron_cz", s).backward_bytes, predicted(s).kept_bytes
         found = model.operation("megatron_cz", ATTENTION, s).backward_bytes
