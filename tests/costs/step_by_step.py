@@ -24,8 +24,9 @@ def hybrid_value(fit: HybridFit, seq_length: float, batch_size: int, max_length:
         if _part(fit.law, e, batch_size) == part and e != fit.law.bend_at(batch_size)
     ]
     floor, factor = max(told, default=0.0), row[len(shorter)]
-    if seq_length > max_length and _part(fit.law, max_length, batch_size) == part:
-        floor = max(floor, fit.law(max_length, batch_size) * factor)
+    if seq_length > max_length:
+        if _part(fit.law, max_length, batch_size) == part:
+            floor = max(floor, fit.law(max_length, batch_size) * factor)
         factor = 1 + (factor - 1) * fade(seq_length, max_length)
     return max(value * factor, floor)
 

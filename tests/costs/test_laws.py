@@ -8,7 +8,7 @@ import pytest
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
-from megatron_paradyse.costs.laws import Law, fit_law
+from megatron_paradyse.costs.laws import Law, aicc, fit_law
 from megatron_paradyse.costs.model import CostModel, OperationFit
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.costs.changed_files import is_refused
@@ -62,6 +62,26 @@ def test_with_one_length_on_a_side_no_bytes_are_missed(lengths):
         assert fit.law(length, 1) >= 0.999 * in_tiles(length)
 
 
+def test_beyond_a_lone_length_in_tiles_bytes_grow_as_they_do_below():
+    """Not in proportion, where weights are most of them: tiles grow less."""
+    s = np.array((500, 1000, 2000, 8000, 12000), float)
+    y = np.where(s > TILE, 2.2e7, 2e7 + 1000 * s)
+    law = fit_hybrid(s, np.ones(5), y, operation="mlp", is_time=False, tile_tokens=TILE).law
+    assert law(12000, 1) == pytest.approx(y[-1], rel=1e-6)
+    assert law(24000, 1) == pytest.approx(2.2e7 + 1000 * 12000, rel=1e-3)
+
+
+def test_few_points_with_noise_are_given_few_terms():
+    """Each term of five points must earn more than one of many."""
+    residual = np.array([0.01, -0.01, 0.01, -0.01, 0.01])
+    for points in (5, 50):
+        some = np.tile(residual, points // 5)
+        one, two, three = (aicc(some, size, 1e-6) for size in (1, 2, 3))
+        assert three - two > two - one > 2
+        if points == 5:  # 2 and 2 size (size + 1) / (points - size - 1) more
+            assert (two - one, three - two) == pytest.approx((2 + 6 - 4 / 3, 2 + 24 - 6))
+
+
 def test_a_fit_in_tiles_is_written_read_and_evaluated(tmp_path):
     rows = TILE_ROWS * DESCRIPTION.p
 
@@ -108,18 +128,18 @@ def test_a_residual_is_learnt_only_where_neighbours_share_it():
     assert max(errors) < 0.1
 
 
-@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize("b", [1, 16])
 @pytest.mark.parametrize("begins", ["tile_tokens", "bend"])
 def test_a_residual_leaves_bytes_as_low_as_a_tile_or_a_bend_makes_them(begins, b):
     """They were kept up to what they are before it: at 2.15 times these, and nearly so at 2 x."""
     s = np.geomspace(128, 131072, 16).round() // b
 
     def truth(s):
-        less = s * b > TILE if begins == "tile_tokens" else s >= TILE // b
+        less = s * b > TILE if begins == "tile_tokens" else s * b >= TILE
         law = np.where(less, 5e6 + 300 * s * b, 1e6 + 2000 * s * b)
         return law * (1 + 0.01 * np.sin(1.2 * np.log(s * b)))
 
-    given = {"tile_tokens": TILE} if begins == "tile_tokens" else {"bend": TILE // b}
+    given = {begins: TILE, "bend_of_tokens": begins == "bend"}
     fit = fit_hybrid(s, np.full(16, b), truth(s), operation="mlp", is_time=False, **given)
     assert fit.factors is not None
     longest, nothing = int(s[-1]), HybridFit(Law(()))
@@ -128,7 +148,7 @@ def test_a_residual_leaves_bytes_as_low_as_a_tile_or_a_bend_makes_them(begins, b
     costs = CostModel("hybrid", (of_mlp,), CONSTANTS)
     for x in s.tolist():
         assert costs.predict("metp", "mlp", "kept_bytes", x, b) == pytest.approx(truth(x), rel=0.01)
-    starts = (TILE // b, TILE // b + 1, TILE, TILE + 1)
+    starts = (TILE // b, TILE // b + 1, TILE, TILE + 1)  # of one sequence, beyond b's lengths
     for x in (*s.tolist(), *starts, 20_000, 3 * longest):
         for size in (1, 3, b):
             found = costs.predict("metp", "mlp", "kept_bytes", int(x), size)

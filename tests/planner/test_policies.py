@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from megatron_paradyse.errors import UserError
@@ -55,6 +57,8 @@ def test_lengths_of_one_alignment_are_planned_once_and_as_the_longest():
     cache = cached(planner, alignment=8)
     outcomes = [cache.plan(1, s) for s in (25, 30, 32)]
     assert planner.count == 1 and outcomes[0] is outcomes[2]
+    assert outcomes[0] == cached(OptimalPlanner()).plan(1, 32)
+    assert cache.key(1, 25) == (1, 32, False) and cache.key(1, 33, True) == (1, 40, True)
     assert cache.plan(1, 33) is not outcomes[0]
     assert cache.plan(1, 32, True) is not outcomes[0]
     assert cache.plan(2, 32) is not outcomes[0]
@@ -72,6 +76,7 @@ def test_the_cache_is_bounded_and_forgets_what_was_unused_for_longest():
 
 def test_smoothing_keeps_a_plan_that_is_nearly_as_fast_and_fits():
     lengths = [100, 2900, 2550, 2300, 2900, 3000, 3100, 100]
+    lengths += random.Random(0).choices(lengths, k=60)  # each after others than before
     plain = cached(OptimalPlanner())
     smooth = SmoothedPlanner(cached(OptimalPlanner()), gamma=0.06)
     kept, before = 0, None
