@@ -7,13 +7,14 @@ With a held-out table: one fit of the whole table, asked for the lengths of the 
 
 An error is |predicted - measured| over the measured value, or, where that is below a thousandth of
 the largest value of the quantity, over that thousandth. Time is forward and backward together; the
-two are rows of their own too; lengths of which only bytes were measured say nothing of it.
+two are rows of their own too; lengths of which only bytes were measured say nothing of it, nor are
+they lengths that its fit saw.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from megatron_paradyse.costs.model import MODELS, CostModel
 from megatron_paradyse.costs.table import (
     BYTE_QUANTITIES,
     QUANTITIES,
+    TIME_QUANTITIES,
     Constants,
     CostTable,
     Measurement,
@@ -68,11 +70,12 @@ class Errors:
 
 @dataclass(frozen=True)
 class _Question:
-    """Points to fit, points to ask, and what the answers count as."""
+    """Points to fit, points to ask, what the answers count as, and of which quantities."""
 
     fitted: tuple[Measurement, ...]
     asked: tuple[Measurement, ...]
     scope: str
+    names: tuple[str, ...] = REPORTED
 
 
 def measure_accuracy(
@@ -86,12 +89,9 @@ def measure_accuracy(
     other = {} if held_out is None else {(s, o): points for s, o, points in held_out.groups()}
     found: dict[tuple[str, str, str, str, str], list[float]] = {}
     for strategy, operation, points in table.groups():
-        if held_out is None:
-            questions = [*_leave_one_out(points), *_beyond(points)]
-        else:
-            questions = [*_held_out(points, other.get((strategy, operation), ()))]
+        others = None if held_out is None else other.get((strategy, operation), ())
         largest = {name: max((getattr(m, name) for m in points), default=0.0) for name in REPORTED}
-        for question in questions:
+        for question in _questions(points, others):
             if num_timed_lengths(question.fitted) < MIN_LENGTHS:
                 continue
             for model in models:
@@ -99,7 +99,9 @@ def measure_accuracy(
                 fitted = CostModel(model, [fit], _NO_CONSTANTS, copy=copy)
                 for m in question.asked:
                     answer = fitted.operation(strategy, operation, m.seq_length, m.batch_size)
-                    for name in REPORTED if m.is_timed else BYTE_QUANTITIES:
+                    for name in question.names:
+                        if not m.is_timed and name not in BYTE_QUANTITIES:
+                            continue
                         key = (model, strategy, operation, name, question.scope)
                         error = _error(getattr(answer, name), getattr(m, name), largest[name])
                         found.setdefault(key, []).append(error)
@@ -114,6 +116,19 @@ def measure_accuracy(
 def _error(predicted: float, measured: float, largest: float) -> float:
     scale = max(measured, SMALLEST * largest)
     return abs(predicted - measured) / scale if scale else float(predicted > 0)
+
+
+def _questions(
+    points: tuple[Measurement, ...], others: Sequence[Measurement] | None
+) -> Iterator[_Question]:
+    """others: of a held-out table. Seconds are asked for as if only timed lengths were there."""
+    timed = tuple(m for m in points if m.is_timed)
+    kinds: list[tuple[tuple[Measurement, ...], tuple[str, ...]]] = [(points, REPORTED)]
+    if len(timed) < len(points):
+        kinds = [(timed, (TIME, *TIME_QUANTITIES)), (points, BYTE_QUANTITIES)]
+    for of, names in kinds:
+        left_out = [*_leave_one_out(of), *_beyond(of)] if others is None else _held_out(of, others)
+        yield from (replace(question, names=names) for question in left_out)
 
 
 def _leave_one_out(points: Sequence[Measurement]) -> Iterator[_Question]:

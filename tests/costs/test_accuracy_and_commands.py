@@ -18,6 +18,9 @@ from tests.costs.synthetic import CONSTANTS, DESCRIPTION, LENGTHS, make_table
 
 TABLE = make_table(LENGTHS, ("megatron_ts", "colossal_z"), noise=0.02)
 
+ASKED = ("time_seconds", "kept_bytes")
+WHOLE = make_table(LENGTHS, ("metp",), ("mlp",), model_parts=False).measurements
+
 
 @pytest.fixture(scope="module")
 def errors():
@@ -57,6 +60,23 @@ def test_lengths_of_which_only_bytes_are_known_say_nothing_of_seconds():
     counts = {e.quantity: len(e.errors) for e in found if e.operation == "mlp"}
     assert counts["kept_bytes"] == 2
     assert counts["time_seconds"] == counts["forward_seconds"] == 1
+
+
+def test_seconds_are_asked_for_by_the_lengths_that_were_timed():
+    """The longest of them is not inside, and five make an extrapolation; others are not known."""
+    untimed = {"status": BYTES_ONLY, "forward_seconds": 0.0, "backward_seconds": 0.0}
+
+    def counts(without, held_out=None):
+        points = [replace(m, **untimed) if m.seq_length in without else m for m in WHOLE]
+        table = replace(TABLE, measurements=points)
+        found = measure_accuracy(table, held_out, ("hybrid",))
+        return {(e.quantity[:4], e.scope): len(e.errors) for e in found if e.quantity in ASKED}
+
+    known = {("kept", "inside"): 7, ("kept", "2x"): 4, ("kept", "4x"): 3}
+    assert counts(LENGTHS[-3:]) == known | {("time", "inside"): 4, ("time", "2x"): 1}
+    assert counts(LENGTHS[1:-1:2]) == known | {("time", "inside"): 3}
+    other = make_table((1024, 3000), ("metp",), ("mlp",), model_parts=False)
+    assert counts((1024,), other) == {("time", "inside"): 2, ("kept", "inside"): 1}
 
 
 def test_too_few_lengths_are_refused():
