@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs import commands, model
-from megatron_paradyse.costs.accuracy import measure_accuracy, summarize
+from megatron_paradyse.costs.accuracy import Errors, measure_accuracy, summarize
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.table import BYTES_ONLY, CostTable
 from megatron_paradyse.errors import UserError
@@ -80,8 +80,13 @@ def test_seconds_are_asked_for_by_the_lengths_that_were_timed():
 
 
 def test_too_few_lengths_are_refused():
-    with pytest.raises(UserError, match="no length can be held out"):
+    with pytest.raises(UserError, match="no length can be held out: measure at 4 lengths"):
         measure_accuracy(make_table(LENGTHS[:3], ("metp",)))
+
+
+def test_errors_tell_the_middle_and_the_largest():
+    one = Errors("hybrid", "metp", "mlp", "kept_bytes", "inside", (0.1, 0.5, 0.2))
+    assert (one.median, one.max) == (0.2, 0.5)
 
 
 def test_choices_in_the_help_are_those_of_the_code():

@@ -190,6 +190,12 @@ def test_local_z_costs_no_more_than_what_exchanges_besides(derived):
         others = [costs(n + suffix, ATTENTION, s) for n in ("megatron_cz", "ulysses_z")]
         assert local <= max(other.time_seconds for other in others)
         assert costs("local_z" + suffix, MLP, s) == costs("megatron_cz" + suffix, MLP, s)
+        alone = RowCosts(derived, load_of_one(s, P, causal=True))
+        faster = min(
+            derived.operation(n + suffix, ATTENTION, s).time_seconds
+            for n in ("megatron_cz", "ulysses_z")
+        )
+        assert alone("local_z" + suffix, ATTENTION, s).time_seconds == pytest.approx(faster)
 
 
 def test_rows_of_local_z_are_fitted_though_it_runs_no_single_document(table):
