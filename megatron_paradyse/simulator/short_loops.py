@@ -3,7 +3,8 @@
 A ring of p chunks repeats one step p-1 times, and holds no more in the tenth step than in the
 fourth. So beyond WHOLE ranks a loop runs its first and last steps, and one step between stands for
 all those left out: its seconds are repeated on the clock, its bytes come and go as they would. The
-same holds for the tiles of embedding, head and MLP beyond WHOLE tiles.
+same holds for the tiles of embedding, head and MLP beyond WHOLE tiles. Not for the ring of an
+attention with a window, whose steps see keys or none.
 
 METP has a ring for every rank's block of heads, all alike: those between its first and its last
 blocks take the seconds of the one before, and give tensors of the right size. So do those between
@@ -22,8 +23,18 @@ from torch.distributed import ProcessGroup
 from megatron_paradyse.edges import cross_entropy, embedding
 from megatron_paradyse.simulator.clock import Clock
 from megatron_paradyse.simulator.doors import Door, opened
-from megatron_paradyse.strategies import metp_attention, ring, routes, tiled_mlp, zero_tiles
-from megatron_paradyse.strategies.local_attention import accumulation_dtype
+from megatron_paradyse.strategies import (
+    colossal_z,
+    metp_attention,
+    ring,
+    ring_attention,
+    routes,
+    tiled_mlp,
+    zero_tiles,
+)
+from megatron_paradyse.strategies.blocks import sends_what_is_seen
+from megatron_paradyse.strategies.local_attention import AttentionTask, accumulation_dtype
+from megatron_paradyse.strategies.routes import SpansOfRanks
 
 WHOLE = 7
 AT_START, AT_END = 3, 2
@@ -35,6 +46,34 @@ class _ShortGradient(ring.TravellingGradient):
     def __init__(self, group: ProcessGroup):
         super().__init__(group)
         self._hops_left = min(self._hops_left, AT_START + AT_END)
+
+
+class _ShortRing:
+    """Every chunk to every rank (routes.Exchange), of which the steps between stand for another."""
+
+    def __init__(self, spans_of_ranks: SpansOfRanks, group: ProcessGroup, clock: Clock):
+        self.spans_from, self._group, self._clock = spans_of_ranks, group, clock
+
+    def chunks(self, own: Tensor, *, backward: bool = False) -> Iterator[tuple[int, Tensor]]:
+        p, rank = self._group.size(), self._group.rank()
+        coming = ring.ring_exchange_async(own, self._group)
+        if not backward:
+            yield rank, own
+        steps = [*range(1, 1 + AT_START), *range(p - AT_END, p)]
+        for step in steps:
+            since = self._clock.lines
+            chunk = coming.wait()
+            if step < p - 1:
+                coming = ring.ring_exchange_async(chunk, self._group)
+            yield (rank - step) % p, chunk
+            del chunk
+            if step == AT_START:
+                self._clock.repeat(self._clock.since(since), p - 1 - len(steps))
+        if backward:
+            yield rank, own
+
+    def gradient(self) -> _ShortGradient:
+        return _ShortGradient(self._group)
 
 
 def _few_blocks(function: Callable, empty: Callable, clock: Clock) -> Callable:
@@ -97,36 +136,21 @@ def _few_tiles(tiles: Callable, clock: Clock) -> Callable:
 def short_loops(clock: Clock) -> Iterator[None]:
     """Loops of more than WHOLE steps take AT_START + AT_END of them and a count."""
 
-    def ring_chunks(
-        own: Tensor, group: ProcessGroup, *, own_last: bool = False
-    ) -> Iterator[tuple[int, Tensor]]:
-        p, rank = group.size(), group.rank()
-        coming = ring.ring_exchange_async(own, group) if p > 1 else None
-        if not own_last:
-            yield rank, own
-        steps = [*range(1, 1 + AT_START), *range(p - AT_END, p)]
-        for step in steps:
-            assert coming is not None
-            since = clock.lines
-            chunk = coming.wait()
-            coming = ring.ring_exchange_async(chunk, group) if step < p - 1 else None
-            yield (rank - step) % p, chunk
-            del chunk
-            if step == AT_START:
-                clock.repeat(clock.since(since), p - 1 - len(steps))
-        if own_last:
-            yield rank, own
-
-    def chosen(own, group, *, own_last=False):
-        long = group.size() > WHOLE
-        return (ring_chunks if long else ring.ring_chunks)(own, group, own_last=own_last)
-
-    def gradient(group):
-        return (_ShortGradient if group.size() > WHOLE else ring.TravellingGradient)(group)
+    def exchange_among(
+        spans_of_ranks: SpansOfRanks, task: AttentionTask, group: ProcessGroup, *, dim: int
+    ) -> routes.Exchange:
+        every, window = task.microbatch.seq_length, task.shape.window
+        alike = window is None or window >= every  # else some steps see more keys than others
+        if (
+            group.size() > WHOLE
+            and alike
+            and not sends_what_is_seen(task.shape, task.microbatch, group.size())
+        ):
+            return _ShortRing(spans_of_ranks, group, clock)
+        return routes.exchange_among(spans_of_ranks, task, group, dim=dim)
 
     doors: list[Door] = [
-        (routes, "ring_chunks", chosen),
-        (routes, "TravellingGradient", gradient),
+        (module, "exchange_among", exchange_among) for module in (ring_attention, colossal_z)
     ]
     forward, backward = metp_attention.ring_forward, metp_attention.ring_backward
     doors.append((metp_attention, "ring_forward", _few_blocks(forward, _empty_outputs, clock)))
