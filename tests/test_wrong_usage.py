@@ -21,6 +21,7 @@ LONGEST = ("max-length", "costs.json", "--memory-budget", "150MB")
 SIMULATE = ("simulate", "--ranks", "8", "-o", "out.json", "--gpu")
 GPT = (*SIMULATE, "a100-80g", "--model", "gpt")
 PROFILE = ("profile", "--nproc", "2", "-o", "out.json")
+SIZE_4 = ("--vocab-size", "9", "--tensor-model-parallel-size", "4")
 PREPARE = ("data", "prepare", "-o", "out")
 SYNTHESIZE = ("data", "synthesize", "-o", "out", "--distribution", "githubcode", "--documents")
 
@@ -121,6 +122,12 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*SIMULATE, "gpu.yaml", "--model", "gpt"), "gpu.yaml, line 1: like", "use one of a100-40g"),
     ((*SIMULATE, "a100-80g", "--model", "gpt5"), "'gpt5'", "use one of bert, llama, gpt"),
     ((*SIMULATE, "a100-80g"), "vocabulary is missing", "give --vocab-size"),
+    ((*GPT, "--tensor-model-parallel-size", "4"), "with a group of 8 ranks", "or ask for 4 ranks"),
+    (
+        (*PROFILE[:1], "--stand-in", "8", "--interconnect", "nvlink4", *PROFILE[3:], *SIZE_4),
+        "--tensor-model-parallel-size 4 with a group of 8 ranks",
+        "give --tensor-model-parallel-size 8",
+    ),
     ((*GPT, "--ranks", "0"), "0 is not in the range", "1<=x<=1024"),
     ((*GPT, "--state-bytes", "nan"), "nan is not in the range", "0<x<="),
     ((*GPT, "--state-bytes", "inf"), "inf is not in the range", "0<x<="),

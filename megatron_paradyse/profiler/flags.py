@@ -103,14 +103,14 @@ def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) 
             "--tokenizer-type of the training"
         )
     last = ["--train-iters", "1000", "--paradyse", "--paradyse-policy", "fixed:megatron_ts"]
-    if _last_value("--paradyse-sequences", flags) == PACKED:  # rows are measured anyway
+    if last_value("--paradyse-sequences", flags) == PACKED:  # rows are measured anyway
         last += ["--paradyse-sequences", "documents"]
     return [*assumed, *flags, *last]
 
 
 def _of_settings_file(flags: Sequence[str]) -> list[str]:
     """Its loss head and its sequences."""
-    path = _last_value("--paradyse-config", flags)
+    path = last_value("--paradyse-config", flags)
     if path is None:
         return []
     settings = load_yaml_settings(path, "--paradyse-config")
@@ -122,7 +122,8 @@ def _of_settings_file(flags: Sequence[str]) -> list[str]:
     ]
 
 
-def _last_value(name: str, flags: Sequence[str]) -> str | None:
+def last_value(name: str, flags: Sequence[str]) -> str | None:
+    """What the last of these flags says, which wins in Megatron too."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(name, dest="value")
     return parser.parse_known_args(flags)[0].value

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
-from megatron_paradyse.profiler.flags import megatron_flags
+from megatron_paradyse.profiler.flags import last_value, megatron_flags
 
 GROUP_FLAGS = ["--fake-process-group"]  # of p ranks, of which this is one; it moves nothing
 NO_DROPOUT = {"--attention-dropout": 0, "--hidden-dropout": 0}
@@ -85,5 +85,17 @@ def model_flags(
     for name, value in DEFAULTS.items():
         if name not in names:
             flags += [name, value]
-    flags += ["--no-initialization", *GROUP_FLAGS] if alone else []
+    if alone:
+        check_group(flags, ranks)
+        flags += ["--no-initialization", *GROUP_FLAGS]
     return megatron_flags(flags, model_path=None, ranks=ranks)
+
+
+def check_group(flags: Sequence[str], p: int) -> None:
+    """UserError where flags name a tensor-parallel group of another size than p."""
+    size = last_value("--tensor-model-parallel-size", flags)
+    if size is not None and size != str(p):
+        raise UserError(
+            f"--tensor-model-parallel-size {size} with a group of {p} ranks: "
+            f"give --tensor-model-parallel-size {p}, or ask for {size} ranks"
+        )

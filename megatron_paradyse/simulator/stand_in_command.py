@@ -9,7 +9,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.flags import megatron_flags
 from megatron_paradyse.profiler.lengths import check_lengths, default_lengths
 from megatron_paradyse.profiler.run import Options as ProfileOptions
-from megatron_paradyse.simulator.models import GROUP_FLAGS
+from megatron_paradyse.simulator.models import GROUP_FLAGS, check_group
 from megatron_paradyse.simulator.network import find_network
 from megatron_paradyse.simulator.run import quiet
 from megatron_paradyse.simulator.stand_in import Options, stand_in_profile
@@ -32,6 +32,7 @@ def profile_stand_in(
         )
     network = find_network(interconnect, ranks)
     megatron = megatron_flags([*flags, *GROUP_FLAGS], model_path=model, ranks=ranks)
+    check_group(megatron, ranks)
     if asked.lengths:
         lengths = check_lengths(asked.lengths, p=ranks)
     else:

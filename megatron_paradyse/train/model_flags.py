@@ -23,7 +23,8 @@ def check_ranks(args: argparse.Namespace) -> None:
         raise UserError(
             f"the number of ranks, {args.world_size}, is no multiple of "
             f"--tensor-model-parallel-size {p} times --pipeline-model-parallel-size {stages}: "
-            f"start {p * stages} or a multiple by torchrun --nproc-per-node, or change these flags"
+            f"start {p * stages} or a multiple (--nproc-per-node of torchrun, --nproc of a "
+            "profile), or change these flags"
         )
     if (experts := args.expert_model_parallel_size) > 1:
         each = args.expert_tensor_parallel_size or p

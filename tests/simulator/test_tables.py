@@ -106,6 +106,15 @@ def test_flags_joined_to_their_value_win_over_defaults(name):
     assert DEFAULTS[name] in model_flags(None, own, ranks=2, dtype="float32")
 
 
+def test_the_group_in_whose_place_one_rank_is_has_as_many_ranks_as_its_flags_say():
+    for given in (["--tensor-model-parallel-size=4"], ["--tensor-model-parallel-size", "4"]):
+        with pytest.raises(UserError, match=r"size 4 with a group of 8 ranks: give .* 8, or ask"):
+            model_flags("llama", given, ranks=8, dtype="bfloat16")
+        model_flags("llama", given, ranks=8, dtype="bfloat16", alone=False)  # two replicas
+        last_wins = [*given, "--tensor-model-parallel-size", "8"]
+        model_flags("llama", last_wins, ranks=8, dtype="bfloat16")
+
+
 def test_a_stand_in_finds_the_longest_length_joined_or_apart():
     assert _sequence_length(["--seq-length=4096", "--bf16"]) == 4096
     assert _sequence_length(["--bf16", "--seq-length", "4096"]) == 4096

@@ -35,7 +35,8 @@ CASES = {
     "fewer ranks than tp": (
         ["--tensor-model-parallel-size", 4, "--sequence-parallel"],
         "the number of ranks, 2, is no multiple of --tensor-model-parallel-size 4 times "
-        "--pipeline-model-parallel-size 1: start 4 or a multiple by torchrun --nproc-per-node",
+        "--pipeline-model-parallel-size 1: start 4 or a multiple (--nproc-per-node of torchrun, "
+        "--nproc of a profile), or change these flags",
     ),
     "no files of a tokenizer": (
         [*TP2, "--tokenizer-type", "HuggingFaceTokenizer"],
