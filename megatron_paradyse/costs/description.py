@@ -273,7 +273,7 @@ def check_compatible(
     if found and not accept:
         raise UserError(
             f"these costs are not of this run: {'; '.join(found)}: profile this configuration, "
-            "or accept the difference knowingly"
+            "or plan by them all the same with --paradyse-accept-costs"
         )
     warnings = [f"costs of another configuration accepted: {fault}" for fault in found]
     if of_file.source != "measured":

@@ -41,7 +41,8 @@ def test_the_same_configuration_is_accepted_without_a_word():
 def test_any_difference_is_refused_and_can_be_accepted_knowingly(changes):
     with pytest.raises(UserError, match="these costs are not of this run: ") as caught:
         check_compatible(MEASURED, changed(**changes))
-    assert "profile this configuration" in str(caught.value)
+    assert "profile this configuration, or plan by them" in str(caught.value)
+    assert str(caught.value).endswith("with --paradyse-accept-costs")
     (warning,) = check_compatible(MEASURED, changed(**changes), accept=True)
     assert "accepted" in warning
 
