@@ -67,6 +67,8 @@ def switchable_block(spec, model, vp_stage: int | None) -> TransformerBlockSubmo
 
 
 def switchable_layer(spec: ModuleSpec, model) -> ModuleSpec:
+    if spec.module is SwitchableLayer:  # made so before
+        return spec
     if spec.module is not TransformerLayer:
         raise UserError(f"--paradyse cannot switch layers of type {spec.module.__name__}: drop it")
     old = spec.submodules

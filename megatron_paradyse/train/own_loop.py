@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import operator
 import os
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 from megatron.training import print_rank_0
 
@@ -70,10 +77,28 @@ def switchable_spec(
     layers of another type.
     """
     bucket_order.install()  # before a DistributedDataParallel is made
+    _check_spec(spec, config)
     if isinstance(spec, MultiTokenPredictionBlockSubmodules):
         prediction.install()
         return prediction.switchable_prediction(spec, config)
     return switchable_block(spec, config, vp_stage)
+
+
+def _check_spec(spec: Any, config: Any) -> None:
+    """UserError for what Megatron ends at in words of its own code."""
+    of_layers = isinstance(spec, TransformerBlockSubmodules | MultiTokenPredictionBlockSubmodules)
+    if isinstance(spec, ModuleSpec) and isinstance(spec.module, type):
+        of_layers = issubclass(spec.module, TransformerBlock | BaseTransformerLayer)
+    if not of_layers:
+        named = getattr(getattr(spec, "module", spec), "__name__", type(spec).__name__)
+        raise UserError(
+            f"switchable_spec({named}): give Megatron's spec of a layer or a block, such as "
+            "get_gpt_layer_local_spec()"
+        )
+    if not isinstance(config, TransformerConfig):
+        raise UserError(
+            f"switchable_spec(..., {type(config).__name__}): give the model's TransformerConfig"
+        )
 
 
 class Attached:
@@ -142,6 +167,11 @@ def attach(
     that cannot run.
     """
     bucket_order.install()  # before a DistributedDataParallel is made
+    if not mpu.model_parallel_is_initialized():
+        raise UserError(
+            "attach before Megatron's process groups exist: call mpu.initialize_model_parallel "
+            "first"
+        )
     found = _settings(settings)
     seed = _whole("seed", seed)
     if num_microbatches is not None and _whole("num_microbatches", num_microbatches) < 1:
@@ -213,8 +243,9 @@ def _settings(given: dict[str, Any]) -> Settings:
             )
     written = {name: _as_written(value) for name, value in given.items()}
     for name in SIZES & written.keys():
-        if isinstance(written[name], int) and not isinstance(written[name], bool):
-            written[name] = f"{written[name]}B"
+        size = written[name]  # 0.9 * torch.cuda.mem_get_info()[1], too
+        if isinstance(size, Real) and not isinstance(size, bool) and math.isfinite(size):
+            written[name] = f"{math.floor(size)}B"
     settings = make_settings(written, None, prefix="")
     if cost_policy_kind(settings) is None:
         if settings.memory_budget is not None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_paradyse import layer_specs
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import own_loop
 from megatron_paradyse.units import parse_bytes
@@ -119,5 +125,38 @@ def test_settings_of_a_program_are_those_of_a_file():
         }
     )
     assert parse_bytes(settings.memory_budget) == 180_000_000
+    share = own_loop._settings({"cost_model": "costs.json", "memory_budget": 0.9 * 200_000_001})
+    assert parse_bytes(share.memory_budget) == 180_000_000
     with pytest.raises(UserError, match="True is not a text"):
         own_loop._settings({"cost_model": "costs.json", "memory_budget": True})
+
+
+CONFIG = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=8)
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "fault"),
+    [
+        (
+            get_gpt_layer_local_spec,
+            CONFIG,
+            r"\(get_gpt_layer_local_spec\): give Megatron",
+        ),
+        (CONFIG, get_gpt_layer_local_spec(), r"\(TransformerConfig\): give Megatron's spec"),
+        (ModuleSpec(module=SelfAttention), CONFIG, r"\(SelfAttention\): give Megatron's spec"),
+        (get_gpt_layer_local_spec(), {}, r"\(\.\.\., dict\): give the model's TransformerConfig"),
+    ],
+)
+def test_another_thing_than_a_spec_of_layers_is_told_what_to_give(spec, config, fault):
+    with pytest.raises(UserError, match=f"switchable_spec{fault}"):
+        own_loop.switchable_spec(spec, config)
+
+
+def test_plans_are_attached_after_process_groups_exist():
+    with pytest.raises(UserError, match=r"exist: call mpu\.initialize_model_parallel first"):
+        own_loop.attach([torch.nn.Linear(2, 2)], policy="fixed:metp")
+
+
+def test_a_layer_that_can_switch_stays_as_it_is():
+    once = layer_specs.switchable_layer(get_gpt_layer_local_spec(), CONFIG)
+    assert layer_specs.switchable_layer(once, CONFIG) is once
