@@ -113,6 +113,10 @@ def before_validation(args: argparse.Namespace) -> None:
     """
     args.paradyse_model = args.paradyse_model or GPT
     if not args.paradyse:
+        if args.paradyse_model != GPT:  # pretrain_bert gives that flag itself
+            raise UserError(
+                "a BERT without --paradyse, which Megatron has no training of: add --paradyse"
+            )
         given = [
             f"--{name.replace('_', '-')}"
             for name, value in vars(args).items()

@@ -162,7 +162,7 @@ REFUSED = {
         ["--paradyse", "--paradyse-mask-token", 5, "--paradyse-cost-model", "COSTS"],
         "these costs are not of this run: ",
     ),
-    "plain": ([], "--paradyse-model has no effect without --paradyse: add --paradyse"),
+    "plain": ([], "a BERT without --paradyse, which Megatron has no training of: add --paradyse"),
 }
 
 
