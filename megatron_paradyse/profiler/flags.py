@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.flag_file import read_flags
@@ -88,8 +88,10 @@ def megatron_flags(given: Sequence[str], *, model_path: str | None, ranks: int) 
     What a profile depends on of a --paradyse-config among them stands as flags in its place.
     """
     flags = [*(read_flags(model_path) if model_path else []), *given]
-    flags = [*_of_settings_file(flags), *_without_dropped(flags)]
+    flags = [*_of_settings_file(flags), *_without(DROPPED, flags)]
     names = {flag.partition("=")[0] for flag in flags}
+    if "--vocab-size" in names:  # all that data tell; those of a run file need not be here
+        flags = _without(dict.fromkeys(DATA_FLAGS), flags)
     assumed = [text for pair in ASSUMED.items() if pair[0] not in names for text in pair]
     if "--tensor-model-parallel-size" not in names:
         assumed += ["--tensor-model-parallel-size", str(ranks)]
@@ -129,7 +131,8 @@ def last_value(name: str, flags: Sequence[str]) -> str | None:
     return parser.parse_known_args(flags)[0].value
 
 
-def _without_dropped(flags: list[str]) -> list[str]:
+def _without(dropped: Mapping[str, int | None], flags: list[str]) -> list[str]:
+    """dropped: as DROPPED."""
     kept: list[str] = []
     values_to_drop: float = 0
     for flag in flags:
@@ -139,8 +142,8 @@ def _without_dropped(flags: list[str]) -> list[str]:
         elif values_to_drop > 0:
             values_to_drop -= 1
             continue
-        if name in DROPPED:
-            count = DROPPED[name]
+        if name in dropped:
+            count = dropped[name]
             values_to_drop = 0 if equals else float("inf") if count is None else count
         else:
             kept.append(flag)

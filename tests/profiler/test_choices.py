@@ -128,6 +128,15 @@ def test_a_given_size_of_the_vocabulary_counts_beside_data_too():
         assert "NullTokenizer" not in megatron_flags(flags, model_path=None, ranks=2)
 
 
+def test_data_need_not_be_here_where_the_size_of_the_vocabulary_is_given(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("megatron: {train-data-path: [0.3, a, 0.7, b], split: '9,1,0'}\n")
+    text = " ".join(megatron_flags(["--vocab-size=9", "--swiglu"], model_path=str(path), ranks=2))
+    assert "--train-data-path" not in text and "--split 9,1,0 --vocab-size=9 --swiglu" in text
+    text = " ".join(megatron_flags(["--swiglu"], model_path=str(path), ranks=2))
+    assert "--train-data-path 0.3 a 0.7 b --split" in text
+
+
 def test_a_model_file_is_a_mapping_of_flags(tmp_path):
     path = tmp_path / "model.yaml"
     path.write_text("num-layers: 4\nswiglu: true\nbf16: false\nspec: [a, b]\nlr: null\n")
