@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
+import re
 import sys
 from typing import NoReturn
 
@@ -144,11 +145,20 @@ def _refusing_in_one_line(checks_flags):
 
 
 def _failed_line(error: BaseException) -> str:
-    """The source line of an assertion without a message."""
+    """The source line of an assertion without a message, and what the flags in it say."""
     import traceback
 
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.line} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    args = frame.f_locals.get("args")
+    read = dict.fromkeys(re.findall(r"\bargs\.(\w+)", at.line or ""))
+    given = {name: getattr(args, name) for name in read if hasattr(args, name)}
+    flags = ", ".join(
+        f"--{name.replace('_', '-')} {'is not given' if value is None else value}"
+        for name, value in given.items()
+    )
+    where = f"{at.line} ({at.filename.rsplit('/', 1)[-1]}:{at.lineno})"
+    return f"{where}: {flags}" if flags else where
 
 
 def _parser_error(parser: argparse.ArgumentParser, message: str) -> NoReturn:

@@ -114,7 +114,10 @@ CASES = {
         [*TP2, "--position-embedding-type", "rope", "--no-rope-freq", 3],
         "Megatron refuses these flags: no_rope_freq=3 should be divisible by num_layers=4",
     ),
-    "megatron's own check": ([*TP2, "--lr", "1e-3", "--min-lr", "1"], "Megatron refuses"),
+    "megatron's own check": (
+        [*TP2, "--lr", "1e-3", "--min-lr", "1"],
+        "): --min-lr 1.0, --lr 0.001",
+    ),
 }
 
 

@@ -131,6 +131,9 @@ REFUSED = {
     "--moe-latent-size 32, whose projections .*: install it, or leave --moe-latent-size out": [
         "--num-experts", 4, "--moe-latent-size", 32,
     ],
+    r"refuses these flags: assert args\.save_interval is .*: --save-interval is not given$": [
+        "--save", "here", "--paradyse-sequences", "fixed", "--mock-data",
+    ],
     "Megatron refuses these flags: --no-position-embedding is deprecated, use --position-e": [
         "--no-position-embedding", "--paradyse-sequences", "fixed",
     ],
