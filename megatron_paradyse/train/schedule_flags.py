@@ -23,8 +23,12 @@ def check_schedule(args: argparse.Namespace) -> None:
             f"--override-ckpt-iteration {begun}: give 0 to begin data and iterations anew, or "
             "leave it out"
         )
+    if not args.skip_train and args.train_iters is None and args.train_samples is None:
+        raise UserError("how long to train is missing: give --train-iters or --train-samples")
     for unit in ("iters", "samples"):
         _check_unit(args, unit)
+    if not args.skip_train and args.lr is None:
+        raise UserError("--lr is missing, and Megatron has no learning rate of its own: give one")
     _check_learning_rate(args)
     interval = args.eval_interval
     if not (interval and interval > 0) and not (args.skip_train or args.full_validation):

@@ -202,6 +202,20 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ({"lr": None}, "^--lr is missing, .*: give one$"),
+        ({"train_iters": None}, "^how long to train is missing: give --train-iters or --train-sam"),
+    ],
+)
+def test_a_training_has_a_learning_rate_and_an_end(missing, said, monkeypatch):
+    args = parsed(monkeypatch, "--paradyse-sequences", "fixed", "--mock-data")
+    vars(args).update(missing)
+    with pytest.raises(UserError, match=said):
+        validated(args)
+
+
 @pytest.mark.parametrize("said", REFUSED)
 def test_it_is_named_with_the_remedy(said, monkeypatch):
     args = parsed(monkeypatch, *REFUSED[said])
