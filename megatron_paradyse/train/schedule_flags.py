@@ -23,7 +23,7 @@ def check_schedule(args: argparse.Namespace) -> None:
             f"--override-ckpt-iteration {begun}: give 0 to begin data and iterations anew, or "
             "leave it out"
         )
-    if not args.skip_train and args.train_iters is None and args.train_samples is None:
+    if args.train_iters is None and args.train_samples is None:  # --skip-train reads it too
         raise UserError("how long to train is missing: give --train-iters or --train-samples")
     for unit in ("iters", "samples"):
         _check_unit(args, unit)

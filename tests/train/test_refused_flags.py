@@ -207,6 +207,7 @@ REFUSED = {
     [
         ({"lr": None}, "^--lr is missing, .*: give one$"),
         ({"train_iters": None}, "^how long to train is missing: give --train-iters or --train-sam"),
+        ({"train_iters": None, "lr": None, "skip_train": True}, "^how long to train is missing: "),
     ],
 )
 def test_a_training_has_a_learning_rate_and_an_end(missing, said, monkeypatch):
