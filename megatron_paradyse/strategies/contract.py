@@ -31,6 +31,7 @@ share of the work, as Megatron's sequence parallelism expects.
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,6 +120,16 @@ def check_layout(shape: AttentionShape, p: int) -> None:
             f"the layout needs {rows} d % p == 0 and n d % p == 0, "
             f"got n={n}, g={g}, d={d}, p={p}: use a p that divides both"
         )
+
+
+def check_whole_heads(strategy: str, shape: AttentionShape, p: int) -> None:
+    """Raise UserError unless besides the query heads split into p parts of whole ones."""
+    check_layout(shape, p)
+    n = shape.num_heads
+    if n % p:
+        fitting = math.gcd(n, p)
+        remedy = f"use megatron_cz, or p={fitting}" if fitting > 1 else "use megatron_cz"
+        raise UserError(f"{strategy} needs n % p == 0, got n={n}, p={p}: {remedy}")
 
 
 @dataclass(frozen=True)

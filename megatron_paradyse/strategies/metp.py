@@ -28,12 +28,10 @@ Bytes that a rank sends, e bytes a value (4 for what is summed in float32; 8 bot
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from math import gcd
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
     AttentionWeights,
@@ -41,7 +39,7 @@ from megatron_paradyse.strategies.contract import (
     MlpShape,
     MlpWeights,
     Strategy,
-    check_layout,
+    check_whole_heads,
 )
 from megatron_paradyse.strategies.metp_attention import CirculatingAttention
 from megatron_paradyse.strategies.metp_mlp import CirculatingMlp
@@ -68,12 +66,7 @@ def mlp(x: Tensor, weights: MlpWeights, shape: MlpShape, group: ProcessGroup) ->
 
 def check(shape: AttentionShape, p: int) -> None:
     """Each block needs whole query heads."""
-    check_layout(shape, p)
-    n = shape.num_heads
-    if n % p:
-        fitting = gcd(n, p)
-        remedy = f"use megatron_cz, or p={fitting}" if fitting > 1 else "use megatron_cz"
-        raise UserError(f"metp needs n % p == 0, got n={n}, p={p}: {remedy}")
+    check_whole_heads("metp", shape, p)
 
 
 STRATEGY = Strategy(

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies.blocks import contiguous_spans
 from megatron_paradyse.strategies.collectives import transpose_blocks
 from megatron_paradyse.strategies.contract import (
@@ -25,7 +24,7 @@ from megatron_paradyse.strategies.contract import (
     AttentionWeights,
     Microbatch,
     Strategy,
-    check_layout,
+    check_whole_heads,
 )
 from megatron_paradyse.strategies.head_attention import head_attention
 from megatron_paradyse.strategies.latents import of_values
@@ -65,12 +64,7 @@ def attention(
 
 def check(shape: AttentionShape, p: int) -> None:
     """Each rank needs whole query heads."""
-    check_layout(shape, p)
-    n = shape.num_heads
-    if n % p:
-        fitting = gcd(n, p)
-        remedy = f"use megatron_cz, or p={fitting}" if fitting > 1 else "use megatron_cz"
-        raise UserError(f"ulysses_z needs n % p == 0, got n={n}, p={p}: {remedy}")
+    check_whole_heads("ulysses_z", shape, p)
 
 
 def num_kv_heads_sent(shape: AttentionShape, p: int) -> int:
