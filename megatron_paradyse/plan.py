@@ -20,6 +20,11 @@ class LayerChoice:
     attention: str = MEGATRON_TS
     mlp: str = MEGATRON_TS
 
+    @property
+    def names(self) -> str:
+        """The two as people read them, "ulysses_z/metp"; one where they are the same."""
+        return self.attention if self.attention == self.mlp else f"{self.attention}/{self.mlp}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -45,7 +50,7 @@ class Plan:
             else:
                 runs.append((number, number, choice))
         return ", ".join(
-            f"{first if first == last else f'{first}-{last}'} {_pair(choice)}"
+            f"{first if first == last else f'{first}-{last}'} {choice.names}"
             for first, last, choice in runs
         )
 
@@ -65,12 +70,6 @@ def parse_runs(text: str) -> Plan:
     if len(layers) > MOST_LAYERS:
         raise UserError(f"a plan of {len(layers)} layers: at most {MOST_LAYERS} are read")
     return Plan(layers)
-
-
-def _pair(choice: LayerChoice) -> str:
-    if choice.attention == choice.mlp:
-        return choice.attention
-    return f"{choice.attention}/{choice.mlp}"
 
 
 def uniform_plan(layer_numbers, strategy: str) -> Plan:

@@ -97,14 +97,8 @@ def _labels(found: Forecast) -> list[str]:
     for number in sorted(found.problem.layers):
         choice = found.outcome.plan[number]
         if found.problem.layers[number].pair(choice.attention, choice.mlp) is not None:
-            labels.append(f"layer {number} ({_both(choice)})")
+            labels.append(f"layer {number} ({choice.names})")
         else:
             labels.append(f"layer {number}'s attention ({choice.attention})")
             labels.append(f"layer {number}'s MLP ({choice.mlp})")
     return labels
-
-
-def _both(choice) -> str:
-    if choice.attention == choice.mlp:
-        return choice.attention
-    return f"{choice.attention}/{choice.mlp}"
