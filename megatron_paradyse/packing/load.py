@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_paradyse.packing.row import Row
-from megatron_paradyse.packing.work import scores_up_to
+from megatron_paradyse.packing.work import scores_between, scores_up_to
 from megatron_paradyse.strategies.sizes import RowSizes, is_narrow
 
 STEPS_PER_DOUBLING = 16
@@ -78,7 +78,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
     for length, pieces in _documents(row):
         if len(pieces) == 1:  # whole on a rank
             rank = pieces[0][0]
-            scores[rank] += _scores(0, length, length, causal, window)
+            scores[rank] += scores_between(length, 0, length, causal, window)
             documents[rank] += 1
             num_pieces[rank] += 1
             if length > piece:
@@ -92,7 +92,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
         tokens: dict[int, int] = {}
         for rank, start, stop in pieces:
             size = stop - start
-            scores[rank] += _scores(start, stop, length, causal, window)
+            scores[rank] += scores_between(length, start, stop, causal, window)
             before = start - held.get(rank, 0)
             missing[rank] += before if before < window else window - 1
             held[rank] = stop
@@ -147,15 +147,6 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             pieces=max(num_pieces),
         ),
     )
-
-
-def _scores(start: int, stop: int, length: int, causal: bool, window: int) -> int:
-    """Of the queries of a range of a document."""
-    if not causal:
-        return (stop - start) * length
-    if stop <= window:
-        return (stop * (stop + 1) - start * (start + 1)) // 2
-    return scores_up_to(stop, window) - scores_up_to(start, window)
 
 
 def _needed(pieces: Pieces, tokens: dict[int, int], causal: bool) -> Iterator[tuple[int, int]]:

@@ -28,7 +28,7 @@ def scores_between(
     """
     if not causal:
         return (stop - start) * length
-    if window is None:
+    if window is None or stop <= window:
         return (stop * (stop + 1) - start * (start + 1)) // 2
     return scores_up_to(stop, window) - scores_up_to(start, window)
 
