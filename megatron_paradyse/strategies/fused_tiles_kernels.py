@@ -69,7 +69,7 @@ def save(at, value, row, count, stride, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def keys_of(
-    first, sq, sk, distance, window,
+    first, sk, distance, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """From where to where a tile of queries sees keys."""
@@ -102,7 +102,7 @@ def forward(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    start, stop = keys_of(first, sq, sk, distance, window, CAUSAL, WINDOW, ROWS, COLUMNS)
+    start, stop = keys_of(first, sk, distance, window, CAUSAL, WINDOW, ROWS, COLUMNS)
     for begin in range(start, stop, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         k_tile = load(k + s64 * k_b + kv_head * k_n, column, sk, k_s, D, WIDTH)
@@ -154,7 +154,7 @@ def of_queries(
     log = tl.where(log > float("-inf"), log, float("inf"))
     row_hash = hash_rows(row + q_start, seed, sequence + first_sequence, head + first_head)
     grad = tl.zeros([ROWS, WIDTH], tl.float32)
-    start, stop = keys_of(first, sq, sk, distance, window, CAUSAL, WINDOW, ROWS, COLUMNS)
+    start, stop = keys_of(first, sk, distance, window, CAUSAL, WINDOW, ROWS, COLUMNS)
     for begin in range(start, stop, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         k_tile = load(k + s64 * k_b + kv_head * k_n, column, sk, k_s, D, WIDTH)
