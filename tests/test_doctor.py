@@ -164,14 +164,14 @@ def test_a_current_folder_that_is_gone_is_told(tmp_path, monkeypatch):
 
 def test_a_checkout_of_another_version_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
-    (check,) = machine.checkout("0.19")
+    (check,) = machine.checkout()
     assert check.state == LACK and "holds no pretrain_gpt.py" in check.found
     (tmp_path / "pretrain_gpt.py").touch()
     (tmp_path / "megatron/core").mkdir(parents=True)
     info = tmp_path / "megatron/core/package_info.py"
     for minor, state in (("19", OK), ("20", LACK)):
         info.write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 0\n")
-        (check,) = machine.checkout("0.19")
+        (check,) = machine.checkout()
         assert check.state == state and f"0.{minor}.0" in check.found
 
 

@@ -14,10 +14,9 @@ from typing import Any
 from megatron_paradyse import __version__
 from megatron_paradyse.doctor import FAULT, LACK, OK, Check, machine
 from megatron_paradyse.doctor.links import links
-from megatron_paradyse.train.megatron_version import find_megatron, is_wheel
+from megatron_paradyse.train.megatron_version import SUPPORTED, find_megatron, is_wheel
 
 PROBE_SECONDS = 120
-MEGATRON = "0.19"
 INSTALL = "pip install -e ."
 APEX = (
     "git clone https://github.com/NVIDIA/apex && pip install --no-build-isolation "
@@ -59,7 +58,7 @@ def check_all() -> list[Check]:
         *machine.gpus(gpus, torch),
         *links(len(gpus), torch),
         *machine.resources(),
-        *machine.checkout(MEGATRON),
+        *machine.checkout(),
     ]
 
 
@@ -146,17 +145,17 @@ def _backends(torch: dict[str, Any]) -> list[Check]:
 
 def _megatron(answers: dict[str, Any], failure: str) -> Check:
     """Of what an import finds: the wheel, or a checkout of Megatron-LM on the path."""
-    name, remedy = "megatron-core", f"pip install 'megatron-core>={MEGATRON},<0.20'"
+    name, remedy = "megatron-core", f"pip install 'megatron-core>={SUPPORTED},<0.20'"
     found = find_megatron()
     if found is None:
         remedy += ", or export PYTHONPATH=/path/to/Megatron-LM"
         return Check(name, FAULT, "not installed", "nothing can train", remedy)
     version, folder = found
     told = version if is_wheel(folder) else f"{version}, a checkout of Megatron-LM in {folder}"
-    if not version.startswith(f"{MEGATRON}."):
+    if not version.startswith(f"{SUPPORTED}."):
         if told != version:
             remedy = f"git -C {folder} checkout core_v0.19.2"
-        return Check(name, FAULT, told, f"the plugin is made for {MEGATRON}", remedy)
+        return Check(name, FAULT, told, f"the plugin is made for {SUPPORTED}", remedy)
     answer = answers.get("megatron", {"error": f"importing it {failure or 'gave no answer'}"})
     if "error" in answer:
         told += f", whose training cannot be imported: {answer['error']}"

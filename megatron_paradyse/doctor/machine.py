@@ -11,6 +11,7 @@ from typing import Any
 from megatron_paradyse.doctor import LACK, OK, Check
 from megatron_paradyse.doctor.tool import output_of
 from megatron_paradyse.machine import cpu_name, free_bytes, memory_bytes
+from megatron_paradyse.train.megatron_version import SUPPORTED
 
 LITTLE_DISK = 5 << 30
 LITTLE_MEMORY = 4 << 30
@@ -60,7 +61,7 @@ def resources() -> list[Check]:
     return [*checks, Check("disk", OK, found)]
 
 
-def checkout(expected: str) -> list[Check]:
+def checkout() -> list[Check]:
     """The Megatron-LM checkout that MEGATRON_LM_PATH names, if it is set."""
     path = os.environ.get("MEGATRON_LM_PATH")
     if not path:
@@ -75,6 +76,6 @@ def checkout(expected: str) -> list[Check]:
     except (OSError, UnicodeDecodeError):
         text = ""
     version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.M)) or "unknown"
-    if not version.startswith(f"{expected}."):
+    if not version.startswith(f"{SUPPORTED}."):
         return [Check(name, LACK, f"{path}, version {version}", cost, remedy)]
     return [Check(name, OK, f"{path}, version {version}")]
