@@ -17,6 +17,8 @@ from megatron_paradyse.units import (
     parse_ratio,
 )
 
+# Of a command that takes Megatron's flags too.
+PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 MAX_NUMBER = 1e9  # of seconds, or bytes of a parameter: what a clock takes
 MOST, MOST_PACKED = 100, 10_000  # values in a list; documents in a row
 

@@ -21,8 +21,8 @@ from typing import Any
 import click
 
 from megatron_paradyse import setting_kinds as kinds
+from megatron_paradyse.option_types import PASS_ON
 
-PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 # Options of torchrun, in the order in which they are given to it, and what they take.
 _TEXT, _PORT, _COUNT = kinds.TEXT, kinds.whole(0, 65535), kinds.whole(0, 1 << 20)
 LAUNCH_KEYS = {

@@ -14,6 +14,7 @@ from megatron_paradyse.option_types import (
     DOCUMENTS,
     FILE,
     LENGTHS,
+    PASS_ON,
     POSITIVE,
     POSITIVE_SHARE,
     REPLICAS,
@@ -167,7 +168,7 @@ def _refuse(given: list[str]) -> None:
 @click.command(
     "max-length",
     short_help="Tell the longest sequence that each strategy can train.",
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
+    context_settings=PASS_ON,
     epilog="Example: megatron-paradyse max-length costs.json --memory-budget 76GiB",
 )
 @click.option("--figure", metavar="FILE", help="Draw it as bars (.png, .svg or .pdf).")

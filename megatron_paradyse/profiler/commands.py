@@ -14,12 +14,11 @@ import click
 from click.core import ParameterSource
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, SECONDS, SIZE
+from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, PASS_ON, SECONDS, SIZE
 from megatron_paradyse.profiler.points import Options
 
 QUICK_SECONDS_PER_POINT = 0.05
 NETWORK_TAKES = {"nproc", "output", "as_json", "flags"}  # parameters of profile network
-PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
 @click.command(

@@ -12,11 +12,17 @@ import click
 from megatron_paradyse.costs.layers import MLP, half_of
 from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.option_types import BATCH_SIZES, COUNT, LENGTHS, POSITIVE, json_option
+from megatron_paradyse.option_types import (
+    BATCH_SIZES,
+    COUNT,
+    LENGTHS,
+    PASS_ON,
+    POSITIVE,
+    json_option,
+)
 from megatron_paradyse.strategies import offloads, recomputes
 from megatron_paradyse.units import format_count
 
-PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 NUM_LENGTHS, LONGEST = 12, 128 << 10
 MAX_SHOWN = 5
 MAX_MS_SECONDS = 100.0  # longer ones make the table one of seconds
