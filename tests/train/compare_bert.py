@@ -10,6 +10,7 @@ from megatron.core import mpu
 
 from megatron_paradyse.train import plugin
 from tests.train.compare_plans import ChosenPolicy, plans_to_compare
+from tests.train.comparing import relative_error
 from tests.train.plain_gpt import plain_masked_losses
 
 TOLERANCE = 1e-5  # float32 against float64
@@ -75,12 +76,14 @@ def main() -> None:
     (plain * mask).sum().div(mask.sum()).backward()
 
     def compare(name, module, losses):
-        errors = {"loss": _error((losses * mask), plain.detach() * mask)}
+        errors = {"loss": relative_error((losses * mask), plain.detach() * mask)}
         for parameter_name, parameter in module.named_parameters():
             grad = parameter.grad
             if getattr(parameter, "sequence_parallel", False) and config.sequence_parallel:
                 torch.distributed.all_reduce(grad)  # as Megatron does after the backward
-            errors[parameter_name] = _error(_whole(grad, parameter), whole[parameter_name].grad)
+            errors[parameter_name] = relative_error(
+                _whole(grad, parameter), whole[parameter_name].grad
+            )
         worst = max(errors, key=errors.__getitem__)
         if torch.distributed.get_rank() == 0:
             print(f"compared {name}: {errors[worst]:.1e} {worst}", flush=True)
@@ -128,7 +131,3 @@ def _whole(tensor, parameter):
     shards = [torch.empty_like(tensor) for _ in range(group.size())]
     torch.distributed.all_gather(shards, tensor.contiguous(), group=group)
     return torch.cat(shards, parameter.partition_dim)
-
-
-def _error(a, b) -> float:
-    return float((a.double() - b).norm() / b.norm())

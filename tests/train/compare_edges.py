@@ -11,56 +11,26 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_paradyse.train import plugin
-from tests.train.compare_plans import gradients
+from tests.train.compare_plans import begin, build, gradients
+from tests.train.comparing import relative_error
 
 TILE = 24
-LENGTHS = (
-    24,
-    40,
-    52,
-)  # of the first, b = 1: fits into one tile; the last tile of the others is odd
-
-
+LENGTHS = (24, 40, 52)  # the first, with b = 1, fits into one tile; the last of the others is odd
 LOGGED = ("loss_values", "correct_values", "total_values")  # of more tokens predicted
 
 
 def main() -> None:
     tolerance = float(sys.argv.pop(1))
-    plugin.install()
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.enums import ModelType
-    from megatron.core.process_groups_config import ProcessGroupCollection
+    args = begin()
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.core.utils import get_model_config
-    from megatron.training import initialize, training
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
-    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training import initialize
 
     from megatron_paradyse.edges import cross_entropy
     from megatron_paradyse.model_edges import attach_edges
 
-    args = parse_and_validate_args()
-    training.initialize_megatron()
-    args.check_for_nan_in_loss_and_grad = False  # its check wants to run inside train_step
-
-    def build(*hooks):
-        container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        container.model.pre_wrap_hooks += hooks
-        model, _, _ = training.setup_model_and_optimizer(
-            ModelType.encoder_or_decoder,
-            cfg_container=container,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )
-        get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
-        return model
-
     models = {
-        "stock": build(),
-        "tiles": build(functools.partial(attach_edges, head_tile=TILE)),
+        "stock": build(args),
+        "tiles": build(args, functools.partial(attach_edges, head_tile=TILE)),
     }
     pairs = zip(models["stock"][0].parameters(), models["tiles"][0].parameters(), strict=True)
     for theirs, mine in pairs:
@@ -82,12 +52,11 @@ def main() -> None:
         logged = {key: value.clone() for key, value in tracker.items() if key in LOGGED}
         MTPLossLoggingHelper.clean_metrics_in_tracker()
         results[name].update(logged)
-    worst = max(_error(results["tiles"][key], true) for key, true in results["stock"].items())
+    errors = {key: relative_error(results["tiles"][key], x) for key, x in results["stock"].items()}
+    worst = max(errors.values())
     if torch.distributed.get_rank() == 0:
-        print(f"worst of {len(results['stock'])}: {worst:.1e}", flush=True)
-    assert worst <= tolerance, {
-        key: _error(results["tiles"][key], true) for key, true in results["stock"].items()
-    }
+        print(f"worst of {len(errors)}: {worst:.1e}", flush=True)
+    assert worst <= tolerance, errors
 
 
 def _batches(args) -> list[dict[str, torch.Tensor]]:
@@ -106,7 +75,3 @@ def _logits(model, batch) -> torch.Tensor:
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     with torch.no_grad():
         return model(tokens, positions, None)
-
-
-def _error(mine: torch.Tensor, true: torch.Tensor) -> float:
-    return float((mine - true).double().norm() / true.double().norm())

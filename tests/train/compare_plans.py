@@ -94,45 +94,54 @@ def gradients(args, model, batches):
     return {"loss": loss[0] / loss[1], **grads}
 
 
-def main() -> None:
+def begin():
+    """Megatron begun by the flags of the command line: its arguments."""
     plugin.install()
+    from megatron.training import training
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args()
+    training.initialize_megatron()
+    args.check_for_nan_in_loss_and_grad = False  # its check wants to run inside train_step
+    return args
+
+
+def build(args, *hooks, spec=None):
+    """A model as trainings make it, with these hooks; spec: of its layers, None: the flags' own."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import get_model_config
-    from megatron.training import initialize, training
+    from megatron.training import training
     from megatron.training.argument_utils import (
         gpt_config_from_args,
         pretrain_cfg_container_from_args,
     )
-    from megatron.training.arguments import parse_and_validate_args
+
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    container.model.pre_wrap_hooks += hooks
+    if spec is not None:
+        container.model.transformer_layer_spec = spec
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model, _, _ = training.setup_model_and_optimizer(
+        ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups
+    )
+    get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+    return model
+
+
+def main() -> None:
+    args = begin()
+    from megatron.training import initialize
     from megatron.training.models.gpt import default_layer_spec
 
     from megatron_paradyse.hook import attach_hooks
     from megatron_paradyse.train.loop_counts import loop_counts
     from megatron_paradyse.train.model_layers import count_layers
 
-    args = parse_and_validate_args()
-    training.initialize_megatron()
-    args.check_for_nan_in_loss_and_grad = False  # its check wants to run inside train_step
     policy = ChosenPolicy()
-
-    def build(spec):
-        container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        container.model.pre_wrap_hooks.append(
-            functools.partial(attach_hooks, policy_of=lambda _: policy, counts=loop_counts)
-        )
-        if spec is not None:
-            container.model.transformer_layer_spec = spec
-            container.model.pre_wrap_hooks.clear()
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        model, _, _ = training.setup_model_and_optimizer(
-            ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups
-        )
-        get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
-        return model
-
-    model = build(None)
+    hook = functools.partial(attach_hooks, policy_of=lambda _: policy, counts=loop_counts)
+    model = build(args, hook)
     generator = torch.Generator().manual_seed(1)
     batches = []
     for length in (24, 40):
@@ -148,7 +157,7 @@ def main() -> None:
 
     results = {}
     if not (args.attention_dropout or args.hidden_dropout):
-        stock = build(default_layer_spec)
+        stock = build(args, spec=default_layer_spec)
         for mine, theirs in zip(model[0].parameters(), stock[0].parameters(), strict=True):
             theirs.data.copy_(mine.data)
         results["stock Megatron"] = seeded(stock)
