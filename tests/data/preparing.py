@@ -1,12 +1,22 @@
-"""`data prepare` of JSON lines."""
+"""`data prepare` of JSON lines, and the documents of a source."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 from click.testing import CliRunner
 
 from megatron_paradyse.cli import cli
+
+
+def documents(source) -> list[tuple[str, bytes]]:
+    """(place, bytes) of each document."""
+    result = []
+    for _, chunks in itertools.groupby(source.chunks(), key=lambda chunk: chunk.document):
+        chunks = list(chunks)
+        result.append((chunks[0].place, b"".join(chunk.data for chunk in chunks)))
+    return result
 
 
 def prepare(folder, records: list[dict], *options: object):

@@ -2,7 +2,6 @@
 
 import codecs
 import gzip
-import itertools
 import re
 import tracemalloc
 
@@ -14,6 +13,7 @@ from megatron_paradyse.data.fasta import MAX_HEADER_BYTES, FastaSource
 from megatron_paradyse.data.prepare import prepare
 from megatron_paradyse.data.tokenizers import KmerTokenizer
 from megatron_paradyse.errors import UserError
+from tests.data.preparing import documents
 
 LINES = st.lists(
     st.one_of(
@@ -22,14 +22,6 @@ LINES = st.lists(
     ),
     max_size=12,
 )
-
-
-def documents(source: FastaSource) -> list[tuple[str, bytes]]:
-    result = []
-    for _, chunks in itertools.groupby(source.chunks(), key=lambda chunk: chunk.document):
-        chunks = list(chunks)
-        result.append((chunks[0].place, b"".join(chunk.data for chunk in chunks)))
-    return result
 
 
 def reference(path: str, text: str) -> list[tuple[str, bytes]]:

@@ -2,7 +2,6 @@
 
 import codecs
 import gzip
-import itertools
 import json
 import os
 
@@ -12,15 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_paradyse.data.sources import CHUNK_BYTES, JsonlSource, TreeSource
 from megatron_paradyse.errors import UserError
-
-
-def documents(source) -> list[tuple[str, bytes]]:
-    """(place, bytes) of each document."""
-    result = []
-    for _, chunks in itertools.groupby(source.chunks(), key=lambda chunk: chunk.document):
-        chunks = list(chunks)
-        result.append((chunks[0].place, b"".join(chunk.data for chunk in chunks)))
-    return result
+from tests.data.preparing import documents
 
 
 def write(path, content: bytes | str = "x"):

@@ -6,6 +6,17 @@ import random
 
 from megatron_paradyse.packing.row import Row, contiguous
 
+# Of four ranks: a document in eight pieces, one in two, the others whole; padding on three ranks.
+SPREAD = Row(
+    (16, 6, 3, 1, 2),
+    (
+        ((0, 2), (14, 16), (16, 19), (25, 26)),
+        ((2, 4), (12, 14), (19, 22), (28, 29)),
+        ((4, 6), (10, 12), (26, 28), (29, 31)),
+        ((6, 8), (8, 10), (22, 25), (31, 32)),
+    ),
+)
+
 
 def zigzag(lengths, p: int) -> Row:
     """Rank r holds the r-th and the (2p-1-r)-th of 2p chunks: one document is spread evenly."""

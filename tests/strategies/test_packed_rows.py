@@ -19,6 +19,7 @@ from megatron_paradyse.strategies.accounting import packed_attention_sent
 from megatron_paradyse.strategies.collectives import Communication, count_communication
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.sizes import LayerSizes
+from tests.packing.rows import SPREAD
 from tests.strategies.cases import AttentionCase
 from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
@@ -42,16 +43,7 @@ ROWS = {
     4: {
         "mid-shard": contiguous((9, 1, 8, 2), 4, alignment=24),
         "in shards": contiguous((6, 4, 2, 5, 1, 3, 1), 4, alignment=24),
-        # one document in eight pieces, one in two, the others whole; padding on three ranks
-        "spread": Row(
-            (16, 6, 3, 1, 2),
-            (
-                ((0, 2), (14, 16), (16, 19), (25, 26)),
-                ((2, 4), (12, 14), (19, 22), (28, 29)),
-                ((4, 6), (10, 12), (26, 28), (29, 31)),
-                ((6, 8), (8, 10), (22, 25), (31, 32)),
-            ),
-        ),
+        "spread": SPREAD,
     },
 }
 VARIANTS = (

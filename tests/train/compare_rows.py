@@ -27,20 +27,13 @@ from megatron_paradyse.strategies import strategy_names, takes
 from megatron_paradyse.train import plugin
 from megatron_paradyse.train.loop_counts import loop_counts
 from megatron_paradyse.train.model_layers import count_layers
+from tests.packing.rows import SPREAD
 from tests.train.compare_plans import ChosenPolicy
 from tests.train.comparing import compare
 
-SPREAD = {
+SPREAD_OVER = {
     2: Row((13, 4, 1, 2), (((0, 4), (10, 13), (17, 18), (20, 24)), ((4, 10), (13, 17), (18, 20)))),
-    4: Row(
-        (16, 6, 3, 1, 2),
-        (
-            ((0, 2), (14, 16), (16, 19), (25, 26)),
-            ((2, 4), (12, 14), (19, 22), (28, 29)),
-            ((4, 6), (10, 12), (26, 28), (29, 31)),
-            ((6, 8), (8, 10), (22, 25), (31, 32)),
-        ),
-    ),
+    4: SPREAD,
 }
 
 
@@ -61,7 +54,7 @@ def cases(p: int, device: torch.device) -> dict[str, Case]:
     rows = {
         "mid-shard": contiguous(lengths, p, alignment=24),
         "in shards": contiguous((5, 1, 6, 3, 3, 6), p, alignment=24),
-        "spread": SPREAD[p],
+        "spread": SPREAD_OVER[p],
     }
     made = {name: Case(RowParams(row=row), row) for name, row in rows.items()}
     cumulative = torch.tensor([0, 9, 10, 18, 24], dtype=torch.int32, device=device)
