@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +22,11 @@ from megatron_paradyse.option_types import (
     SHARE,
     json_option,
 )
+
+if TYPE_CHECKING:
+    from megatron_paradyse.preview.longest import Longest
+    from megatron_paradyse.preview.measured_text import Measured
+    from megatron_paradyse.preview.setup import Setup
 
 # Written out here, because help must import little; a test compares.
 GRANULARITIES = ("operation", "layer", "sequence")
@@ -229,7 +235,6 @@ def max_length(
     interrupted measurement goes on where it stopped.
     """
     from megatron_paradyse.preview.longest import find_longest
-    from megatron_paradyse.preview.longest_text import longest_report, longest_values
     from megatron_paradyse.preview.setup import make_setup
     from megatron_paradyse.whole_file import check_figure
 
@@ -259,36 +264,51 @@ def max_length(
         static_memory=static_memory,
     )
     found = find_longest(setup, batch_size, spread=spread or 1)
-    only = None
-    if measure_only is not None:
-        only = [name.strip() for name in measure_only.split(",")]
-        there = [limit.strategy for limit in (found.paradyse, *found.single)]
-        for name in only:
-            if name not in there:
-                raise UserError(f"--measure-only {name}: give some of {', '.join(there)}")
+    only = None if measure_only is None else _some_of(found, measure_only)
+    tell = functools.partial(_tell_longest, setup, found, figure=figure, as_json=as_json)
+    if measure is None:
+        tell(None)
+        return
+    from megatron_paradyse.preview.measure import How, run_measurement
+    from megatron_paradyse.preview.measured import measured_limits, of_file, read_trials
 
-    def tell() -> None:
-        measured = None
-        if measure is not None:
-            from megatron_paradyse.preview.measured import measured_limits, of_file, read_trials
+    def tell_measured() -> None:
+        about, trials = read_trials(measure)
+        limits = measured_limits(found, of_file(trials), resolution=resolution, only=only)
+        tell((about, limits))
 
-            about, trials = read_trials(measure)
-            limits = measured_limits(found, of_file(trials), resolution=resolution, only=only)
-            measured = about, limits
-        if figure is not None:
-            from megatron_paradyse.preview.longest_figure import draw_longest
+    how = How(measure, nproc, stand_in, model, resolution, most_seconds, only)
+    run_measurement(how, setup, found, flags, tell_measured)
+    tell_measured()
 
-            draw_longest(setup, found, figure, measured)
-        if as_json:
-            click.echo(json.dumps(longest_values(setup, found, measured)))
-            return
-        click.echo(longest_report(setup, found, measured))
-        if figure is not None:
-            click.echo(f"drawn into {figure}")
 
-    if measure is not None:
-        from megatron_paradyse.preview.measure import How, run_measurement
+def _some_of(found: Longest, names: str) -> list[str]:
+    """Of --measure-only."""
+    only = [name.strip() for name in names.split(",")]
+    there = [limit.strategy for limit in (found.paradyse, *found.single)]
+    for name in only:
+        if name not in there:
+            raise UserError(f"--measure-only {name}: give some of {', '.join(there)}")
+    return only
 
-        how = How(measure, nproc, stand_in, model, resolution, most_seconds, only)
-        run_measurement(how, setup, found, flags, tell)
-    tell()
+
+def _tell_longest(
+    setup: Setup,
+    found: Longest,
+    measured: Measured | None,
+    *,
+    figure: str | None,
+    as_json: bool,
+) -> None:
+    from megatron_paradyse.preview.longest_text import longest_report, longest_values
+
+    if figure is not None:
+        from megatron_paradyse.preview.longest_figure import draw_longest
+
+        draw_longest(setup, found, figure, measured)
+    if as_json:
+        click.echo(json.dumps(longest_values(setup, found, measured)))
+        return
+    click.echo(longest_report(setup, found, measured))
+    if figure is not None:
+        click.echo(f"drawn into {figure}")
