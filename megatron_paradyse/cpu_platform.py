@@ -103,8 +103,7 @@ def install() -> None:
     torch._dynamo.config.disable = True
     _patch_torch()
     _patch_megatron()
-    if os.environ.get("RANK", "0") == "0":
-        print("> paradyse: no GPU found, Megatron runs on the CPU with gloo", flush=True)
+    megatron_start.say_once("no GPU found, Megatron runs on the CPU with gloo")
 
 
 def apply_arguments(args) -> None:
