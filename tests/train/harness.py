@@ -113,7 +113,7 @@ def attempt(
     return Run(code, stdout, stderr, records)
 
 
-def train_under_torchrun(folder: Path, *flags: object, ranks: int, timeout_seconds: float) -> Run:
+def train_under_torchrun(*flags: object, ranks: int, timeout_seconds: float) -> Run:
     """Train as a user starts it, and return whatever came of it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "megatron_paradyse.pretrain_gpt"]

@@ -128,7 +128,7 @@ UNDER_TORCHRUN = ("too long",)  # where process groups exist and every rank has 
 def test_training_refuses_with_one_line_and_leaves_no_rank(case, data, tmp_path):
     flags, message = CASES[case]
     if case in UNDER_TORCHRUN:
-        run = train_under_torchrun(tmp_path, *data, *flags, ranks=2, timeout_seconds=120)
+        run = train_under_torchrun(*data, *flags, ranks=2, timeout_seconds=120)
     else:
         run = attempt(tmp_path, *data, *flags, ranks=2)
     assert run.code not in (0, 124)  # 124: a rank was left, and ended at the limit

@@ -197,7 +197,7 @@ def test_a_run_without_costs_measures_them_once(data, tmp_path):
     flags = [*data, *TP2, "--paradyse-policy", "optimal", "--train-iters", 2]
     flags += ["--paradyse-strategies", "megatron_ts,ulysses_z+recompute"]
     save = ["--save", tmp_path / "saved", "--save-interval", 2]
-    first = train_under_torchrun(tmp_path / "a", *flags, *save, ranks=2, timeout_seconds=200)
+    first = train_under_torchrun(*flags, *save, ranks=2, timeout_seconds=200)
     assert first.code == 0 and "Traceback" not in first.stderr, first.stderr[-3000:]
     assert first.stdout.count("Megatron runs on the CPU with gloo") == 1
     assert "measuring this model on this machine" in first.stdout
