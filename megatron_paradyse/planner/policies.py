@@ -188,8 +188,6 @@ class CostPolicy:
         others, tail = 0, 0
         if not forward_only and memory.budget_bytes < UNLIMITED:  # else there is nothing to share
             others, tail = shares(budget - memory.static_bytes, memory.num_in_flight)
-        made: dict[tuple[Operations, tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
-        layers = {}
         rows = self.rows
         options = OptionsMaker(
             self.costs if load is None else self._rows.costs(load),
@@ -201,21 +199,8 @@ class CostPolicy:
             takes=None if rows is None else (lambda name, half: rows.takes(name, half, load)),
         )
         most = memory.layers_on_host(seq_length, batch_size)
-        for place, number in enumerate(numbers):
-            of = ALIKE if self.operations is None else self.operations(number)
-            first, second = self._allowed(number, ATTENTION), self._allowed(number, MLP)
-            if most is not None and place >= most:
-                # What the first layers keep, they keep for longest.
-                first, second = _without_offload(first), _without_offload(second)
-            if barred:
-                first, second = (
-                    tuple(name for name in half if name not in barred) for half in (first, second)
-                )
-            if (of, first, second) not in made:
-                made[of, first, second] = options(of, (first, second))
-            layers[number] = made[of, first, second]
-        count = Counter(map(id, layers.values()))
-        whole = sum(count[id(of_layer)] * of_layer.most_bytes for of_layer in made.values())
+        layers = self._layers(numbers, options, barred, most)
+        whole = sum(n * alike.most_bytes for alike, n in Counter(layers.values()).items())
         if whole >= MOST_BYTES:
             raise TooLargeError(
                 f"s={seq_length:,}, b={batch_size:,}: its layers may hold {bytes_text(whole)}, and "
@@ -248,6 +233,31 @@ class CostPolicy:
     def _rows(self) -> RowSource:
         assert self.rows is not None, "whoever plans packed rows gives their costs"
         return self.rows
+
+    def _layers(
+        self,
+        numbers: tuple[int, ...],
+        options: OptionsMaker,
+        barred: frozenset[str],
+        most: int | None,
+    ) -> dict[int, LayerOptions]:
+        """By number; layers with the same choices share them. most: layers that may offload."""
+        made: dict[tuple[Operations, tuple[str, ...], tuple[str, ...]], LayerOptions] = {}
+        layers = {}
+        for place, number in enumerate(numbers):
+            of = ALIKE if self.operations is None else self.operations(number)
+            first, second = self._allowed(number, ATTENTION), self._allowed(number, MLP)
+            if most is not None and place >= most:
+                # What the first layers keep, they keep for longest.
+                first, second = _without_offload(first), _without_offload(second)
+            if barred:
+                first, second = (
+                    tuple(name for name in half if name not in barred) for half in (first, second)
+                )
+            if (of, first, second) not in made:
+                made[of, first, second] = options(of, (first, second))
+            layers[number] = made[of, first, second]
+        return layers
 
     def _allowed(self, number: int, operation: str) -> tuple[str, ...]:
         return self.strategies if self.allowed is None else self.allowed(number, operation)
