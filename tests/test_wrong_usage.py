@@ -195,7 +195,6 @@ IN_A_PROCESS = [
     (("train", "tabs.yaml"), "tabs.yaml, line 3", "indent with spaces"),
     # Megatron's own parser, put into this process, would stay there
     ((*GPT, "--num-attention-heads", "90"), "90 is not", "use --tensor-model-parallel-size 6"),
-    ((*GPT, "--num-attention-heads", "0"), "Megatron refuses", "args.num_attention_heads == 0"),
 ]
 
 

@@ -118,6 +118,10 @@ CASES = {
         [*TP2, "--lr", "1e-3", "--min-lr", "1"],
         "): --min-lr 1.0, --lr 0.001",
     ),
+    "megatron's division by zero": (
+        [*TP2, "--num-attention-heads", 0],
+        "Megatron refuses these flags: assert args.hidden_size % args.num_attention_heads == 0",
+    ),
 }
 
 
