@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatron_paradyse.costs.table import (
     OOM,
     QUANTITIES,
     UNSUPPORTED,
+    fault_of,
 )
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
@@ -71,9 +71,8 @@ class RowMeasurement:
         if self.status not in (OK, OOM) and not self.status.startswith(UNSUPPORTED):
             return f"status is none of {OK}, {OOM}, {UNSUPPORTED}REASON: {self.status!r:.60}"
         for name in QUANTITIES:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and 0 <= value <= MAX_QUANTITY):
-                return f"{name} must lie in [0, {MAX_QUANTITY:g}], got {value!r:.40}"
+            if fault := fault_of(name, getattr(self, name)):
+                return fault
         if self.is_ok and not self.forward_seconds > 0:
             return "forward_seconds must be above 0"
         return None

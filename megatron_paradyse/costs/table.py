@@ -111,8 +111,8 @@ class Measurement:
             )
         for name in QUANTITIES:
             value = getattr(self, name)
-            if not (math.isfinite(value) and 0 <= value <= MAX_QUANTITY):
-                return f"{name} must lie in [0, {MAX_QUANTITY:g}], got {value!r:.40}"
+            if fault := fault_of(name, value):
+                return fault
             if value and name not in measured_quantities(self.status):
                 return f'{name} must be 0 where status is "{self.status:.60}", got {value!r:.40}'
         if self.status == OK and not self.forward_seconds > 0:
@@ -140,6 +140,13 @@ class Measurement:
 def edges_of(description: Description) -> tuple[str, ...]:
     """The operations of "model" that it has."""
     return MODEL_OPERATIONS if description.mtp_num_layers else (EMBEDDING, HEAD)
+
+
+def fault_of(name: str, value: float) -> str | None:
+    """What is wrong with a quantity of that name: seconds, bytes, or bytes a second."""
+    if math.isfinite(value) and 0 <= value <= MAX_QUANTITY:
+        return None
+    return f"{name} must lie in [0, {MAX_QUANTITY:g}], got {value!r:.40}"
 
 
 def measured_quantities(status: str) -> tuple[str, ...]:
@@ -176,10 +183,8 @@ class Constants:
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            if not (math.isfinite(value) and 0 <= value <= MAX_QUANTITY):
-                raise UserError(
-                    f"constant {field.name} must lie in [0, {MAX_QUANTITY:g}], got {value!r:.40}"
-                )
+            if fault := fault_of(field.name, value):
+                raise UserError(f"constant {fault}")
         if self.host_bytes_per_second is not None and self.host_bytes_per_second < 1:
             raise UserError(
                 "constant host_bytes_per_second must be at least 1, got "
