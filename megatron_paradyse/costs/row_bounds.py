@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_paradyse.costs.packed import LOCAL, WHOLE_COLUMNS
-from megatron_paradyse.costs.row_sizes import MEGATRON, bytes_of_documents, of_length
+from megatron_paradyse.costs.row_sizes import bytes_of_documents, of_length
 from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.packing.load import Load
+from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.strategies import base_name, recomputes
 from megatron_paradyse.strategies.accounting import SPLIT_HEADS
 from megatron_paradyse.strategies.sizes import LayerSizes
@@ -83,7 +84,7 @@ def extra_bytes(
             forward += heads + z.wide(z.q) + chunks * z.kv_sent
             backward += z.q + chunks * (z.kv_sent + z.wide(z.kv_sent))
         if not load.in_order and base != LOCAL:
-            own = base == MEGATRON  # which has its heads' gates and outputs in order too
+            own = base == MEGATRON_TS  # which has its heads' gates and outputs in order too
             gated_by_megatron = z.gate and load.groups == 1  # as its rows lie, and keeps them
             copied = z.narrow_values or (z.gate and not gated_by_megatron)  # what proj keeps
             kept = index_bytes(z) + (z.q if own and not copied else 0)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_paradyse.costs.packed import WHOLE_COLUMNS
-from megatron_paradyse.costs.row_sizes import MEGATRON, kernel_bytes, of_length
+from megatron_paradyse.costs.row_sizes import kernel_bytes, of_length
 from megatron_paradyse.costs.table import ATTENTION, OperationCosts
 from megatron_paradyse.packing.load import Load
+from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.strategies import base_name, recomputes
 from megatron_paradyse.strategies.accounting import RANKS_DIFFER, SPLIT_HEADS, attention_bytes
 from megatron_paradyse.strategies.sizes import LayerSizes
@@ -38,7 +39,7 @@ def walked_row_bytes(
     where one document was not measured as it is walked.
     """
     base = base_name(strategy)
-    if load.buffers is None or base == MEGATRON or (load.groups > 1 and base in SPLIT_HEADS):
+    if load.buffers is None or base == MEGATRON_TS or (load.groups > 1 and base in SPLIT_HEADS):
         return None
     alone = of_length(sizes, load)
     of_row = replace(

@@ -11,7 +11,6 @@ from megatron_paradyse.strategies.accounting import SPLIT_HEADS
 from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS, LayerSizes, accumulated_head_dim
 
 WIDEST = 8  # of a dtype that is none of these
-MEGATRON = "megatron_ts"  # whose modules are Megatron's, of which no walk knows every buffer
 FLASH_HEAD_DIMS = range(8, 257, 8)  # for which flash kernels, which know windows, take half types
 
 

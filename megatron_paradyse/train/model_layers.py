@@ -70,7 +70,7 @@ class ModelLayers:
         has layers.
         """
         num_predicting = self.num_predicting if predicting else 0
-        last, of_mlp = len(self.numbers) - self.num_predicting, self.patterns.get(EXPERTS, ())
+        last, of_mlp = self.num_decoding, self.patterns.get(EXPERTS, ())
         chosen = list(numbers)
         while num_predicting and (
             len(chosen) < num_predicting or (of_mlp and of_mlp[chosen[-1] - 1] != of_mlp[last - 1])
