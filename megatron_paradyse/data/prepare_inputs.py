@@ -38,6 +38,7 @@ OF_TOKENIZER = {
 
 
 def kind_of(inputs: tuple[str, ...], asked: str) -> str:
+    """Which source reads the inputs; UserError where their names tell none, or several."""
     if asked != "auto":
         return asked
     kinds = set()
@@ -114,6 +115,7 @@ def tokenizer_name(kind: str, options: dict[str, Any]) -> str:
 
 
 def make_source(kind: str, inputs: tuple[str, ...], options: dict[str, Any]) -> Any:
+    """The source of that kind; options: the command's, by name."""
     if kind == "tree":
         return sources.TreeSource(
             inputs,

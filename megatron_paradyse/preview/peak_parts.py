@@ -30,6 +30,7 @@ class PeakParts:
 
 
 def peak_parts(setup: Setup, found: Forecast) -> PeakParts:
+    """Where the predicted peak of a plan is, and of which bytes it is made; it must have one."""
     problem, plan = found.problem, found.outcome.plan
     run = operations(problem, plan)
     assert run is not None, "the plan is one of the problem's"

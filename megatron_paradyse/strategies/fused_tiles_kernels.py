@@ -91,6 +91,10 @@ def forward(
     D: tl.constexpr, WIDTH: tl.constexpr, FIRST_KEY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """out [b, n, sq, d] and lse [b, n, sq] of q [b, n, sq, d], k and v [b, g, sk, d].
+
+    A program has ROWS queries of a head.
+    """
     head, sequence = tl.program_id(1), tl.program_id(2)
     n, s64, h64 = tl.num_programs(1), sequence.to(tl.int64), head.to(tl.int64)
     first = tl.program_id(0) * ROWS
@@ -138,6 +142,10 @@ def of_queries(
     D: tl.constexpr, WIDTH: tl.constexpr, FIRST_KEY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """The gradient of q, and in sums [b, n, sq] what of_keys needs: rowsum(grad_out * out).
+
+    A program has ROWS queries of a head.
+    """
     head, sequence = tl.program_id(1), tl.program_id(2)
     n, s64, h64 = tl.num_programs(1), sequence.to(tl.int64), head.to(tl.int64)
     first = tl.program_id(0) * ROWS
@@ -182,6 +190,10 @@ def of_keys(
     D: tl.constexpr, WIDTH: tl.constexpr, FIRST_KEY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """The gradients of k and v, after of_queries: of all GROUP heads that use them.
+
+    A program has COLUMNS keys of a head.
+    """
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
     s64, kv64 = sequence.to(tl.int64), kv_head.to(tl.int64)
     n = tl.num_programs(1) * GROUP

@@ -117,6 +117,7 @@ def _name(value: object) -> str:
 
 
 def hardware() -> Hardware:
+    """A rank's device; of a CPU, its share of the machine's memory."""
     world = torch.distributed.get_world_size()
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

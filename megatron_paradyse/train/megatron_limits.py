@@ -17,6 +17,7 @@ from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 
 
 def check_megatrons_limits(args: argparse.Namespace) -> None:
+    """UserError for what would end in a traceback of Megatron, with or without this package."""
     if args.num_layers:
         ModelLayers.of_arguments(args, count_layers(args))  # refuses lists of too few layers
     check_key_heads(args)

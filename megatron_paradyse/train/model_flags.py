@@ -18,6 +18,7 @@ FLAG_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # arguments of another
 
 
 def check_ranks(args: argparse.Namespace) -> None:
+    """UserError unless the ranks make whole replicas of the grid, and of that of experts."""
     p, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if args.world_size % (p * stages):
         raise UserError(
@@ -160,6 +161,7 @@ def complete_window(args: argparse.Namespace) -> None:
 
 
 def check_bert(args: argparse.Namespace) -> None:
+    """UserError for what a BERT cannot have, and for flags of a BERT on a GPT."""
     settings = args.paradyse_settings
     if args.paradyse_model != BERT:
         if settings.mask_token is not None:
@@ -235,6 +237,7 @@ def check_latent(args: argparse.Namespace) -> None:
 
 
 def check_edges(args: argparse.Namespace) -> None:
+    """UserError for flags that tiles, or strategies without Megatron's linears, cannot obey."""
     settings = args.paradyse_settings
     _check_own_modules(args)
     if settings.head_tile == OFF:
