@@ -36,7 +36,7 @@ def budget_bytes(settings: Settings, *, costs: str, records: Sequence[Path] = ()
         budget = free + torch.cuda.memory_reserved() - int(RESERVE_SHARE * total)
     else:
         budget = UNLIMITED
-    taught = min(_taught(records, settings, costs), default=UNLIMITED)
+    taught = min([UNLIMITED, *_taught(records, settings, costs)])
     least = torch.tensor([budget, taught], device=torch.cuda.current_device())
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     if least[1] < taught:

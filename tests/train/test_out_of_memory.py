@@ -202,6 +202,20 @@ def test_the_budget_of_a_gpu_is_what_is_free_less_a_reserve(monkeypatch):
     assert budget.budget_bytes(Settings(memory_budget="900"), costs="abc") == 900
 
 
+def test_a_damaged_record_of_more_bytes_than_there_can_be_lowers_no_budget(tmp_path, monkeypatch):
+    plugin.install()
+    from megatron_paradyse.settings import Settings
+    from megatron_paradyse.train import budget
+
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"kind": "out_of_memory", "predicted_peak_bytes": 1e30}\n')
+    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
+    monkeypatch.setattr(budget.torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(budget.torch.distributed, "all_reduce", lambda *_: None)
+    settings = Settings(memory_budget="900")
+    assert budget.budget_bytes(settings, costs="abc", records=[path]) == 900
+
+
 @pytest.mark.parametrize(("budget", "size"), [("2KiB", 2048), (None, None)])
 def test_what_can_run_out_on_a_cpu_is_the_budget_that_is_enforced(budget, size, monkeypatch):
     """Else a start with a larger one would be held to what the smaller one could not run."""
