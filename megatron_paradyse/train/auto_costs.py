@@ -95,13 +95,8 @@ class Search:
         return self._file, file.table.description.source == "simulated"
 
     def _way(self) -> str:
-        try:
-            file = read_cost_file(self._file)
-            of_run = file.table.description.p == self._args.tensor_model_parallel_size
-            if of_run and known_strategies(file.require_model()):  # earlier versions kept others
-                return "cached"
-        except UserError:
-            pass
+        if self._is_kept():
+            return "cached"
         if self._settings.profile and self._args.use_checkpoint_args:
             self._fail(
                 "no costs: a quick profile reads no checkpoint: give the model's flags instead of "
@@ -121,6 +116,15 @@ class Search:
                 "device), or --paradyse-policy fixed:megatron_ts"
             )
         return "simulate"
+
+    def _is_kept(self) -> bool:
+        """Whether costs with which this run can plan are there; earlier versions kept others."""
+        try:
+            file = read_cost_file(self._file)
+            of_run = file.table.description.p == self._args.tensor_model_parallel_size
+            return of_run and bool(known_strategies(file.require_model()))
+        except UserError:
+            return False
 
     def _profile(self) -> None:
         """Every rank's child takes part; the first rank fits and keeps the result."""
@@ -201,17 +205,15 @@ class Search:
         return ["--", *sys.argv[1:], *of_run]
 
     def _fit(self, raw: Path, remedy: str = "") -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_paradyse",
-            "fit",
-            str(raw),
-            "-o",
-            str(self._file),
-        ]
+        """Keep the fit, unless another job has kept its own: its ranks may be about to read it."""
+        fitted = raw.with_suffix(".fitted.json")
+        command = [sys.executable, "-m", "megatron_paradyse", "fit", str(raw), "-o", str(fitted)]
         self._run(command, LIMIT_SECONDS, "the quick costs cannot be fitted", remedy)
         raw.unlink(missing_ok=True)
+        if self._is_kept():
+            fitted.unlink()
+            return
+        fitted.replace(self._file)
         self._check()
 
     def _check(self) -> None:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,11 +214,12 @@ def test_costs_with_which_nothing_can_be_planned_say_why_and_are_not_kept(tmp_pa
         read_costs(Settings(cost_model=str(made)))
     one = search(tmp_path, monkeypatch)
     kept = tmp_path / "costs-key.json"
-    monkeypatch.setattr(one, "_run", lambda *_: kept.write_text(made.read_text()))
+    made = made.read_text()
+    monkeypatch.setattr(one, "_run", lambda command, *_: Path(command[-1]).write_text(made))
     with pytest.raises(UserError, match=said):
         one._fit(tmp_path / "raw.json")
     assert not kept.exists()
-    kept.write_text(made.read_text())  # of an earlier version
+    kept.write_text(made)  # of an earlier version
     assert one._way() == "profile"
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train import auto_costs, memory_record
+from tests.train.synthetic_costs import write_costs
 from tests.train.test_auto_costs import search
 
 
@@ -38,6 +42,20 @@ def test_jobs_that_measure_the_same_at_once_write_files_of_their_own(tmp_path, m
     profile(meanwhile=profile)
     assert fitted == outputs and fitted[0] == str(tmp_path / "costs-key.raw.json") != fitted[1]
     assert [str(path) for path in tmp_path.iterdir()] == fitted[:1]
+
+
+def test_costs_that_another_job_has_kept_meanwhile_stay(tmp_path, monkeypatch):
+    """Its ranks may be about to read them, and end where two of them have read others."""
+    one, kept = search(tmp_path, monkeypatch), tmp_path / "costs-key.json"
+    made = write_costs(tmp_path / "made.json")
+    costs, p = made.read_text(), read_cost_file(made).table.description.p
+    one._args.tensor_model_parallel_size = p
+    monkeypatch.setattr(one, "_run", lambda command, *_: Path(command[-1]).write_text(costs))
+    for before, after in (("of an earlier version", costs), (costs + "\n", costs + "\n")):
+        kept.write_text(before)
+        one._fit(tmp_path / "costs-key.raw.json")
+        assert kept.read_text() == after
+        assert {path.name for path in tmp_path.iterdir()} == {"costs-key.json", "made.json"}
 
 
 def test_a_folder_in_which_no_costs_can_be_made_is_one_line(tmp_path, monkeypatch):
