@@ -283,7 +283,7 @@ def max_length(
 
 
 def _some_of(found: Longest, names: str) -> list[str]:
-    """Of --measure-only."""
+    """What --measure-only names; UserError for what is not among the limits."""
     only = [name.strip() for name in names.split(",")]
     there = [limit.strategy for limit in (found.paradyse, *found.single)]
     for name in only:
