@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from megatron_paradyse.errors import UserError
 
@@ -75,9 +74,9 @@ def append_whole(path: str | os.PathLike[str], content: bytes) -> None:
 
     OSError where it cannot be written, and for a pipe that nobody reads, which would never open.
     """
-    if Path(path).is_fifo():
-        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-    with open(path, "ab", buffering=0) as file:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+    with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+        os.set_blocking(file.fileno(), True)  # a reader may be slower than this
         size = file.tell() if file.seekable() else None
         try:
             if file.write(content) != len(content):

@@ -108,9 +108,10 @@ def test_a_pipe_that_is_read_takes_lines(tmp_path):
 
     reader = threading.Thread(target=read)
     reader.start()
+    long = bytes(1 << 20) + b"\n"  # which the pipe takes as fast as it is read
     append_whole(path, b"first\n")
-    append_whole(path, b"second\n")
+    append_whole(path, long)
     with path.open("wb"):
         os.close(kept)
     reader.join(timeout=60)
-    assert found == [b"first\n", b"second\n"]
+    assert found == [b"first\n", long]

@@ -47,6 +47,7 @@ class Trace:
     def __init__(self, path: str):
         self._path = Path(path)
         self._grid: Path | None = None
+        self._pipe: int | None = None  # held open: where none writes its reader is at the end
 
     @property
     def path(self) -> Path:
@@ -93,8 +94,12 @@ class Trace:
         return True
 
     def _check(self) -> None:
-        """UserError for a file that is no trace, which lines at its end would spoil."""
+        """UserError for a file that is no trace, which lines at its end would spoil, and for a
+        pipe that nobody reads, which would never open.
+        """
         try:
+            if self.path.is_fifo():
+                self._pipe = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
             begin = b""
             if self.path.is_file():
                 with self.path.open("rb") as file:

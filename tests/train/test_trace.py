@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 
 import pytest
 
@@ -113,6 +114,30 @@ def test_a_pipe_that_nobody_reads_is_refused(tmp_path, monkeypatch):
     os.mkfifo(path)
     with pytest.raises(UserError, match="No such device or address: give a file"):
         Trace(str(path)).start({})
+
+
+def test_who_reads_a_pipe_reads_the_whole_training(tmp_path, monkeypatch):
+    """As `cat pipe`, which leaves at the first end that it meets."""
+    path, kinds, read = trace_of_one_grid(tmp_path, monkeypatch), [], threading.Event()
+    os.mkfifo(path)
+
+    def reader():
+        with path.open() as lines:
+            for line in lines:
+                kinds.append(json.loads(line)["kind"])
+                read.set()
+
+    thread = threading.Thread(target=reader, daemon=True)
+    thread.start()
+    kept = os.open(path, os.O_RDWR)  # until the trace has begun
+    trace = Trace(str(path))
+    trace.start({})
+    os.close(kept)
+    assert read.wait(timeout=60)
+    trace.iteration(1, [], {"seconds": 0.5})
+    os.close(trace._pipe)
+    thread.join(timeout=60)
+    assert kinds == ["run", "iteration"]
 
 
 def trace_of_one_grid(folder, monkeypatch):
