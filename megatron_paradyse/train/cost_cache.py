@@ -80,14 +80,14 @@ def stem_of_own(costs: Path) -> Iterator[str]:
 
 
 def _locks(file: TextIO) -> bool:
-    """Whether no other process holds the file, on a disk that can tell."""
+    """Whether no other process holds the file, on a disk that can tell, nor has removed it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except (BlockingIOError, FileNotFoundError):
         return False
     except OSError:
-        pass
-    return True
+        return True
 
 
 def cost_key(args: argparse.Namespace, settings: Settings) -> str:

@@ -10,7 +10,7 @@ import torch
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.train import auto_costs, memory_record
+from megatron_paradyse.train import auto_costs, cost_cache, memory_record
 from tests.train.synthetic_costs import write_costs
 from tests.train.test_auto_costs import search
 
@@ -42,6 +42,18 @@ def test_jobs_that_measure_the_same_at_once_write_files_of_their_own(tmp_path, m
     profile(meanwhile=profile)
     assert fitted == outputs and fitted[0] == str(tmp_path / "costs-key.raw.json") != fitted[1]
     assert [str(path) for path in tmp_path.iterdir()] == fitted[:1]
+
+
+def test_a_lock_that_was_removed_is_no_lock(tmp_path):
+    """Who opened it before its holder ended would share a file with who made it anew."""
+    costs = tmp_path / "costs-key.json"
+    with cost_cache.stem_of_own(costs) as stem:
+        assert stem == "costs-key"
+        late = costs.with_suffix(".lock").open("w")
+    with late:
+        assert not cost_cache._locks(late)
+        with cost_cache.stem_of_own(costs) as stem:
+            assert stem == "costs-key" and not cost_cache._locks(late)
 
 
 def test_costs_that_another_job_has_kept_meanwhile_stay(tmp_path, monkeypatch):
