@@ -11,7 +11,7 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 
 
-def memory_bytes() -> int:
+def system_memory_bytes() -> int:
     """All that the system has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

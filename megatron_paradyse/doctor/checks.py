@@ -14,7 +14,13 @@ from typing import Any
 from megatron_paradyse import __version__
 from megatron_paradyse.doctor import FAULT, LACK, OK, Check, machine
 from megatron_paradyse.doctor.links import links
-from megatron_paradyse.train.megatron_version import SUPPORTED, find_megatron, is_wheel
+from megatron_paradyse.train.megatron_version import (
+    PACKAGE,
+    SUPPORTED,
+    TAG,
+    find_megatron,
+    is_wheel,
+)
 
 PROBE_SECONDS = 120
 INSTALL = "pip install -e ."
@@ -145,7 +151,7 @@ def _backends(torch: dict[str, Any]) -> list[Check]:
 
 def _megatron(answers: dict[str, Any], failure: str) -> Check:
     """Of what an import finds: the wheel, or a checkout of Megatron-LM on the path."""
-    name, remedy = "megatron-core", f"pip install 'megatron-core>={SUPPORTED},<0.20'"
+    name, remedy = "megatron-core", f"pip install '{PACKAGE}'"
     found = find_megatron()
     if found is None:
         remedy += ", or export PYTHONPATH=/path/to/Megatron-LM"
@@ -154,7 +160,7 @@ def _megatron(answers: dict[str, Any], failure: str) -> Check:
     told = version if is_wheel(folder) else f"{version}, a checkout of Megatron-LM in {folder}"
     if not version.startswith(f"{SUPPORTED}."):
         if told != version:
-            remedy = f"git -C {folder} checkout core_v0.19.2"
+            remedy = f"git -C {folder} checkout {TAG}"
         return Check(name, FAULT, told, f"the plugin is made for {SUPPORTED}", remedy)
     answer = answers.get("megatron", {"error": f"importing it {failure or 'gave no answer'}"})
     if "error" in answer:

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_paradyse.doctor import LACK, OK, Check
 from megatron_paradyse.doctor.tool import output_of
-from megatron_paradyse.machine import cpu_name, free_bytes, memory_bytes
-from megatron_paradyse.train.megatron_version import SUPPORTED
+from megatron_paradyse.machine import cpu_name, free_bytes, system_memory_bytes
+from megatron_paradyse.train.megatron_version import SUPPORTED, TAG
 
 LITTLE_DISK = 5 << 30
 LITTLE_MEMORY = 4 << 30
@@ -43,7 +43,7 @@ def gpus(found: list[dict[str, Any]], torch: dict[str, Any]) -> list[Check]:
 
 def resources() -> list[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory, disk = memory_bytes(), shutil.disk_usage(".")
+    memory, disk = system_memory_bytes(), shutil.disk_usage(".")
     checks = [Check("cores", OK, f"{cores}, {cpu_name()}")]
     free = free_bytes()
     found = f"{memory / 2**30:.1f} GiB"
@@ -66,7 +66,7 @@ def checkout() -> list[Check]:
     path = os.environ.get("MEGATRON_LM_PATH")
     if not path:
         return []
-    name, remedy = "MEGATRON_LM_PATH", "git -C $MEGATRON_LM_PATH checkout core_v0.19.2"
+    name, remedy = "MEGATRON_LM_PATH", f"git -C $MEGATRON_LM_PATH checkout {TAG}"
     cost = "its pretrain_gpt.py cannot be used; megatron_paradyse.pretrain_gpt can"
     if not Path(path, "pretrain_gpt.py").is_file():
         remedy = "export MEGATRON_LM_PATH=/path/to/Megatron-LM"

@@ -74,7 +74,10 @@ class Search:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             return self._found()
         except OSError as error:
-            self._fail(f"{self._file.parent}: {error.strerror}: set MEGATRON_PARADYSE_CACHE")
+            said = error.strerror or error
+            if error.filename is None or os.fspath(error.filename) == sys.executable:
+                self._fail(f"no costs: a process of theirs cannot start ({said}): {REMEDY}")
+            self._fail(f"{self._file.parent}: {said}: set MEGATRON_PARADYSE_CACHE")
 
     def _found(self) -> tuple[Path, bool]:
         if self._rank == 0:
@@ -153,7 +156,8 @@ class Search:
         if reason is not None:
             self._fail(f"the quick profile failed: {reason} (log: {log}): {REMEDY}")
         if self._rank == 0:
-            self._fit(raw, "start again to go on measuring, or ")
+            kept = stem == self._file.stem  # what was measured, for the next start
+            self._fit(raw, "start again to go on measuring, or " if kept else "")
         log.unlink(missing_ok=True)
 
     def _wait(self, child: subprocess.Popen, log: Path) -> str | None:

@@ -19,7 +19,7 @@ import torch
 
 from megatron_paradyse.costs.description import MEMORY_TOLERANCE
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.machine import cpu_name, memory_bytes
+from megatron_paradyse.machine import cpu_name, system_memory_bytes
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.strategies import with_names_of_costs
 from megatron_paradyse.train.agreement import code_digest
@@ -126,7 +126,7 @@ def device_name() -> str:
 def _size() -> str:
     """What devices of one name may differ in: costs of the other are refused, or of other times."""
     if not torch.cuda.is_available():
-        steps = round(math.log(memory_bytes()) / math.log1p(MEMORY_TOLERANCE))
+        steps = round(math.log(system_memory_bytes()) / math.log1p(MEMORY_TOLERANCE))
         cores, threads = os.cpu_count(), torch.get_num_threads()
         return f"{cores} cores, {threads} threads, {steps} steps of memory"
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -19,7 +19,7 @@ from megatron_paradyse.costs.description import (
     ModelShape,
     tile_text,
 )
-from megatron_paradyse.machine import cpu_name, memory_bytes
+from megatron_paradyse.machine import cpu_name, system_memory_bytes
 from megatron_paradyse.strategies.contract import LatentSizes
 from megatron_paradyse.strategies.kernels import TILED, Kernel, choose_kernel
 from megatron_paradyse.train.batch import device_of_rank
@@ -128,7 +128,9 @@ def hardware() -> Hardware:
             num_devices=world,
         )
     name = f"{cpu_name()}, {os.cpu_count()} cores"
-    return Hardware(name=name, kind="cpu", memory_bytes=memory_bytes() // world, num_devices=world)
+    return Hardware(
+        name=name, kind="cpu", memory_bytes=system_memory_bytes() // world, num_devices=world
+    )
 
 
 def versions() -> dict[str, str]:

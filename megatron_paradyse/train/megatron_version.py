@@ -10,7 +10,8 @@ from pathlib import Path
 from megatron_paradyse.errors import UserError
 
 SUPPORTED = "0.19"
-REMEDY = "pip install 'megatron-core>=0.19,<0.20', or check out core_v0.19.2 of Megatron-LM"
+PACKAGE, TAG = f"megatron-core>={SUPPORTED},<0.20", "core_v0.19.2"
+REMEDY = f"pip install '{PACKAGE}', or check out {TAG} of Megatron-LM"
 
 
 def check_megatron() -> None:

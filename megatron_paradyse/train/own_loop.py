@@ -244,8 +244,10 @@ def _settings(given: dict[str, Any]) -> Settings:
     written = {name: _as_written(value) for name, value in given.items()}
     for name in SIZES & written.keys():
         size = written[name]  # 0.9 * torch.cuda.mem_get_info()[1], too
-        if isinstance(size, Real) and not isinstance(size, bool) and math.isfinite(size):
-            written[name] = f"{math.floor(size)}B"
+        is_number = isinstance(size, Real) and not isinstance(size, bool)
+        if is_number and not 1 <= size < math.inf:
+            raise UserError(f"{name} {size}: give bytes, from 1, or a text such as 76GiB")
+        written[name] = f"{math.floor(size)}B" if is_number else size
     settings = make_settings(written, None, prefix="")
     if cost_policy_kind(settings) is None:
         if settings.memory_budget is not None:

@@ -235,8 +235,8 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
     for cores in (8, 16):
         monkeypatch.setattr(cost_cache.os, "cpu_count", lambda cores=cores: cores)
         keys.add(cost_cache.cost_key(args, args.paradyse_settings))
-    size = cost_cache.memory_bytes()
-    others = [(cost_cache, "memory_bytes", int(more * size)) for more in (1.021, 2)]
+    size = cost_cache.system_memory_bytes()
+    others = [(cost_cache, "system_memory_bytes", int(more * size)) for more in (1.021, 2)]
     others += [(torch, "get_num_threads", 7), (cost_cache, "cpu_name", "another")]
     for module, name, value in others:
         with monkeypatch.context() as patch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,17 @@ def test_a_folder_in_which_no_costs_can_be_made_is_one_line(tmp_path, monkeypatc
     (tmp_path / "costs-key.lock").mkdir()  # even the superuser cannot open it
     with pytest.raises(UserError, match="Is a directory: set MEGATRON_PARADYSE_CACHE"):
         one.run()
+
+
+def test_a_process_that_cannot_start_blames_no_folder(tmp_path, monkeypatch):
+    def start(*_, **options):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(auto_costs.subprocess, "Popen", start)
+    with pytest.raises(
+        UserError, match=r"start \(Cannot allocate memory\): give --paradyse-cost-m"
+    ):
+        search(tmp_path, monkeypatch).run()
 
 
 def test_a_user_without_a_home_is_told_where_costs_could_be(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,9 @@ def test_settings_of_a_program_are_those_of_a_file():
     assert parse_bytes(share.memory_budget) == 180_000_000
     with pytest.raises(UserError, match="True is not a text"):
         own_loop._settings({"cost_model": "costs.json", "memory_budget": True})
+    for size in (0.9, -5, math.inf, math.nan):  # a share, say
+        with pytest.raises(UserError, match=f"memory_budget {size}: give bytes, from 1"):
+            own_loop._settings({"cost_model": "costs.json", "memory_budget": size})
 
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=8)
