@@ -7,6 +7,7 @@ states, and which pipeline stage holds what, is the run's own: so training count
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,18 +25,31 @@ def static_bytes(chunks: list, optimizer: Any, meter: Meter | None, *, trains: b
     else is alive. trains: whether backwards are to come.
     """
     gc.collect()
-    held = _referred_bytes(chunks, optimizer) if meter is None else meter.live_bytes
-    to_come = _states_to_come(optimizer) + (_gradients_to_come(chunks) if trains else 0)
+    parameters = _parameters(chunks, optimizer)
+    held = _referred_bytes(chunks, optimizer, parameters) if meter is None else meter.live_bytes
+    to_come = _states_to_come(optimizer) + (_gradients_to_come(parameters) if trains else 0)
     return held + to_come + sum(map(waiting_gradient_bytes, chunks))
 
 
-def _referred_bytes(chunks: list, optimizer: Any) -> int:
+def _parameters(chunks: list, optimizer: Any) -> list[torch.nn.Parameter]:
+    """Those that a backward may make gradients for.
+
+    PyTorch's optimizer also has those of a module around a chunk or beside it.
+    """
+    found = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    for made, config in _optimizers(optimizer):
+        if config is None:  # Megatron's have copies of them
+            found += [parameter for group in made.param_groups for parameter in group["params"]]
+    return list({id(parameter): parameter for parameter in found}.values())
+
+
+def _referred_bytes(chunks: list, optimizer: Any, parameters: list[torch.nn.Parameter]) -> int:
     """Of the tensors that modules and optimizer refer to."""
-    tensors: list[Any] = []
+    tensors: list[Any] = [*parameters]
+    for parameter in parameters:
+        tensors += [parameter.grad, getattr(parameter, "main_grad", None)]
     for chunk in chunks:
-        tensors += [*chunk.parameters(), *chunk.buffers()]
-        for parameter in chunk.parameters():
-            tensors += [parameter.grad, getattr(parameter, "main_grad", None)]
+        tensors += chunk.buffers()
     for made, _ in _optimizers(optimizer):
         tensors += [parameter for group in made.param_groups for parameter in group["params"]]
         tensors += [value for state in made.state.values() for value in state.values()]
@@ -62,12 +76,11 @@ def waiting_gradient_bytes(chunk: Any) -> int:
     return model.shared_embedding_or_output_weight().nbytes
 
 
-def _gradients_to_come(chunks: list) -> int:
+def _gradients_to_come(parameters: list[torch.nn.Parameter]) -> int:
     """Bytes of those that a backward makes: of parameters that no DDP has a buffer for."""
     return sum(
         parameter.nbytes
-        for chunk in chunks
-        for parameter in chunk.parameters()
+        for parameter in parameters
         if parameter.requires_grad
         and parameter.grad is None
         and getattr(parameter, "main_grad", None) is None
@@ -81,7 +94,7 @@ def _states_to_come(optimizer: Any) -> int:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return sum(
-        parameter.numel() * _state_bytes(made, group, config, parameter)
+        _state_bytes(made, group, config, parameter)
         for made, config in _optimizers(optimizer)
         for group in made.param_groups
         for parameter in group["params"]
@@ -106,15 +119,33 @@ def _optimizers(optimizer: Any) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
 def _state_bytes(
     made: torch.optim.Optimizer, group: dict, config: Any, parameter: torch.Tensor
 ) -> int:
-    """Of one element of a parameter."""
-    own = 4 if config is not None else parameter.itemsize  # PyTorch's are of its dtype
-    if config is None and not parameter.requires_grad:
-        return 0  # a step passes over it; Megatron's groups have no such parameter of the model
-    if "Adam" not in type(made).__name__:
-        return own if group.get("momentum", 1) else 0  # SGD's, Muon's and Lion's momentum
+    """Of a parameter."""
     if config is None:
-        return own * (3 if group.get("amsgrad") else 2)
+        return parameter.itemsize * _numbers_of_pytorchs(made, group, parameter)
+    if "Adam" not in type(made).__name__:
+        return 4 * parameter.numel() * _has_momentum(group)
     total = config.exp_avg_dtype.itemsize + config.exp_avg_sq_dtype.itemsize
     if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # FusedAdam's own main parameters
         total += 2 if config.store_param_remainders else config.main_params_dtype.itemsize
-    return total
+    return total * parameter.numel()
+
+
+def _numbers_of_pytorchs(made: torch.optim.Optimizer, group: dict, parameter: torch.Tensor) -> int:
+    """Of a parameter's dtype, that PyTorch's optimizer keeps of it."""
+    if not parameter.requires_grad:
+        return 0  # a step passes over it; Megatron's groups have no such parameter of the model
+    shape = parameter.shape
+    if isinstance(made, torch.optim.Adafactor) and len(shape) > 1:
+        return math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1]
+    each = _has_momentum(group)  # SGD's, Muon's and Lion's, and what others have as one
+    if isinstance(made, torch.optim.RMSprop):
+        each += 1 + group["centered"]
+    elif isinstance(made, torch.optim.Adadelta | torch.optim.Rprop):
+        each = 2
+    elif "Adam" in type(made).__name__:
+        each = 3 if group.get("amsgrad") else 2
+    return each * parameter.numel()
+
+
+def _has_momentum(group: dict) -> int:
+    return int(bool(group.get("momentum", 1)))

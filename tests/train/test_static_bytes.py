@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
+import torch
+from torch import optim
 
 from megatron_paradyse.planner.pipeline import held_besides
+from megatron_paradyse.train.static_bytes import static_bytes
 from megatron_paradyse.units import bytes_text
 from tests.train.harness import LLAMA, run_forked, with_defaults, write_documents
 from tests.train.synthetic_costs import write_costs
@@ -85,3 +89,33 @@ def test_the_last_stage_holds_the_gradient_of_the_input_before(tmp_path):
     more = peaks[1][1] - peaks[0][1]
     assert more == pytest.approx(held_besides(1, 2, 4) * x, abs=LEFT_BYTES)
     assert held_besides(1, 2, 1) == held_besides(0, 2, 4) == 0
+
+
+OPTIMIZERS = {
+    "RMSprop": optim.RMSprop,
+    "RMSprop, centered": partial(optim.RMSprop, centered=True, momentum=0.9),
+    "Adadelta": optim.Adadelta,
+    "Rprop": optim.Rprop,
+    "Adagrad": optim.Adagrad,
+    "ASGD": optim.ASGD,
+    "Adafactor": optim.Adafactor,
+    "NAdam": optim.NAdam,
+    "SGD": optim.SGD,
+    "SGD, momentum": partial(optim.SGD, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_pytorchs_optimizer_makes_is_told_before_it_is_made(name):
+    """And the gradients of its parameters, which no chunk has: of a module around one, say."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = [(96, 64), (2, 48, 32), (512,)]
+    parameters = [torch.nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+    optimizer = OPTIMIZERS[name](parameters)
+    told = static_bytes([], optimizer, None)
+    sum(parameter.square().sum() for parameter in parameters).backward()
+    optimizer.step()
+    held = [*parameters, *(parameter.grad for parameter in parameters)]
+    held += [one for state in optimizer.state.values() for one in state.values()]
+    counts = 100  # of steps, a few numbers each
+    assert told == pytest.approx(sum(tensor.nbytes for tensor in held), abs=counts)
