@@ -67,13 +67,17 @@ def largest_by_stage(own_bytes: int) -> list[int]:
 
 
 def waiting_gradient_bytes(chunk: Any) -> int:
-    """What the output layer's gradient takes while it waits for that of the tied embedding."""
+    """What the output layer's gradient takes while it waits for that of the tied embedding.
+
+    Nothing where they are frozen.
+    """
     model = unwrap_model(chunk)
     if not (model.share_embeddings_and_output_weights and model.pre_process and model.post_process):
         return 0
     if get_model_config(chunk).gradient_accumulation_fusion:  # then it goes into main_grad at once
         return 0
-    return model.shared_embedding_or_output_weight().nbytes
+    weight = model.shared_embedding_or_output_weight()
+    return weight.nbytes if weight.requires_grad else 0
 
 
 def _gradients_to_come(parameters: list[torch.nn.Parameter]) -> int:

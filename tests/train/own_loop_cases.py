@@ -200,6 +200,10 @@ def optimizers(path: str) -> None:
         assert "hold(list): give Megatron's optimizer or PyTorch's" in str(error), error
     else:
         raise AssertionError("held a list")
+    model.zero_grad()
+    model.requires_grad_(False)
+    planned.hold()  # as of a reference model: nothing of tied embeddings waits
+    assert planned._policies.made[0][0].static_bytes == sum(x.nbytes for x in parameters)
 
 
 def packed() -> None:
