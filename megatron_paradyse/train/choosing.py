@@ -114,7 +114,7 @@ class CostPolicies:
         """Plan with what this rank holds, instead of what the file's grid held.
 
         static_bytes: see static_bytes.py. All ranks of the job must call it, before anything is
-        planned. UserError where no microbatch can run beside them.
+        planned. UserError, alike on all, where a stage has no room for a microbatch beside them.
         """
         by_stage = largest_by_stage(static_bytes)
         own = by_stage[mpu.get_pipeline_model_parallel_rank()]
@@ -124,10 +124,11 @@ class CostPolicies:
             f"> paradyse: parameters, gradients and optimizer hold {sizes} of a rank's memory"
             f"{', by pipeline stage' if len(by_stage) > 1 else ''}"
         )
+        fullest = dataclasses.replace(self.made[0][0], static_bytes=max(by_stage))
+        self._of_file.check_room(fullest)  # on every stage: none shall wait for one that is refused
         for index, (stage, policy) in enumerate(self.made):
             policy.hold(own)
             self.made[index] = (dataclasses.replace(stage, static_bytes=own), policy)
-            self._of_file.check_room(self.made[index][0])
         self._stages = self._of_all_stages()
 
     def _of_all_stages(self) -> list[tuple[Stage, tuple[int, ...]]]:

@@ -56,7 +56,7 @@ def llama() -> None:
 
 
 def pipeline() -> None:
-    """Two stages of two chunks each, microbatches of different lengths."""
+    """Two stages of two chunks each, microbatches of different lengths; then one without room."""
     start(stages=2, chunks=2)
     config = configuration(virtual_pipeline_model_parallel_size=2, **OVERLAPPED)
     made = loop(config, layer)
@@ -64,6 +64,7 @@ def pipeline() -> None:
     attach(made.models, policy="random:3")
     for turn in range(3):
         compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
+    own_loop_others.held_too_much_on_the_first_stage(loop(config, layer).models)
 
 
 def predicting() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,6 +223,18 @@ def refused() -> None:
         "23 tokens on 2 ranks: pad it": lambda: made.results(made.models, (23,)),
     }
     _refuses(cases)
+
+
+def held_too_much_on_the_first_stage(models: list) -> None:
+    """Both are told: the other would wait for it in their next collective."""
+    from megatron.core import mpu
+
+    with tempfile.TemporaryDirectory() as folder:
+        costs = write_costs(Path(folder, "costs.json"))
+        planned = attach(models, cost_model=costs, accept_costs=True, memory_budget="3MB")
+    if mpu.get_pipeline_model_parallel_rank() == 0:
+        models[0].register_buffer("more", torch.zeros(1_000_000))
+    _refuses({"parameters, gradients and optimizer take 4.": planned.hold})
 
 
 def _refuses(cases: dict[str, Callable]) -> None:
