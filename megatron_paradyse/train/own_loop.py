@@ -123,22 +123,25 @@ class Attached:
         self._iteration = _whole("iteration", iteration)
         self._begun += 1
 
-    def hold(self, optimizer: Any = None) -> None:
+    def hold(self, optimizer: Any = None, *others: Any) -> None:
         """Plan with the memory that this rank holds now, outside the layers' activations.
 
-        Until then plans reckon with what the cost file's grid held. optimizer: Megatron's or
-        PyTorch's, if there is one: gradients that the first backward will make and states that the
-        first step will make count too. All ranks must call it, between iterations, and again
-        whenever something else has moved into or out of the memory. UserError where no microbatch
-        can run beside it, and for another's optimizer, whose states nothing tells.
+        Until then plans reckon with what the cost file's grid held. optimizer, others: Megatron's
+        or PyTorch's, all that train the model: gradients that the first backward will make and
+        states that the first step will make count too. All ranks must call it, between iterations,
+        and again whenever something else has moved into or out of the memory. UserError where no
+        microbatch can run beside it, and for another's optimizer, whose states nothing tells.
         """
-        if not isinstance(optimizer, (MegatronOptimizer, torch.optim.Optimizer, type(None))):
-            raise UserError(
-                f"hold({type(optimizer).__name__}): give Megatron's optimizer or PyTorch's, or none"
-            )
+        optimizers = [one for one in (optimizer, *others) if one is not None]
+        for one in optimizers:
+            if not isinstance(one, MegatronOptimizer | torch.optim.Optimizer):
+                raise UserError(
+                    f"hold({type(one).__name__}): give Megatron's optimizer or PyTorch's, or none; "
+                    "several as hold(first, second)"
+                )
         if self._policies is not None:
             meter = make_meter() if torch.cuda.is_available() else None
-            self._policies.hold(static_bytes(self._chunks, optimizer, meter))
+            self._policies.hold(static_bytes(self._chunks, optimizers, meter))
 
     def _counts(self) -> Counts:
         return Counts(self._seed, self._iteration, None, self._begun)

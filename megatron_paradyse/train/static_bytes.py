@@ -21,8 +21,8 @@ from megatron_paradyse.live_bytes import Meter
 def static_bytes(chunks: list, optimizer: Any, meter: Meter | None, *, trains: bool = True) -> int:
     """Of this rank, once model and optimizer are made.
 
-    optimizer: Megatron's or PyTorch's, None if none is made. meter: None where nothing counts what
-    else is alive. trains: whether backwards are to come.
+    optimizer: Megatron's or PyTorch's, a list of such, None if none is made. meter: None where
+    nothing counts what else is alive. trains: whether backwards are to come.
     """
     gc.collect()
     parameters = _parameters(chunks, optimizer)
@@ -112,6 +112,10 @@ def _optimizers(optimizer: Any) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
         return
     if isinstance(optimizer, torch.optim.Optimizer):
         yield optimizer, None
+        return
+    if isinstance(optimizer, list):
+        for one in optimizer:
+            yield from _optimizers(one)
         return
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         made = getattr(one, "optimizer", None)

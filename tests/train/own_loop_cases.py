@@ -176,6 +176,13 @@ def optimizers(path: str) -> None:
     model.embedding.position_embeddings.requires_grad_(False)
     planned = attach(made.models, cost_model=path, accept_costs=True)
     rate = {"lr": 1e-3}
+    optimizer, other = (  # each of half of the parameters
+        torch.optim.AdamW(list(model.parameters())[one::2], **rate) for one in (0, 1)
+    )
+    planned.hold(optimizer, other)
+    told = planned._policies.made[0][0].static_bytes
+    planned.hold(torch.optim.AdamW(model.parameters(), **rate))
+    assert told == planned._policies.made[0][0].static_bytes
     for make, states in (
         (lambda x: torch.optim.AdamW(x, **rate), 2),
         (lambda x: torch.optim.Adam(x, **rate, amsgrad=True), 3),
