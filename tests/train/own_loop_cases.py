@@ -150,8 +150,10 @@ def _checkpointed(model, text: torch.Tensor) -> torch.Tensor:
 
 def by_costs(path: str) -> None:
     """Several strategies, short and long; what else lies in memory leaves less for them."""
+    from megatron.core.parallel_state import get_global_memory_buffer
+
     start(p=2)
-    made = loop(configuration(), layer)
+    made = loop(configuration(), layer, position_embedding_type="rope")
     lengths = (16, 128, 250)
     expected = made.results(made.stock, lengths)
     planned = attach(made.models, cost_model=path, accept_costs=True, memory_budget="180MB")
@@ -162,7 +164,11 @@ def by_costs(path: str) -> None:
         made.results(made.models, [length])
         seen[length] = planned.last.plan.runs()
     assert len(set(seen.values())) > 1, seen
+    made.results(made.models, [16])
+    buffer, angles = get_global_memory_buffer().buffer, made.models[0].rotary_pos_emb
+    assert buffer and angles._table is not None
     planned.hold()
+    assert not buffer and angles._table is None, "plans would count them twice"
     compare("as is held", expected, made.results(made.models, lengths))
     assert planned.last.peak_bytes < longest.peak_bytes, (planned.last, longest)
     assert planned.last.peak_bytes < 1.8e8
