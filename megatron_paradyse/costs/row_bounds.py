@@ -37,14 +37,15 @@ def with_row_bytes(
     least: OperationCosts | None,
     tiled_window: float | None,
     in_one_call: bool = False,
+    windowed: bool = False,
     drops: bool = False,
 ) -> OperationCosts:
     """The bytes on a row, from those of one document.
 
-    in_one_call: a flash kernel takes all documents that lie side by side. drops: there is dropout
-    of attention. of_one: the load of that document. least: of a strategy that gathers the same
-    weights and has no score rows; None: not known. tiled_window: keys that a query sees, where the
-    tiled kernel runs.
+    in_one_call: a flash kernel takes all documents that lie side by side. windowed: the loads are
+    what a window leaves. drops: there is dropout of attention. of_one: the load of that document.
+    least: of a strategy that gathers the same weights and has no score rows; None: not known.
+    tiled_window: keys that a query sees, where the tiled kernel runs.
     """
     kept, forward, backward = one.kept_bytes, one.forward_bytes, one.backward_bytes
     if base_name(strategy) in WHOLE_COLUMNS:
@@ -56,7 +57,8 @@ def with_row_bytes(
         strategy, sizes, load, of_one, tiled_window
     )
     if in_one_call:
-        more_backward += bytes_of_documents(base_name(strategy), sizes, load)
+        base = base_name(strategy)
+        more_backward += bytes_of_documents(base, sizes, load, windowed=windowed)
     return replace(
         one,
         kept_bytes=kept + more_kept,
@@ -136,7 +138,8 @@ def _of_documents(z: LayerSizes, heads: int, load: Load) -> tuple[int, int]:
     Beside it are the results of the one that is computed, and gradients as they are returned.
     """
     block = load.buffers.longest if load.buffers else z.s
-    if load.documents == 1 and block in (0, z.s):
+    beside_padding = load.buffers is not None and block > 0 and load.groups == 1
+    if load.documents == 1 and not beside_padding and block in (0, z.s):
         return 0, 0
     narrowed = heads if z.half_type else 0
     of_block = (heads + z.lse) * block // z.s

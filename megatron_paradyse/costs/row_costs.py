@@ -197,6 +197,7 @@ class RowCosts:
             least=least,
             tiled_window=tiled_window,
             in_one_call=packed.joined,
+            windowed=windowed,
             drops=packed.dropout,
         )
 

@@ -70,9 +70,14 @@ def kernel_bytes(base: str, z: LayerSizes, load: Load) -> int:
     return _summed_bytes(z, heads, rows) + expanded + of_documents
 
 
-def bytes_of_documents(base: str, z: LayerSizes, load: Load) -> int:
-    """Of that, what there is of each document besides its rows, in one call of several."""
-    if base in WHOLE_COLUMNS or load.documents == 1:
+def bytes_of_documents(base: str, z: LayerSizes, load: Load, *, windowed: bool = False) -> int:
+    """Of that, what there is of each document besides its rows, in one call of several.
+
+    windowed: load is what a window leaves, within which pieces of one document join too, if they do
+    not see each other. One alone is no row, unless that is wide.
+    """
+    joins = load.documents > 1 or (windowed and load.groups > 1)
+    if base in WHOLE_COLUMNS or not joins:
         return 0
     if base in SPLIT_HEADS:
         pieces = load.documents * (2 if load.groups > 1 else 1)

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.table import (
@@ -22,6 +24,7 @@ from megatron_paradyse.strategies import (
     strategy_names,
 )
 from megatron_paradyse.strategies.accounting import operation_costs
+from megatron_paradyse.strategies.contract import Wide
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.synthetic import DESCRIPTION
 from tests.packing.rows import zigzag
@@ -92,6 +95,24 @@ def model_of(p, mask, variant):
 def measured(case):
     """Of each quantity the largest that any rank has."""
     found = on_fake_ranks(case, measure_rank, range(case.p))
+    return {name: max(getattr(m, name) for m in found) for name in BYTES}
+
+
+@functools.cache
+def measured_wide(case, groups):
+    """Of each quantity the largest that any rank of all groups has."""
+    p, world, found = case.p, groups * case.p, []
+    for rank in range(world):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            first = rank // p * p
+            group, ranks, peers = (
+                dist.new_group(list(of))
+                for of in (range(first, first + p), range(world), range(rank % p, world, p))
+            )
+            found.append(measure_rank(group, case, wide=Wide(ranks, peers)))
+        finally:
+            dist.destroy_process_group()
     return {name: max(getattr(m, name) for m in found) for name in BYTES}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_paradyse.costs import row_bounds
+from megatron_paradyse.costs.row_bytes import joined
 from megatron_paradyse.costs.row_sizes import packed_of
 from megatron_paradyse.costs.table import ATTENTION, OperationCosts
 from megatron_paradyse.live_bytes import LiveBytes
@@ -29,11 +30,13 @@ from tests.costs.counted_rows import (
     S,
     case_of,
     measured,
+    measured_wide,
     model_of,
     off,
     rows,
 )
 from tests.costs.synthetic import DESCRIPTION
+from tests.packing.rows import zigzag
 
 
 @pytest.mark.parametrize("strategy", NAMES)
@@ -98,6 +101,43 @@ def test_forwards_of_rows_hold_what_chunks_within_a_narrow_window_do_not(strateg
     peak = truth.kept_bytes + truth.forward_bytes
     excess = (found.kept_bytes + found.forward_bytes) / peak - 1
     assert -TOLERANCE < excess < 0.25
+
+
+@pytest.mark.parametrize("strategy", ["megatron_cz", "metp"])
+def test_pieces_of_one_document_that_do_not_see_each_other_are_one_call(strategy):
+    """Of a wide row within a window, where flash kernels run."""
+    p, s, window = 2, 64, 21
+    row = dataclasses.replace(zigzag((2 * s - 1,), 2 * p), groups=2)
+    case = case_of(strategy, p, "causal", "weights", None)
+    case = dataclasses.replace(case, s=s, window=window, n=4, g=1)
+    sizes = dataclasses.replace(model_of(4, "causal", "weights").packed.sizes, p=p, s=p, n=4, g=1)
+    with flash_kernel():
+        one = OperationCosts(0.0, 0.0, *(measured.__wrapped__(case)[q] for q in BYTES))
+        truth = measured_wide.__wrapped__(dataclasses.replace(case, s=2 * s, row=row), 2)
+    loads = (
+        load_of(row, causal=True, window=window).within,
+        load_of_one(s, p, causal=True, window=window).within,
+    )
+    found = row_bounds.with_row_bytes(
+        strategy, one, sizes, *loads, least=None, tiled_window=None, in_one_call=True, windowed=True
+    )
+    assert not list(off(found, truth))
+
+
+def test_where_flash_kernels_run_one_document_beside_padding_needs_room():
+    strategy, p, variant = "megatron_ts+recompute", 4, "weights"
+    row, case = contiguous([63], p), case_of(strategy, p, "causal", variant, None)
+    case = dataclasses.replace(case, s=row.seq_length, d=8, g=4)
+    sizes = dataclasses.replace(model_of(p, "causal", variant).packed.sizes, d=8, g=4)
+    with flash_kernel():
+        one = OperationCosts(0.0, 0.0, *(measured.__wrapped__(case)[q] for q in BYTES))
+        truth = measured.__wrapped__(dataclasses.replace(case, row=row))
+    loads = load_of(row, causal=True), load_of_one(row.seq_length, p, causal=True)
+    load = joined(strategy, loads[0])
+    found = row_bounds.with_row_bytes(
+        strategy, one, sizes, load, loads[1], least=None, tiled_window=None, in_one_call=True
+    )
+    assert not list(off(found, truth))
 
 
 def test_a_tile_of_the_tiled_kernel_holds_what_is_counted():

@@ -7,13 +7,10 @@ on the fake process group, which holds nothing.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import statistics
 
 import pytest
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_paradyse.costs import row_bytes
 from megatron_paradyse.costs.row_costs import RowCosts
@@ -25,7 +22,6 @@ from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.simulator.flash_kernel import flash_kernel
 from megatron_paradyse.strategies import base_name, recomputes, takes, takes_wide
 from megatron_paradyse.strategies.accounting import attention_bytes
-from megatron_paradyse.strategies.contract import Wide
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.counted_rows import (
     BYTES,
@@ -35,12 +31,12 @@ from tests.costs.counted_rows import (
     S,
     case_of,
     measured,
+    measured_wide,
     model_of,
     off,
     rows,
 )
 from tests.packing.rows import zigzag
-from tests.strategies.test_accounting import measure_rank
 
 
 @pytest.mark.parametrize("strategy", NAMES)
@@ -176,24 +172,6 @@ def test_where_flash_kernels_run_backwards_of_local_z_are_near_what_ranks_hold(l
             peak = truth["kept_bytes"] + truth["backward_bytes"]
             excess = (costs.kept_bytes + costs.backward_bytes) / peak - 1
             assert -TOLERANCE < excess < 0.1
-
-
-@functools.cache
-def measured_wide(case, groups):
-    """Of each quantity the largest that any rank of all groups has."""
-    p, world, found = case.p, groups * case.p, []
-    for rank in range(world):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        try:
-            first = rank // p * p
-            group, ranks, peers = (
-                dist.new_group(list(of))
-                for of in (range(first, first + p), range(world), range(rank % p, world, p))
-            )
-            found.append(measure_rank(group, case, wide=Wide(ranks, peers)))
-        finally:
-            dist.destroy_process_group()
-    return {name: max(getattr(m, name) for m in found) for name in BYTES}
 
 
 WIDE_NAMES = [name for name in NAMES if takes_wide(name)]
