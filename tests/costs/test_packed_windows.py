@@ -230,6 +230,7 @@ def test_rows_of_earlier_files_are_read_without_buffers(tmp_path):
         ),
         (512, lambda load: load.update(within=None), r"load\.within must be an obj"),
         (None, lambda load: load.update(within={}), r"load has unknown 'within'"),
+        (None, lambda load: load.update(peers=load["p"]), r"load\.peers must lie in"),
         (None, lambda load: load["buffers"].pop("held"), r"load\.buffers lacks 'held'"),
         (None, lambda load: load["buffers"].update(piece=-1), r"buffers\.piece must lie in"),
     ],

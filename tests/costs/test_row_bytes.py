@@ -174,6 +174,23 @@ def test_where_flash_kernels_run_backwards_of_local_z_are_near_what_ranks_hold(l
             assert -TOLERANCE < excess < 0.1
 
 
+@pytest.mark.parametrize("g", [8, 2])
+def test_where_flash_kernels_run_split_heads_hold_rows_of_each_document(g):
+    p, s, strategy, variant = 4, 512, "ulysses_z", "shared keys"
+    row = contiguous([16] * 32, p)
+    case = dataclasses.replace(case_of(strategy, p, "causal", variant, None), s=s, g=g)
+    sizes = dataclasses.replace(model_of(p, "causal", variant).packed.sizes, g=g)
+    with flash_kernel():
+        one = OperationCosts(0.0, 0.0, *(measured.__wrapped__(case)[q] for q in BYTES))
+        truth = measured.__wrapped__(dataclasses.replace(case, row=row))
+    load = row_bytes.joined(strategy, load_of(row, causal=True))
+    found = row_bytes.walked_row_bytes(strategy, strategy, one, sizes, load, in_one_call=True)
+    assert found.kept_bytes == truth["kept_bytes"]
+    peak = truth["kept_bytes"] + truth["backward_bytes"]
+    excess = (found.kept_bytes + found.backward_bytes) / peak - 1
+    assert -TOLERANCE < excess < 0.15 and found.backward_bytes > 4 * one.backward_bytes
+
+
 WIDE_NAMES = [name for name in NAMES if takes_wide(name)]
 
 

@@ -78,6 +78,14 @@ def test_nothing_goes_wide_where_nobody_waits():
     assert packing == pack(lengths, 512, replace(GRID, spread=1), flops_costs(GRID))
 
 
+@pytest.mark.parametrize(("share", "goes"), [(0.52, True), (0.59, False)])
+def test_more_documents_go_wide_for_a_gain_that_is_not_small(share, goes):
+    """800 seconds alone; as wide rows the first four take so much of 800, beside 300 of others."""
+    costs = Costs(lambda row: row.num_tokens * (share if row.groups > 1 else 1.0), float)
+    packing = pack_wide([500] + [100] * 15, 100, GRID, costs)
+    assert packing.seconds == pytest.approx(800 * share + 300 if goes else 800)
+
+
 def test_what_does_not_fit_on_a_replica_goes_wide_though_it_be_slower():
     work = flops_costs(GRID)
     costs = Costs(

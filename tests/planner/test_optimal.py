@@ -6,10 +6,13 @@ import dataclasses
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from megatron_paradyse.planner import Choice, LayerOptions, OptimalPlanner, Outcome, Problem
+from megatron_paradyse.planner.bounds import NestedRelaxation, prices
 from megatron_paradyse.planner.peak import operations, walk
+from megatron_paradyse.planner.reduce import Group
 from tests.planner.brute_force import (
     best_of_all,
     best_of_prefixes,
@@ -223,6 +226,15 @@ def test_a_pair_that_keeps_nothing_does_not_run_above_its_deadline():
     outcome = PLANNER.plan(Problem(layers, 10))
     assert outcome.plan.runs() == "1 lean/x, 2-6 offload/x"
     assert outcome.fits and outcome.peak_bytes == 8
+
+
+def test_no_price_of_a_layer_is_above_that_of_the_cheapest_pair_that_keeps_nothing():
+    """All layers may run it: a relaxation that takes longer bounds nothing."""
+    kept, ticks = np.array([10.0, 0.0, 0.0]), np.array([1.0, 20.0, 50.0])
+    group = Group(8, np.arange(3), ticks, kept, deadline=np.array([20.0, 30.0, 40.0]))
+    relaxation = NestedRelaxation(group)
+    assert prices(group)[0] == 20.0
+    assert relaxation.value == 2 * 1.0 + 6 * 20.0
 
 
 def test_optimal_equals_all_prefixes_where_choices_of_later_kinds_keep_nothing():
