@@ -39,13 +39,15 @@ def with_row_bytes(
     in_one_call: bool = False,
     windowed: bool = False,
     drops: bool = False,
+    like: str | None = None,
 ) -> OperationCosts:
     """The bytes on a row, from those of one document.
 
     in_one_call: a flash kernel takes all documents that lie side by side. windowed: the loads are
     what a window leaves. drops: there is dropout of attention. of_one: the load of that document.
     least: of a strategy that gathers the same weights and has no score rows; None: not known.
-    tiled_window: keys that a query sees, where the tiled kernel runs.
+    tiled_window: keys that a query sees, where the tiled kernel runs. like: the strategy of that
+    document; None: the same.
     """
     kept, forward, backward = one.kept_bytes, one.forward_bytes, one.backward_bytes
     if base_name(strategy) in WHOLE_COLUMNS:
@@ -54,7 +56,7 @@ def with_row_bytes(
             strategy, one, sizes, load, more_columns, least, drops=drops
         )
     more_kept, more_forward, more_backward = extra_bytes(
-        strategy, sizes, load, of_one, tiled_window
+        strategy, sizes, load, of_one, tiled_window, like
     )
     if in_one_call:
         base = base_name(strategy)
@@ -73,6 +75,7 @@ def extra_bytes(
     load: Load,
     of_one: Load,
     tiled_window: float | None = None,
+    like: str | None = None,
 ) -> tuple[int, int, int]:
     """What a row keeps, and its forward and backward hold above that, beyond one document."""
     base = base_name(strategy)
@@ -107,11 +110,8 @@ def extra_bytes(
         if base not in WHOLE_COLUMNS and of_one.keys_received < z.s - z.s // z.p:
             forward += _beyond_narrow(z, load, of_one, rings)
     if tiled_window is not None and base not in (*SPLIT_HEADS, *WHOLE_COLUMNS):
-        heads = z.n // z.p if base == "metp" else z.n
-        halves = of_one.keys_received == z.s - z.s // z.p  # not within a narrow window
-        rows = z.rows // 2 if halves else z.rows
-        scores = _of_tile(z.rows, tiled_window) - _of_tile(rows, tiled_window)
-        tiles = int(heads * scores * z.wide_bytes)
+        of_tiles = _more_of_tiles(z, base, base_name(like or strategy), of_one, tiled_window)
+        tiles = int(of_tiles * z.wide_bytes)
         forward, backward = forward + FORWARD_TILES * tiles, backward + BACKWARD_TILES * tiles
     if not recomputes(strategy):
         return kept, forward, backward
@@ -149,6 +149,16 @@ def _of_documents(z: LayerSizes, heads: int, load: Load) -> tuple[int, int]:
 def _more(load: Load, of_one: Load, most: int) -> int:
     """Keys that come at once, if so many at most, beyond those of one document."""
     return max(0, min(load.keys_received, most) - min(of_one.keys_received, most))
+
+
+def _more_of_tiles(z: LayerSizes, base: str, like: str, of_one: Load, window: float) -> float:
+    """Scores of the largest tile, of all heads of a call, beyond those of one document."""
+    heads = z.n // z.p if base == "metp" else z.n
+    of_row = heads * _of_tile(z.rows, window)
+    if like in SPLIT_HEADS:
+        return max(of_row - z.n // z.p * _of_tile(z.s, window), 0)
+    halves = of_one.keys_received == z.s - z.s // z.p  # not within a narrow window
+    return of_row - heads * _of_tile(z.rows // 2 if halves else z.rows, window)
 
 
 def _of_tile(num_rows: int, window: float) -> float:

@@ -199,6 +199,7 @@ class RowCosts:
             in_one_call=packed.joined,
             windowed=windowed,
             drops=packed.dropout,
+            like=terms.like,
         )
 
 

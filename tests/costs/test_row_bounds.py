@@ -124,6 +124,25 @@ def test_pieces_of_one_document_that_do_not_see_each_other_are_one_call(strategy
     assert not list(off(found, truth))
 
 
+def test_of_local_z_tiles_are_of_all_heads_though_it_be_told_from_split_ones():
+    p, s, window, variant = 4, 256, 8, "activations"
+    row, like = contiguous([s // p] * p, p), "ulysses_z"
+    case = dataclasses.replace(case_of(like, p, "causal", variant, None), s=s, window=window)
+    one = OperationCosts(0.0, 0.0, *(measured.__wrapped__(case)[q] for q in BYTES))
+    truth = measured.__wrapped__(dataclasses.replace(case, strategy="local_z", row=row))
+    loads = (
+        load_of(row, causal=True, window=window).within,
+        load_of_one(s, p, causal=True, window=window).within,
+    )
+    sizes = model_of(p, "causal", variant).packed.sizes
+    found = row_bounds.with_row_bytes(
+        "local_z", one, sizes, *loads, least=None, tiled_window=window, windowed=True, like=like
+    )
+    for name in BYTES[1:]:
+        peak = truth["kept_bytes"] + truth[name]
+        assert found.kept_bytes + getattr(found, name) > (1 - TOLERANCE) * peak
+
+
 def test_where_flash_kernels_run_one_document_beside_padding_needs_room():
     strategy, p, variant = "megatron_ts+recompute", 4, "weights"
     row, case = contiguous([63], p), case_of(strategy, p, "causal", variant, None)
