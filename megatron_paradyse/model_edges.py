@@ -18,6 +18,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
@@ -285,8 +286,12 @@ ONE_TABLE = {
 }
 
 
-def forget_angles(model_chunks: list) -> None:
-    """Let go of RoPE's tables, which have the length of the longest microbatch yet."""
+def forget_lengths(model_chunks: list) -> None:
+    """Let go of what has the length of the longest microbatch yet, and which plans count.
+
+    Megatron's gather buffer, and RoPE's tables.
+    """
+    get_global_memory_buffer().buffer.clear()
     for module in (m for chunk in model_chunks for m in chunk.modules()):
         if isinstance(module, OneTableRotaryEmbedding):
             module._table = None

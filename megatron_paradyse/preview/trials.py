@@ -273,15 +273,13 @@ class _Rank:
         """Of an iteration that follows others of this length, as in a training."""
         from megatron.core.parallel_state import get_global_memory_buffer
 
-        from megatron_paradyse.model_edges import forget_angles
+        from megatron_paradyse.model_edges import forget_lengths
 
         self._model.policy.chosen = plan
         with self._meter:
-            buffer = get_global_memory_buffer().buffer
-            buffer.clear()  # it has the length of another trial
-            forget_angles(self._model.chunks)
+            forget_lengths(self._model.chunks)
             numbers = self._once(tokens)
-            if buffer:  # what gathers made it, and now it is there from the beginning
+            if get_global_memory_buffer().buffer:  # what gathers made it: now it is there before
                 numbers = self._once(tokens)
         return numbers
 

@@ -18,7 +18,6 @@ import torch
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -35,7 +34,7 @@ from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.hook import Counts, Planned, PolicyOf, attach_hooks
 from megatron_paradyse.layer_specs import switchable_block
 from megatron_paradyse.live_bytes import make_meter
-from megatron_paradyse.model_edges import attach_edges, forget_angles
+from megatron_paradyse.model_edges import attach_edges, forget_lengths
 from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import FIELDS, Settings, make_settings
 from megatron_paradyse.train import bucket_order
@@ -141,8 +140,7 @@ class Attached:
                     "several as hold(first, second)"
                 )
         if self._policies is not None:
-            get_global_memory_buffer().buffer.clear()  # plans count both by themselves
-            forget_angles(self._chunks)
+            forget_lengths(self._chunks)
             meter = make_meter() if torch.cuda.is_available() else None
             self._policies.hold(static_bytes(self._chunks, optimizers, meter))
 
