@@ -11,12 +11,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.rms_norm import RmsNorm
 from megatron_paradyse.shapes import attention_shape
 from megatron_paradyse.strategies.blocks import Span, whole
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.local_attention import AttentionTask, local_attention
 from megatron_paradyse.strategies.order import to_positions, to_rows
+from megatron_paradyse.strategies.rms_norm import RmsNorm
 from megatron_paradyse.strategies.softmax_offset import in_float
 
 

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from megatron_paradyse.strategies.heads import plus_one_norm
+from megatron_paradyse.strategies.rms_norm import rms_norm
 
 
 def announce_use(*modules) -> None:
@@ -44,14 +45,14 @@ def normalised(hidden_states, linear, config):
     weight = getattr(linear, "layer_norm_weight", None)
     if weight is None:
         return hidden_states
-    size, eps = hidden_states.shape[-1:], config.layernorm_epsilon
+    eps = config.layernorm_epsilon
     bias = getattr(linear, "layer_norm_bias", None)
     if config.layernorm_zero_centered_gamma:
         kind = "rmsnorm" if config.normalization == "RMSNorm" else "layernorm"
         return plus_one_norm(hidden_states, weight, bias, kind, eps)
     if config.normalization == "RMSNorm":
-        return F.rms_norm(hidden_states, size, weight, eps)
-    return F.layer_norm(hidden_states, size, weight, bias, eps)
+        return rms_norm(hidden_states, weight, eps)
+    return F.layer_norm(hidden_states, hidden_states.shape[-1:], weight, bias, eps)
 
 
 def of_strategy(weight, config):

@@ -11,8 +11,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import L2Norm
 
-from megatron_paradyse.rms_norm import RmsNorm
 from megatron_paradyse.shapes import attention_shape
+from megatron_paradyse.strategies.rms_norm import RmsNorm
 
 NORMS = {
     "none in the spec": (IdentityOp(), None),

@@ -23,6 +23,7 @@ from megatron_paradyse.errors import UserError
 
 CAUSAL = "causal"
 MASKS = (CAUSAL, "bidirectional")
+NORMS = ("layernorm", "rmsnorm")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by dtype
 DEVICE_KINDS = ("cpu", "cuda")
 ROTARY = ("rope", "yarn")  # position embeddings by angles
@@ -37,7 +38,8 @@ OF_MODEL = (
 )
 OPTIONAL_KEYS = (*OF_MODEL, "tiled_scores")  # the last is of the device
 HALVES_KEY, OTHER_LAYERS = "halves", "other_layers"  # the second is missing where there are none
-WINDOW, OUTPUT_GATE = "window", "output_gate"  # of an attention in halves
+# Of an attention in halves.
+WINDOW, OUTPUT_GATE, HEAD_NORM, L2_NORM = "window", "output_gate", "qk_norm", "qk_l2_norm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class ModelShape:
     ffn_size: int
     gated: bool
     vocab_size: int  # as padded for the grid
-    normalization: str  # "layernorm", "rmsnorm"
+    normalization: str  # of NORMS
     biases: bool
     position_embedding: str  # "rope", "yarn", "learned", "none"
 
@@ -163,6 +165,15 @@ class Description:
     def output_gate(self) -> bool:
         """Whether halves tell of a gate of the attention's output: all layers have one or none."""
         return any(OUTPUT_GATE in has for has in (self.halves or {}).values())
+
+    @property
+    def head_norm(self) -> str | None:
+        """Of queries and keys, as halves tell of it; of latents there is another."""
+        halves = () if self.latents is not None else (self.halves or {}).values()
+        if any(has.get(HEAD_NORM) for has in halves):
+            kind = self.model.normalization
+            return kind if kind in NORMS else None
+        return "l2" if any(has.get(L2_NORM) for has in halves) else None
 
     @property
     def rotated_channels(self) -> int:

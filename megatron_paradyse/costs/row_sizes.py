@@ -30,6 +30,8 @@ def layer_sizes(d: Description) -> LayerSizes:
         causal=d.attention_mask == CAUSAL,
         gate=d.output_gate,
         rope_channels=d.rotated_channels,
+        head_norm=d.head_norm,
+        fused_norms=d.hardware.kind == "cuda",
         narrow_values=d.latents is not None and d.latents["v_head_dim"] < m.head_dim,
     )
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron_paradyse import rms_norm
 from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.simulator.clock import Clock
 from megatron_paradyse.simulator.doors import Door, opened
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.kernel_times import KernelTimes
+from megatron_paradyse.strategies import heads, rms_norm
 
 
 class SimulatedDevice(LiveBytes):
@@ -74,7 +74,7 @@ FUSED = {
         *("swiglu", "bias_swiglu", "swiglu_back", "bias_swiglu_back"),
     ),
     f"{MEGATRON}.fused_bias_dropout": ("bias_dropout_add_fused_train",),
-    "megatron_paradyse.rms_norm": ("normalise", "normalise_backward"),
+    "megatron_paradyse.strategies.rms_norm": ("normalise", "normalise_backward"),
 }
 
 
@@ -83,7 +83,10 @@ def fused_functions(device: SimulatedDevice) -> Iterator[None]:
     """Fused functions are one kernel each, as on a GPU; on a CPU they run as written."""
     import importlib
 
-    doors: list[Door] = [(rms_norm, "tiles", lambda x: [slice(None)])]  # one kernel takes all rows
+    doors: list[Door] = [
+        (rms_norm, "tiles", lambda x: [slice(None)]),  # one kernel takes all rows
+        (heads, "sums_in_half_type", lambda x: False),
+    ]
     for module_name, names in FUSED.items():
         module = importlib.import_module(module_name)
         doors += [(module, name, device.fused(getattr(module, name))) for name in names]

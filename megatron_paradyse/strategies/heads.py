@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from megatron_paradyse.strategies.blocks import Span
 from megatron_paradyse.strategies.contract import AttentionShape, AttentionWeights, Microbatch
+from megatron_paradyse.strategies.rms_norm import rms_norm
 
 Heads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v and the gate of each query head
 
@@ -52,24 +53,25 @@ def normalise_and_rotate(
 def head_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: AttentionShape
 ) -> Tensor:
-    """Normalise each head of x [..., d]: layernorm, rmsnorm, or l2 (no weight, in float32)."""
+    """Normalise each head of x [..., d]: layernorm, rmsnorm, or l2, an rmsnorm without weight."""
     if weight is not None and shape.qk_norm_plus_one:
         return plus_one_norm(x, weight, bias, shape.qk_norm, shape.qk_norm_eps)
-    size, eps = x.shape[-1:], shape.qk_norm_eps
+    eps = shape.qk_norm_eps
     if shape.qk_norm == "layernorm":
-        if _cpu_half(x):
-            weight, bias = (None if t is None else t.float() for t in (weight, bias))
-            return F.layer_norm(x.float(), size, weight, bias, eps).to(x.dtype)
-        return F.layer_norm(x, size, weight, bias, eps)
-    if shape.qk_norm == "rmsnorm":
-        return F.rms_norm(x, size, weight, eps)
-    assert shape.qk_norm == "l2", shape.qk_norm
-    wide = x if x.dtype == torch.float64 else x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+        return _layer_norm(x, weight, bias, eps)
+    assert shape.qk_norm in ("rmsnorm", "l2"), shape.qk_norm
+    return rms_norm(x, weight, eps)
 
 
-def _cpu_half(x: Tensor) -> bool:
-    """Whether norms go in float32: PyTorch's CPU kernels sum their gradients in a half type."""
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if sums_in_half_type(x):
+        weight, bias = (None if t is None else t.float() for t in (weight, bias))
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def sums_in_half_type(x: Tensor) -> bool:
+    """Whether a LayerNorm goes in float32: PyTorch's CPU kernel sums gradients in a half type."""
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -77,9 +79,12 @@ def plus_one_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, eps: float
 ) -> Tensor:
     """layernorm or rmsnorm of x [..., d] times 1 + weight: a sum that a half type would round."""
-    if _cpu_half(x):
-        wide_bias = None if bias is None else bias.float()
-        return plus_one_norm(x.float(), weight.float(), wide_bias, kind, eps).to(x.dtype)
+    if not x.is_cuda:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        plus_one = 1 + weight.to(wide)
+        if kind == "rmsnorm":
+            return rms_norm(x, plus_one, eps)
+        return _layer_norm(x, plus_one, None if bias is None else bias.to(wide), eps)
     size = x.shape[-1:]
     norm = F.layer_norm(x, size, eps=eps) if kind == "layernorm" else F.rms_norm(x, size, eps=eps)
     scaled = torch.addcmul(norm, norm, weight)

@@ -9,6 +9,8 @@ from math import inf, isinf, lcm
 # Rows of a rank in a tile of what goes in tiles of a long sequence: matrix products of so many take
 # far longer than their weights take to arrive.
 TILE_ROWS = 8192
+# An RMSNorm on a CPU normalises so many at once: what is wider than its input is made of these.
+NORM_TILE_ELEMENTS = 1 << 18
 # FlashAttention's backward, in PyTorch and in its own package (version 2), sums the gradient of q
 # in float32: of documents in one call with so many rows more for each.
 DOCUMENT_ROWS = 128
@@ -79,7 +81,8 @@ class LayerSizes:
     row: of packed documents, with the keys that come to a rank, the ranks that it shares documents
     with, whether the rows of ranks are in the order of positions, and what the attention's kernel
     holds in a backward beside its results; None: a sequence is one. flash: of a sequence, whether
-    that kernel is FlashAttention's, whose blocks hold flash_bytes.
+    that kernel is FlashAttention's, whose blocks hold flash_bytes. head_norm: of queries and keys,
+    "layernorm", "rmsnorm" or "l2"; fused_norms: whether each is one kernel, as on a GPU.
     """
 
     s: int
@@ -104,6 +107,8 @@ class LayerSizes:
     in_order: bool = True
     kernel_bytes: int = 0
     flash: bool = False
+    head_norm: str | None = None
+    fused_norms: bool = False
 
     @cached_property
     def positions(self) -> int:

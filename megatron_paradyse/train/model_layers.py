@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.description import OUTPUT_GATE, ROTARY, WINDOW
+from megatron_paradyse.costs.description import HEAD_NORM, L2_NORM, OUTPUT_GATE, ROTARY, WINDOW
 from megatron_paradyse.costs.layers import ATTENTION, MLP, LayerKinds, half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
 
@@ -106,7 +106,9 @@ class ModelLayers:
         return [has.get(WINDOW) for name, has in halves.items() if half_of(name) == ATTENTION]
 
     def _attention(self, args: argparse.Namespace, place: int) -> dict[str, int]:
-        found = {"qk_norm": int(args.qk_layernorm)}
+        found = {HEAD_NORM: int(args.qk_layernorm)}
+        if args.qk_l2_norm:
+            found[L2_NORM] = 1
         if args.attention_output_gate:
             found[OUTPUT_GATE] = 1
         if args.multi_latent_attention:

@@ -42,6 +42,11 @@ VARIANTS = {
     "shared keys": {"g": 2, "h": 16, "dtype": torch.bfloat16},
     "gated": {"g": 2, "h": 16, "dtype": torch.float32, "gate": True},
 }
+NORMED = {
+    f"{norm}, {dtype}": {"g": 2, "h": 16, "dtype": dtype, "qk_norm": norm}
+    for norm in ("rmsnorm", "layernorm")
+    for dtype in (torch.float32, torch.bfloat16)
+}
 NAMES = [name + suffix for name in strategy_names(packed=True) for suffix in ("", "+recompute")]
 
 
@@ -56,14 +61,14 @@ def rows(p):
 
 
 def case_of(strategy, p, mask, variant, row):
-    sizes = VARIANTS[variant]
+    sizes = (VARIANTS | NORMED)[variant]
     return AttentionCase(strategy, p, mask, n=N, d=D, s=S, b=1, row=row, **sizes)
 
 
 @functools.cache
 def model_of(p, mask, variant):
     """Fitted to the formulas of every strategy that has some."""
-    v = VARIANTS[variant]
+    v = (VARIANTS | NORMED)[variant]
     shape = dataclasses.replace(
         DESCRIPTION.model,
         hidden_size=v["h"],
@@ -71,9 +76,12 @@ def model_of(p, mask, variant):
         num_kv_heads=v["g"],
         head_dim=D,
         position_embedding="none",
+        normalization=v.get("qk_norm", "rmsnorm"),
     )
     dtype = str(v["dtype"]).removeprefix("torch.")
-    halves = {"attention": {"output_gate": 1} if v.get("gate") else {}, "mlp": {}}
+    attention = {"output_gate": 1} if v.get("gate") else {}
+    attention["qk_norm"] = int("qk_norm" in v)
+    halves = {"attention": attention, "mlp": {}}
     description = dataclasses.replace(
         DESCRIPTION, model=shape, p=p, dtype=dtype, attention_mask=mask, halves=halves
     )
@@ -83,6 +91,7 @@ def model_of(p, mask, variant):
             z = LayerSizes(
                 s=s, b=1, h=v["h"], n=N, g=v["g"], d=D, f=1, p=p, causal=mask == "causal",
                 element_bytes=v["dtype"].itemsize, gate=v.get("gate", False),
+                head_norm=v.get("qk_norm"),
             )  # fmt: skip
             costs = operation_costs(name, ATTENTION, z)
             # as a profile counts: the input is the operation before's, the output is kept

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_paradyse.costs.description import check_compatible, differences
+from megatron_paradyse.costs.description import Description, check_compatible, differences
 from megatron_paradyse.costs.layers import half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.model_layers import ModelLayers
@@ -161,6 +161,7 @@ def test_a_model_of_the_inverse_pattern_is_another_model(name, told):
     given |= {"moe_router_topk": 2, "moe_shared_expert_intermediate_size": None}
     given |= {"position_embedding_type": "rope", "multi_latent_attention": False}
     given |= {"mtp_num_layers": None, "attention_output_gate": False, "num_layers": 4}
+    given |= {"qk_l2_norm": False}
     described = []
     for pattern in ([1, 0, 0, 0], [0, 1, 1, 1]):
         args = argparse.Namespace(**given | {name: pattern})
@@ -175,7 +176,7 @@ def test_latents_of_another_size_are_another_model():
     given = {"multi_latent_attention": True, "num_experts": None, "window_size": None}
     given |= {"no_rope_freq": None, "qk_layernorm": True, "kv_lora_rank": 16, "q_lora_rank": None}
     given |= {"qk_head_dim": 12, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
-    given |= {"mtp_num_layers": None, "attention_output_gate": False}
+    given |= {"mtp_num_layers": None, "attention_output_gate": False, "qk_l2_norm": False}
     described = []
     for size in (16, 32):
         args = argparse.Namespace(**given | {"kv_lora_rank": size})
@@ -185,18 +186,27 @@ def test_latents_of_another_size_are_another_model():
     assert described[0].rotated_channels == 8
 
 
-def test_costs_without_a_gate_of_the_output_are_not_of_a_model_with_one_nor_the_other_way():
+def _described(**flags) -> Description:
     given = {"multi_latent_attention": False, "num_experts": None, "window_size": None}
     given |= {"no_rope_freq": None, "qk_layernorm": False, "position_embedding_type": "rope"}
-    plain, gated = (
-        dataclasses.replace(DESCRIPTION, halves=ModelLayers.of_arguments(args, 4).halves(args))
-        for gate in (False, True)
-        for args in [argparse.Namespace(**given, mtp_num_layers=None, attention_output_gate=gate)]
-    )
+    given |= {"qk_l2_norm": False, "mtp_num_layers": None, "attention_output_gate": False}
+    args = argparse.Namespace(**given | flags)
+    halves = ModelLayers.of_arguments(args, 4).halves(args)
+    return dataclasses.replace(DESCRIPTION, halves=halves)
+
+
+def test_costs_without_a_gate_of_the_output_are_not_of_a_model_with_one_nor_the_other_way():
+    plain, gated = (_described(attention_output_gate=gate) for gate in (False, True))
     assert (plain.output_gate, gated.output_gate) == (False, True)
     for of_file, of_run, said in ((plain, gated, "none"), (gated, plain, "1")):
         with pytest.raises(UserError, match=f"attention.output_gate: {said} in the file, .* run: "):
             check_compatible(of_file, of_run)
+
+
+def test_norms_of_queries_and_keys_are_those_of_the_model():
+    plain, norm, l2 = _described(), _described(qk_layernorm=True), _described(qk_l2_norm=True)
+    assert (plain.head_norm, norm.head_norm, l2.head_norm) == (None, "layernorm", "l2")
+    assert differences(plain, l2) == ["attention.qk_l2_norm: none in the file, 1 in the run"]
 
 
 def test_a_profile_measures_the_halves_of_each_kind(tmp_path):

@@ -135,6 +135,7 @@ def _sizes(case: AttentionCase | MlpCase) -> LayerSizes:
         causal=case.mask == "causal",
         rope_channels=0 if case.rope is None else case.d,
         gate=case.gate,
+        head_norm=case.qk_norm,
         **common,
     )
 
@@ -156,6 +157,32 @@ def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(p, strat
             if abs(formula / truth - 1) > TOLERANCE:
                 wrong.append((case.name, name, formula, truth, f"{formula / truth:.3f}"))
     assert not wrong, "\n" + "\n".join(map(str, wrong))
+
+
+_NORMED = {  # name -> of all that a norm and the rest of the layer may be, an eighth
+    f"{qk_norm}{suffix}-p{p}": AttentionCase(
+        suffix, p, n=8, g=g, d=64, h=h, s=128, dtype=dtype, rope=rope, qk_norm=qk_norm
+    )
+    for i, qk_norm in enumerate(("layernorm", "rmsnorm", "l2"))
+    for j, (dtype, suffix) in enumerate(
+        itertools.product((torch.float32, torch.bfloat16), ("", "+recompute"))
+    )
+    for p, g, h, rope in [
+        [(2, 8, 16, "half"), (4, 2, 128, None), (2, 2, 16, None), (4, 8, 128, "half")][(i + j) % 4]
+    ]
+}
+
+
+@pytest.mark.parametrize("strategy", [name for name, half in WALKS if half == "attention"])
+@pytest.mark.parametrize("normed", _NORMED)
+def test_norms_of_heads_hold_what_the_walk_says(strategy, normed):
+    """Of heads as wide as models have them, whose statistics are a small part."""
+    case = replace(_NORMED[normed], strategy=strategy + _NORMED[normed].strategy)
+    measured, costs = _worst(case), operation_costs(case.strategy, "attention", _sizes(case))
+    copies_of_weights = 4 * 4 * case.d  # in float32, of a norm in half types
+    assert 0 <= measured.kept_bytes - costs.kept_bytes <= copies_of_weights
+    assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
+    assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])

@@ -61,6 +61,7 @@ def test_rows_are_packed_by_the_window_that_all_layers_have(window, skipped, exp
         position_embedding_type="rope",
         multi_latent_attention=False,
         attention_output_gate=False,
+        qk_l2_norm=False,
         paradyse_settings=argparse.Namespace(pack_tokens=64, spread=1),
     )
     for name in ("get_data_parallel_world_size", "get_data_parallel_rank"):

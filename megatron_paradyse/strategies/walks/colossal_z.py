@@ -136,9 +136,11 @@ def _rows_backward(m: Ledger, z: LayerSizes, row: RowSizes, scores: int) -> None
     m.drop("chunks")
     m.touch(used + coming + narrow * z.wide(coming) + z.wide(hops))
     m.touch(used + z.wide(coming) + narrow * keys + z.wide(hops))
+    m.touch(used + z.wide(at_once))  # a chunk is there while its gradient begins its way back
     m.hold(hops=z.wide(at_once), grad_q=z.wide(z.q), row_sums=z.lse, own_k=z.wide(one))
     m.touch(at_once + narrow * chunk + max(z.q - z.wide(one), narrow * one))
     m.touch(used + narrow * coming + z.wide(hops) + max(z.q - z.wide(keys), narrow * keys))
+    m.touch(used + narrow * coming + z.wide(at_once))
     m.touch(z.wide(at_once) + narrow * z.q)
     m.drop("heads_first", "grad_scores", "hops")
     m.touch(narrow * z.qkv)

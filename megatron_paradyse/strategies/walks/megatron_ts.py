@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.head_norms import norms_backward
 from megatron_paradyse.strategies.walks.rows import index_bytes, whole_backward, whole_forward
 from megatron_paradyse.strategies.walks.steps import (
     activate,
@@ -11,8 +12,8 @@ from megatron_paradyse.strategies.walks.steps import (
     fc2_input,
     gate_backward,
     hold_gated,
+    normalise_and_rotate,
     rope_bytes,
-    rotate,
     split_backward,
 )
 
@@ -57,9 +58,7 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
         m.drop("by_rank", "all_heads")
     m.hold(q=z.q, kv=kv, gate=z.gates)
     m.drop("mixed", "unordered")
-    rotate(m, z, q=z.q, kv=kv, rows=z.s)
-    if z.rope_channels:
-        m.keep("angles")
+    normalise_and_rotate(m, z, q=z.q, kv=kv, rows=z.s)
     whole_forward(m, z)
     m.keep("q", "kv", "lse", "indices")
     hold_gated(m, z, z.gates, positions=z.s)
@@ -88,6 +87,7 @@ def attention_backward(m: Ledger, z: LayerSizes) -> None:
     m.release(2 * z.q + kv + z.lse)
     if z.g < z.p:
         m.release(rope_bytes(z, z.s))
+        norms_backward(m, z, q=z.q, kv=kv)
         # Those of q and of the gate, zero-padded to the query heads of a key head; all together.
         padded = z.p * (z.q + z.gates) // z.g
         m.touch(padded - z.q)
@@ -98,8 +98,7 @@ def attention_backward(m: Ledger, z: LayerSizes) -> None:
         m.hold(grad_mixed=mixed)
         m.touch(2 * z.p * mixed)
     else:
-        split_backward(m, z, q=z.q, kv=kv)
-        m.release(rope_bytes(z, z.s))
+        split_backward(m, z, q=z.q, kv=kv, rows=z.s)
     m.touch(0 if z.in_order else mixed)
     m.hold(x=gathered, partial=gathered)
     m.hold(grad_x=z.x, grad_weight=z.qkv_weight // z.p)

@@ -80,9 +80,15 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
     m.hold(total=z.wide(z.x), of_earlier=first * (q + lse))
     for owner in range(first, z.p):
         m.hold(blocks=min(2, z.p - owner) * block, mixed=q + kv + gates)
-        split_and_rotate(m, z, q=q, kv=kv, rows=z.positions, in_two_spans=in_two_spans(m.rank, z))
-        if z.rope_channels:
-            m.drop("angles")
+        split_and_rotate(
+            m,
+            z,
+            q=q,
+            kv=kv,
+            rows=z.positions,
+            in_two_spans=in_two_spans(m.rank, z),
+            has_graph=False,
+        )
         m.hold(packed=kv)
         m.drop("kv")
         ring_forward(m, z, q=q, kv=kv, lse=lse)
@@ -145,9 +151,7 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
             m.drop("grad_qkv", "own_chunk", "q", "packed")
             m.hold(q=0, packed=0, grad_qkv=q + kv)
         m.drop("q", "packed", "grad_out")
-        split_backward(m, z, q=q, kv=kv, k_is_view=True)
-        if z.rope_channels:
-            m.drop("angles")
+        split_backward(m, z, q=q, kv=kv, rows=z.positions, q_stays=True, k_stays=True)
         m.hold(grad_block=z.wide(block))
         m.touch(product_piece(z, z.rows, z.h))
         if z.half_type:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_paradyse.strategies import sizes
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.head_norms import end_norms, norm_heads, norms_backward
 
 INDEX_BYTES = 8  # of a position or a row's number
 
@@ -17,22 +18,33 @@ def split_and_rotate(
     rows: int,
     in_two_spans: bool = False,
     mixed_stays: bool = False,
+    has_graph: bool = True,
 ) -> None:
-    """The end of qkv: holds q, kv, gate, and the cosines and sines of `rows` positions if rotated.
-
-    Drops the mixed tensor that it splits, unless it stays. in_two_spans: positions whose angles
-    are copied together.
-    """
+    """The end of qkv: holds q, kv, gate; drops the mixed tensor that it splits, unless it stays."""
     m.hold(q=q, kv=kv, gate=q if z.gate else 0)
     if not mixed_stays:
         m.drop("mixed")
-    rotate(m, z, q=q, kv=kv, rows=rows, in_two_spans=in_two_spans)
+    normalise_and_rotate(
+        m, z, q=q, kv=kv, rows=rows, in_two_spans=in_two_spans, has_graph=has_graph
+    )
 
 
-def rotate(
-    m: Ledger, z: LayerSizes, *, q: int, kv: int, rows: int, in_two_spans: bool = False
+def normalise_and_rotate(
+    m: Ledger,
+    z: LayerSizes,
+    *,
+    q: int,
+    kv: int,
+    rows: int,
+    in_two_spans: bool = False,
+    has_graph: bool = True,
 ) -> None:
-    """If heads are rotated: holds "angles"."""
+    """Keeps what norms need, and the cosines and sines of `rows` positions if heads are rotated.
+
+    in_two_spans: positions whose angles are copied together. has_graph: else nothing is kept for a
+    backward.
+    """
+    norm_heads(m, z, q=q, kv=kv, has_graph=has_graph)
     if z.rope_channels:
         in_spans = in_two_spans or (z.row is not None and rows == z.positions)
         m.hold(
@@ -41,9 +53,14 @@ def rotate(
         # Beside the result: a product, its other factor and that factor's product.
         m.hold(rotated_q=q)
         m.touch(3 * q * z.rope_channels // z.d)
+        if z.head_norm:  # else the caller has what is rotated
+            m.drop("rotated_q")
+            m.hold(rotated_q=0)
         m.hold(rotated_k=kv // 2)
         m.touch(3 * kv // 2 * z.rope_channels // z.d)
         m.drop("rotated_q", "rotated_k", "float32_angles")
+        (m.keep if has_graph else m.drop)("angles")
+    end_norms(m, z, has_graph=has_graph)
 
 
 def rope_bytes(z: LayerSizes, rows: int) -> int:
@@ -51,17 +68,34 @@ def rope_bytes(z: LayerSizes, rows: int) -> int:
     return 2 * rows * z.rope_channels * z.element_bytes
 
 
-def split_backward(m: Ledger, z: LayerSizes, *, q: int, kv: int, k_is_view: bool = False) -> None:
+def split_backward(
+    m: Ledger,
+    z: LayerSizes,
+    *,
+    q: int,
+    kv: int,
+    rows: int,
+    q_stays: bool = False,
+    k_stays: bool = False,
+) -> None:
     """Drops the gradients of q, k, v ("grad_qkv") and of the gate; holds that of the mixed tensor.
 
-    k_is_view: turning the gradient of k does not free it.
+    q_stays, k_stays: of the gradients; for turning that of k does not free a view, and a caller may
+    hold both.
     """
-    if z.rope_channels:
-        m.hold(turned_k=kv // 2 if k_is_view else 0, turned_q=q)
+    turns, anew = z.rope_channels > 0, []
+    if turns:
+        m.hold(turned_q=q if q_stays else 0, turned_k=kv // 2 if k_stays else 0)
+        anew += ["turned_q", "turned_k"]
         # Beside the result: two products and a quarter turn, made of a half and the whole.
-        m.touch(7 * q * z.rope_channels // (2 * z.d))
+        m.touch((0 if q_stays else q) + 7 * q * z.rope_channels // (2 * z.d))
+        m.release(rope_bytes(z, rows))
+    if z.head_norm:
+        stay = {"q_stays": q_stays and not turns, "k_stays": k_stays and not turns}
+        norms_backward(m, z, q=q, kv=kv, **stay)
+        anew += ["unnormed_q", "unnormed_k"]
     m.hold(grad_mixed=q + kv + (q if z.gate else 0))
-    m.drop("grad_qkv", "grad_gate", *(["turned_k", "turned_q"] if z.rope_channels else []))
+    m.drop("grad_qkv", "grad_gate", *anew)
 
 
 def hold_gated(m: Ledger, z: LayerSizes, gates: int, *, positions: int) -> None:

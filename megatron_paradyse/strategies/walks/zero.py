@@ -27,7 +27,6 @@ from megatron_paradyse.strategies.walks.steps import (
     gate_backward,
     hold_gated,
     product_piece,
-    rope_bytes,
     split_and_rotate,
     split_backward,
 )
@@ -154,15 +153,12 @@ def qkv_forward(m: Ledger, z: LayerSizes, *, in_two_spans: bool = False) -> None
         m.touch(z.qkv_rows(z.g) * z.element_bytes)
     m.drop("weight")
     split_and_rotate(m, z, q=z.q, kv=z.kv, rows=z.positions, in_two_spans=in_two_spans)
-    if z.rope_channels:
-        m.keep("angles")
     m.hold(shard=z.proj_weight // z.p, proj=z.proj_weight)
 
 
-def qkv_backward(m: Ledger, z: LayerSizes, *, k_is_view: bool = False) -> None:
+def qkv_backward(m: Ledger, z: LayerSizes, *, k_stays: bool = False) -> None:
     """From the gradients of q, k and v to those of x and the weight; they are all that is held."""
-    split_backward(m, z, q=z.q, kv=z.kv, k_is_view=k_is_view)
-    m.release(rope_bytes(z, z.positions))
+    split_backward(m, z, q=z.q, kv=z.kv, rows=z.positions, k_stays=k_stays)
     rows = z.qkv_rows(z.g)
     _linear_backward(
         m, z, z.qkv_weight, name="qkv", grad_input=z.x, transposed=False, bias_rows=rows
@@ -234,7 +230,7 @@ def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
         m.drop("grad_qkv")
         m.hold(grad_qkv=z.qkv)
         m.drop("summed")
-    qkv_backward(m, z, k_is_view=z.n == z.g == z.p)
+    qkv_backward(m, z, k_stays=z.n == z.g == z.p)
 
 
 def local_z_forward(m: Ledger, z: LayerSizes) -> None:
@@ -286,4 +282,4 @@ def megatron_cz_backward(m: Ledger, z: LayerSizes) -> None:
     ring_backward(m, z, q=z.q, kv=z.kv, lse=z.lse, heads=z.n)
     m.drop("grad_input_proj")
     m.release(z.q + z.kv + z.q + z.lse)
-    qkv_backward(m, z, k_is_view=True)
+    qkv_backward(m, z, k_stays=True)

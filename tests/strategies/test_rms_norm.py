@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_paradyse import rms_norm
 from megatron_paradyse.live_bytes import LiveBytes
-from megatron_paradyse.rms_norm import RmsNorm
+from megatron_paradyse.strategies import sizes
+from megatron_paradyse.strategies.rms_norm import RmsNorm
 from megatron_paradyse.train import plugin
 
 H = 96
@@ -32,7 +32,7 @@ def norm_of(kind, weight, dtype):
 )
 @pytest.mark.parametrize("tile_rows", [1, 7, 1000])
 def test_equals_the_formula_in_float64(dtype, bound, tile_rows, monkeypatch):
-    monkeypatch.setattr(rms_norm, "TILE_ELEMENTS", tile_rows * H)
+    monkeypatch.setattr(sizes, "NORM_TILE_ELEMENTS", tile_rows * H)
     torch.manual_seed(0)
     x, grad = (torch.randn(30, 2, H, dtype=torch.float64).to(dtype).double() for _ in range(2))
     weight = (torch.rand(H, dtype=torch.float64) + 0.5).to(dtype).double()
