@@ -226,10 +226,17 @@ class SwitchableMLP(MLP):
             fc1_bias=bias_of(self.linear_fc1),
         )
         strategy = get_strategy(self.strategy)
-        out = (mlp_in_tiles(strategy) if tiled else strategy.mlp)(
-            normalised(hidden_states, self.linear_fc1, self.config),
-            weights,
-            mlp_shape(self.config),
-            self.tp_group,
-        )
+        with second_run(read=True) if _is_hooked(self) else contextlib.nullcontext():
+            out = (mlp_in_tiles(strategy) if tiled else strategy.mlp)(
+                normalised(hidden_states, self.linear_fc1, self.config),
+                weights,
+                mlp_shape(self.config),
+                self.tp_group,
+            )
         return out, bias_of(self.linear_fc2)
+
+
+def _is_hooked(module: torch.nn.Module) -> bool:
+    """Whether something of another's reads what the module's own forward returns."""
+    of_all = torch.nn.modules.module._global_forward_hooks
+    return bool(module._forward_hooks or of_all or "forward" in vars(module))

@@ -18,10 +18,13 @@ _here = threading.local()  # a backward may run in a thread of autograd's
 
 
 @contextlib.contextmanager
-def second_run() -> Iterator[None]:
-    """What runs inside ran before; the values of what an MLP returns are not read."""
+def second_run(*, read: bool = False) -> Iterator[None]:
+    """What runs inside ran before; the values of what an MLP returns are not read.
+
+    read: they are, as in a first run.
+    """
     before = is_second_run()
-    _here.inside = True
+    _here.inside = not read
     try:
         yield
     finally:

@@ -79,13 +79,15 @@ def predicting() -> None:
 
 
 def frozen() -> None:
-    """Nothing before a layer that recomputes needs a gradient."""
+    """Nothing before a layer that recomputes needs a gradient; hooks read what MLPs return."""
     start(p=2)
     made = loop(configuration(), layer, share_embeddings_and_output_weights=False)
     for models in (made.stock, made.models):
         models[0].embedding.requires_grad_(False)
         models[0].decoder.layers[0].requires_grad_(False)
         models[0].decoder.layers[1].self_attention.requires_grad_(False)
+        for one in models[0].decoder.layers:
+            one.mlp.register_forward_hook(lambda mlp, given, found: (found[0].tanh(), found[1]))
     expected = made.results(made.stock, LENGTHS)
     names = "megatron_cz+recompute,metp+recompute,ulysses_z,megatron_ts+recompute,colossal_z"
     attach(made.models, policy="random:5", strategies=names)
