@@ -72,5 +72,6 @@ def _check(config) -> None:
 def _implementation(model: GPTModel) -> str:
     """By what the linears are: specs say it, and a config may say otherwise."""
     layers = model.decoder.layers
-    local = not layers or isinstance(layers[0].self_attention.linear_proj, RowParallelLinear)
+    parts = layers[0].self_attention.modules() if layers else ()  # adapters may be around them
+    local = not layers or any(isinstance(part, RowParallelLinear) for part in parts)
     return "local" if local else "transformer_engine"

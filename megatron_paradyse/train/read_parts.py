@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_paradyse.attention import SwitchableAttention
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.strategies import base_name
@@ -36,6 +37,7 @@ def check_layers(chunk: GPTModel, strategies: tuple[str, ...]) -> None:
                 f"a layer is a {type(layer).__name__}, which cannot switch: build the model with "
                 "switchable_spec(spec, config)"
             )
+        _check_halves(layer, others)
         for name, part in _parts(layer) if others else ():
             more = _more_than_megatrons(name, part)
             if more is not None:
@@ -43,6 +45,22 @@ def check_layers(chunk: GPTModel, strategies: tuple[str, ...]) -> None:
                     f"{name} is a {type(part).__name__} {more}, as of an adapter, which "
                     f"{others[0]} would pass by: use policy fixed:megatron_ts"
                 )
+
+
+def _check_halves(layer: SwitchableLayer, others: list[str]) -> None:
+    """UserError where another module is around one: what it holds would never switch."""
+    around = {}
+    if not isinstance(layer.self_attention, SwitchableAttention):
+        around["self_attention"] = layer.self_attention
+    mlp = layer.mlp
+    held = any(isinstance(part, SwitchableMLP) for part in mlp.modules())
+    if others and held and not isinstance(mlp, SwitchableMLP):
+        around["mlp"] = mlp
+    for name, part in around.items():
+        raise UserError(
+            f"{name} is a {type(part).__name__}, which cannot switch: leave Megatron's in its "
+            "place, and change what it returns by a forward hook on it"
+        )
 
 
 def _parts(layer: SwitchableLayer) -> Iterator[tuple[str, torch.nn.Module]]:

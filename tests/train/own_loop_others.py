@@ -197,6 +197,10 @@ def refused() -> None:
         "adapter": lambda: attach(_adapted(made), policy="fixed:metp"),
         "with lora.weight besides": lambda: attach(_adapted_inside(made), policy="fixed:metp"),
         "with a forward hook": lambda: attach(_hooked(made), policy="fixed:metp"),
+        "mlp is a Around, which": lambda: attach(_around(other, "mlp"), policy="fixed:metp"),
+        "self_attention is a Around, which": lambda: attach(
+            _around(other, "self_attention"), policy="fixed:megatron_ts"
+        ),
         "core_attention is a Own with": lambda: attach(_other_core(), policy="fixed:metp"),
         "0 GPTModels": lambda: attach([torch.nn.Linear(2, 2)], policy="fixed:metp"),
         "[model]": lambda: attach(made.models[0], policy="fixed:metp"),
@@ -273,6 +277,17 @@ def _adapted_inside(made):
     attention.linear_proj = attention.linear_proj.to_wrap
     attention.linear_proj.lora = torch.nn.Linear(2, 2)
     return made.models
+
+
+def _around(model, name: str):
+    class Around(torch.nn.Module):
+        def __init__(self, half):
+            super().__init__()
+            self.half = half
+
+    for one in model.decoder.layers:
+        setattr(one, name, Around(getattr(one, name)))
+    return [model]
 
 
 def _other_core():
