@@ -100,13 +100,19 @@ class SwitchableLayer(TransformerLayer):
 
         offload: hidden waits in host memory, and nothing is kept on the device.
         """
-        if not hidden.requires_grad and any(x.requires_grad for x in self.parameters()):
+        if not hidden.requires_grad and self._may_learn():
             hidden = hidden.detach().requires_grad_()  # else the checkpoint's output has no graph
         run = _RunAgain(run)
         with kept_on_host(hidden) if offload else contextlib.nullcontext():
             output = tensor_parallel.checkpoint(run, False, hidden)
         run.again = True
         return output
+
+    def _may_learn(self) -> bool:
+        """Whether some parameter, a hook's too, may need a gradient."""
+        return any(x.requires_grad for x in self.parameters()) or any(
+            map(_is_hooked, self.modules())
+        )
 
     def _recomputes(self, planned: PlannedMicrobatch, half: str) -> bool:
         if not torch.is_grad_enabled() or self.megatron_recomputes:

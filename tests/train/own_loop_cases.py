@@ -5,6 +5,7 @@ own_loop_cases <case> [argument ...]; some cases are in own_loop_others.py
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 
@@ -79,20 +80,28 @@ def predicting() -> None:
 
 
 def frozen() -> None:
-    """Nothing before a layer that recomputes needs a gradient; hooks read what MLPs return."""
+    """Nothing before a layer that recomputes needs a gradient; hooks change what MLPs return."""
     start(p=2)
     made = loop(configuration(), layer, share_embeddings_and_output_weights=False)
     for models in (made.stock, made.models):
         models[0].embedding.requires_grad_(False)
         models[0].decoder.layers[0].requires_grad_(False)
         models[0].decoder.layers[1].self_attention.requires_grad_(False)
+        scale = models[0].decoder.final_layernorm.weight  # no parameter of a layer
+        hook = functools.partial(_scaled, scale)
         for one in models[0].decoder.layers:
-            one.mlp.register_forward_hook(lambda mlp, given, found: (found[0].tanh(), found[1]))
+            one.mlp.register_forward_hook(hook)
     expected = made.results(made.stock, LENGTHS)
     names = "megatron_cz+recompute,metp+recompute,ulysses_z,megatron_ts+recompute,colossal_z"
     attach(made.models, policy="random:5", strategies=names)
     for turn in range(4):
         compare(f"turn {turn}", expected, made.results(made.models, LENGTHS))
+
+
+def _scaled(scale: torch.Tensor, mlp, given, found):
+    """A forward hook that learns."""
+    output, bias = found
+    return scale * output.tanh(), bias
 
 
 def dropout() -> None:
