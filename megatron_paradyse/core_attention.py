@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.shapes import attention_shape
@@ -44,8 +47,9 @@ class CoreAttention(MegatronModule):
     """Local attention of a rank's heads in memory linear in the sequence length.
 
     Takes and gives what Megatron's DotProductAttention does: query [s, b, n/p, d], key and value
-    [s, b, g/p, d] -> [s, b, n/p * d]. Of latent attention (k_channels) it only has the offset.
-    While text is generated queries are fewer, and are the last of the keys.
+    [s, b, g/p, d] -> [s, b, n/p * d]. Of latent attention (k_channels), whose values may have
+    another d, it runs while text is generated; else it only has the offset. Then queries are fewer,
+    and are the last of the keys.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class CoreAttention(MegatronModule):
         self.layer_number = self.plan_number = layer_number  # prediction.py sets the second
         self.attn_mask_type = attn_mask_type
         self.tp_group = pg_collection.tp
+        self.latent_scale = None if k_channels is None else softmax_scale
         self.softmax_offset: Tensor | None = None  # [n/p]
         if config.softmax_type != "vanilla":
             own = DotProductAttention(
@@ -94,8 +99,12 @@ class CoreAttention(MegatronModule):
         query, key, value = (to_positions(x, microbatch) for x in (query, key, value))
         if value.requires_grad and _is_view_of_more(value) and not _is_view_of_more(query):
             value = value.clone()  # else what was queries and keys before RoPE stays until backward
+        shape, num_channels = attention_shape(self, training=self.training), value.shape[-1]
+        if self.latent_scale is not None:
+            shape = dataclasses.replace(shape, softmax_scale=self.latent_scale)
+            query, key, value = _of_one_size(query, key, value)
         task = AttentionTask(
-            attention_shape(self, training=self.training),
+            shape,
             microbatch,
             first_head=self.tp_group.rank() * query.shape[2],
         )
@@ -109,7 +118,7 @@ class CoreAttention(MegatronModule):
             task=task,
             offset=in_float(self.softmax_offset),
         )
-        return to_rows(out, microbatch).flatten(2)
+        return to_rows(out[..., :num_channels], microbatch).flatten(2)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """As Megatron's own attention has it, with the learnable offsets of heads."""
@@ -128,6 +137,12 @@ def _spans(
         return whole(microbatch), whole(microbatch)
     earlier = s - num_queries
     return (Span(0, earlier, s),), (Span(0, 0, earlier), Span(earlier, earlier, s))
+
+
+def _of_one_size(*heads: Tensor) -> Iterator[Tensor]:
+    """[s, b, m, ...] each -> [s, b, m, d] of the widest; what is missing is 0."""
+    d = max(x.shape[-1] for x in heads)
+    return (F.pad(x, (0, d - x.shape[-1])) for x in heads)
 
 
 def _is_view_of_more(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 
 import torch
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,9 +28,9 @@ from megatron_paradyse.strategies.zero import gather_weight, zero_linear
 class SwitchableLatentAttention(SwitchableAttention, MLASelfAttention):
     """Multi-latent attention that runs the strategy that the microbatch's plan names for its layer.
 
-    Megatron's own forward runs megatron_ts where the kernel is its own. Elsewhere all is ours:
-    with weights of the down projections in shards, as of its local spec, that forward leaves of
-    c_pe's gradient what other ranks' heads contribute.
+    Megatron's own forward generates text, and runs megatron_ts where the kernel is its own.
+    Elsewhere all is ours: with weights of the down projections in shards, as of its local spec,
+    that forward leaves of c_pe's gradient what other ranks' heads contribute.
     """
 
     def forward(
@@ -43,7 +44,9 @@ class SwitchableLatentAttention(SwitchableAttention, MLASelfAttention):
     ):
         planned, strategy = self._chosen(packed_seq_params)
         megatrons = not isinstance(self.core_attention, CoreAttention)
-        if megatrons and planned is not None:
+        if kwargs.get("inference_context") is not None or InferenceMode.is_active():
+            megatrons = True
+        elif megatrons and planned is not None:
             megatrons = strategy == MEGATRON_TS and self._megatron_can(planned)
             packed_seq_params = planned.for_kernels(hidden_states.device)
         if megatrons:

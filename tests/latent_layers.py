@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import pickle
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -53,6 +55,7 @@ class LatentCase:
     row: Row | None = None
     padded: bool = False
     dtype: torch.dtype = torch.float64
+    generates: bool = False  # the output alone, token after token on all of them
     engine: bool = False  # whole down projections and norms inside linears, as TransformerEngine's
 
     @property
@@ -77,7 +80,8 @@ class LatentCase:
             softmax_type=self.softmax, attention_dropout=self.dropout, hidden_dropout=0.0,
             window_size=None if self.window is None else (self.window - 1, 0),
             apply_rope_fusion=False, transformer_impl="local", use_cpu_initialization=True,
-            tensor_model_parallel_size=self.p, sequence_parallel=self.p > 1,
+            tensor_model_parallel_size=self.p,
+            sequence_parallel=self.p > 1 and not self.generates,
         )  # fmt: skip
 
     @functools.cached_property
@@ -253,6 +257,8 @@ def _as_of_the_engine(module, case: LatentCase) -> None:
 def run(group, case: LatentCase, *, megatrons: bool = False) -> dict[str, Tensor]:
     """What oracle() tells, of this rank: its rows, and its shards of parameters."""
     module = build(case, megatrons=megatrons)
+    if case.generates:
+        return {"output": _rows(_generated(module, case), case, group.rank())}
     choice = LayerChoice(case.strategy, "megatron_ts")
     padded = case.documents if case.row is None else None
     planned = planned_microbatch(None, case.row, padded, plan=Plan({1: choice}), seed=SEED)
@@ -268,6 +274,19 @@ def run(group, case: LatentCase, *, megatrons: bool = False) -> dict[str, Tensor
         name = name.replace("linear_q_up_proj.layer_norm_", "q_layernorm.")
         found[name.replace("linear_kv_up_proj.layer_norm_", "kv_layernorm.")] = parameter.grad
     return found
+
+
+def _generated(module, case: LatentCase) -> Tensor:
+    """[s, b, h] of a prompt, tokens after it, and one by one: each with the keys before it."""
+    s, b = case.size
+    context, found = StaticInferenceContext(b, s), []
+    module.eval()
+    for first, stop in itertools.pairwise((0, 9, 12, *range(13, s + 1))):
+        x = case.whole["input"][first:stop].to(case.dtype)
+        with torch.no_grad():
+            found.append(module(x, None, inference_context=context)[0])
+        context.increment_sequence_len_offset(stop - first)
+    return torch.cat(found)
 
 
 def run_cases(cases: dict[str, LatentCase], p: int, *, megatrons: bool = False) -> dict[str, list]:
@@ -310,7 +329,8 @@ def worst_error(case: LatentCase, found: list[dict[str, Tensor]]) -> tuple[float
 def errors_of(case: LatentCase, found: list[dict[str, Tensor]]) -> dict[str, float]:
     """Relative error of each tensor, the largest that a rank's part has."""
     errors: dict[str, float] = {}
-    for name, whole in oracle(case).items():
+    true = oracle(case)
+    for name, whole in ({"output": true["output"]} if case.generates else true).items():
         for rank, part in enumerate(one[name] for one in found):
             if name in ("output", "input"):
                 expected = _rows(whole, case, rank)

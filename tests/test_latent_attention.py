@@ -34,6 +34,8 @@ def cases(p: int) -> dict[str, LatentCase]:
     found = {}
     for strategy, (name, options) in itertools.product(strategy_names(), VARIANTS.items()):
         found[f"{strategy}, {name}"] = LatentCase(strategy, p, **options)
+    for name in ("plain", "no rank of queries", "YaRN, wide values", "offset, window"):
+        found[f"generated, {name}"] = LatentCase("megatron_ts", p, generates=True, **VARIANTS[name])
     for strategy in strategy_names(packed=True):
         for name, row in (("in order", contiguous((9, 3, 5), p)), ("dealt", zigzag((13, 2, 7), p))):
             found[f"{strategy}, packed {name}"] = LatentCase(strategy, p, row=row, rope="yarn")
