@@ -9,6 +9,7 @@ import torch
 from megatron_paradyse.errors import UserError
 
 if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
     from torch import Tensor
 
 QUERIES = 1024  # of which so many at a time are compared
@@ -63,11 +64,17 @@ def documents_of_mask(
     return tuple(((0, length),) for length in found) * (1 if len(found) > 1 else batch_size)
 
 
-def check_of_generation(mask: Tensor | None) -> None:
+def check_of_generation(mask: Tensor | None, packed: PackedSeqParams | None) -> None:
     """UserError for a mask [b or 1, 1, s, s of all keys] that attention by position would not heed.
 
     That hides later tokens and, of a prompt, padding at its end. Queries are the last of the keys.
+    And for packed documents, which are known with a plan alone.
     """
+    if packed is not None and packed.cu_seqlens_q is not None:
+        raise UserError(
+            "packed_seq_params while text is generated, with an inference context or in "
+            "InferenceMode: leave these off, and run packed documents under torch.no_grad()"
+        )
     if mask is None:
         return
     if mask.dim() != 4 or mask.shape[-2] == mask.shape[-1]:

@@ -113,7 +113,7 @@ class MicrobatchHook:
         args, kwargs = (), {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         if kwargs.get("inference_context") is not None or InferenceMode.is_active():
             if self._own_core:
-                check_of_generation(kwargs.get("attention_mask"))
+                check_of_generation(kwargs.get("attention_mask"), kwargs.get("packed_seq_params"))
             return args, kwargs  # keys of earlier tokens, which Megatron's own forward knows
         _refuse_second_dropout(block)
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_paradyse import attention_masks
 from megatron_paradyse.attention_masks import check_of_generation, documents_of_mask
@@ -100,9 +101,16 @@ def test_while_text_is_generated_queries_are_the_last_of_the_keys():
         causal(7, 7)[..., 4:, :],
         causal(7, 7)[..., 6:, :],
     ):
-        check_of_generation(mask)
+        check_of_generation(mask, None)
     for first in (0, 4, 6):
         mask = causal(7, 7)[..., first:, :]
         mask[..., :2] = True  # as of a prompt with padding before it
         with pytest.raises(UserError, match=r"padding inside a|other keys than later tokens while"):
-            check_of_generation(mask)
+            check_of_generation(mask, None)
+
+
+def test_packed_documents_are_refused_while_text_is_generated():
+    check_of_generation(None, PackedSeqParams())  # of none
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 7]))
+    with pytest.raises(UserError, match="packed_seq_params while text is generated"):
+        check_of_generation(None, packed)
