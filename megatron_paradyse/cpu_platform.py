@@ -14,6 +14,7 @@ import collections
 import contextlib
 import functools
 import os
+import time
 import types
 import warnings
 from typing import Any
@@ -65,7 +66,9 @@ class _Stream:
     def wait_event(self, event) -> None: ...
 
     def record_event(self, event=None):
-        return event or _Event()
+        event = event or _Event()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None: ...
 
@@ -79,9 +82,16 @@ class _Stream:
 
 
 class _Event(_Stream):
-    def record(self, stream=None) -> None: ...
+    seconds = 0.0
+
+    def record(self, stream=None) -> None:
+        self.seconds = time.perf_counter()
 
     def wait(self, stream=None) -> None: ...
+
+    def elapsed_time(self, end) -> float:
+        """Milliseconds, as an inference engine of Megatron's logs them."""
+        return (end.seconds - self.seconds) * 1e3
 
 
 def install() -> None:

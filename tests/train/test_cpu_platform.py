@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 
 import pytest
 import torch
@@ -37,6 +38,16 @@ def test_the_memory_of_a_cpu_is_logged_as_none():
     """As Megatron asks for it with --log-memory-to-tensorboard."""
     plugin.install()
     assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0
+
+
+def test_events_tell_the_time_between_them():
+    """As Megatron's inference engines ask for it."""
+    plugin.install()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    time.sleep(0.01)
+    torch.cuda.current_stream().record_event(end)
+    assert 10 <= start.elapsed_time(end) < 10_000
 
 
 def test_saves_in_the_background_are_saved_at_once(capsys):
