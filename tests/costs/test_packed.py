@@ -317,8 +317,11 @@ def test_accuracy_names_the_row_whose_bytes_are_most_wrong(small):
     full = dataclasses.replace(small, rows=(*rows[:wrong], peak, *rows[wrong + 1 :]))
     load, errors = peak.load, measure_row_accuracy(full)
     name = f"ulysses_z, {load.seq_length} tokens, {load.documents} documents"
-    for found in summarize_rows(errors).values():
+    for form, found in summarize_rows(errors).items():
         assert found["peak_least_of"] == found["kept_max_of"] == name
+        (of_row,) = (e for e in errors if e.form == form and e.peak_bytes == found["peak_least"])
+        assert of_row.peak_bytes == pytest.approx(-1, abs=0.01)
+        assert found["kept_max"] == of_row.kept_bytes == pytest.approx(1, abs=0.01)
     assert all(name in line for line in row_lines(errors) if line.startswith("packed rows"))
 
 

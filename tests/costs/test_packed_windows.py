@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 
@@ -11,9 +12,10 @@ import pytest
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.packed import work_of
-from megatron_paradyse.costs.row_costs import RowCosts
+from megatron_paradyse.costs.row_costs import Counted, RowCosts, RowTerms
+from megatron_paradyse.costs.row_law import RowLaw
 from megatron_paradyse.costs.rows import RowMeasurement
-from megatron_paradyse.costs.table import ATTENTION
+from megatron_paradyse.costs.table import ATTENTION, OperationCosts
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import load_of, load_of_one
 from tests.costs.synthetic import DESCRIPTION, law, make_table, measure
@@ -89,6 +91,18 @@ def measured_rows(seeds, window: int | None):
 
 def found(model, name: str, load, operation: str = ATTENTION) -> float:
     return RowCosts(model, load)(name, operation, load.seq_length).time_seconds
+
+
+def test_a_forward_may_count_the_window_where_its_backward_does_not():
+    """Each of two laws of 1 s a score has its own scores, and one document's likewise."""
+    load, one = a_load(3, 100), load_of_one(4096, P, causal=True, window=100)
+    scores = RowLaw((1.0, 0.0, 0.0, 0.0))
+    alone = OperationCosts(1e9, 2e9, 0, 0, 0)
+    for windowed in itertools.product((True, False), repeat=2):
+        laws = [Counted(scores, w, work_of("metp", one.seen(w))) for w in windowed]
+        found = RowTerms("metp", "metp", alone, *laws, alone, lambda load: (0.0, 0.0))
+        more = [load.seen(w).fullest_scores - one.seen(w).fullest_scores for w in windowed]
+        assert found.seconds(load) == (1e9 + more[0], 2e9 + more[1])
 
 
 @pytest.mark.parametrize("window", WINDOWS)

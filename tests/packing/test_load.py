@@ -12,14 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_paradyse.packing.load import load_of, load_of_one, rounded_up, unpacked
+from megatron_paradyse.packing.load import (
+    fullest_buffers,
+    load_of,
+    load_of_one,
+    rounded_up,
+    unpacked,
+)
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
-from megatron_paradyse.packing.work import keys_received, scores_per_rank
+from megatron_paradyse.packing.work import keys_at_once, keys_received, scores_per_rank
 from megatron_paradyse.strategies.blocks import contiguous_spans, plan_blocks, ring_spans
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 from megatron_paradyse.strategies.routes import _steps
-from megatron_paradyse.strategies.sizes import is_narrow
+from megatron_paradyse.strategies.sizes import RowSizes, is_narrow
 from tests.packing.rows import random_row, zigzag
 
 
@@ -190,6 +196,62 @@ def test_rounding_makes_nothing_less_and_leaves_one_document_alone(window, group
         assert (rounded.within is None) == (window is None)
     one = load_of_one(128, 4, causal=True, window=window)
     assert rounded_up(one, alignment=64, causal=True, window=window) == one
+
+
+def test_of_a_doubling_sixteen_sizes_stand_for_all():
+    """Of the fewest keys those below, of all else those above: else like rows share no plan."""
+    one = load_of_one(1 << 16, 4, causal=True)
+    ups, downs = set(), set()
+    for keys in range(1 << 13, 1 << 14, 7):
+        buffers = RowSizes(held=keys, fewest_keys=keys)
+        load = dataclasses.replace(one, keys_received=keys, buffers=buffers)
+        found = rounded_up(load, alignment=64, causal=True, window=None)
+        assert found.buffers.fewest_keys <= keys <= min(found.keys_received, found.buffers.held)
+        ups |= {(found.keys_received, found.buffers.held)}
+        downs |= {found.buffers.fewest_keys}
+    assert len(downs) in (16, 17) and 16 <= len(ups) <= 33  # two kinds of units
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_no_row_that_gets_as_many_keys_holds_more_in_any_buffer(groups):
+    rng = random.Random(groups)
+    for _ in range(40):
+        row = dataclasses.replace(random_row(rng, 4, longest=200, most=8), groups=groups)
+        load = load_of(row, causal=rng.random() < 0.5)
+        most = fullest_buffers(load.seq_length, load.p, load.keys_received)
+        for name in ("longest", "piece", "piece_beside", "held", "keys_sent", "keys_at_once"):
+            assert getattr(load.buffers, name) <= getattr(most, name), name
+
+
+@pytest.mark.parametrize("p", [4, 8])
+def test_some_row_holds_what_the_fullest_buffers_are_of(p):
+    """A document in one chunk a rank: of three chunks one is used, one comes and one is sent."""
+    load = load_of(contiguous((64 * p,), p), causal=True)
+    most = fullest_buffers(64 * p, p, load.keys_received)
+    assert load.buffers.keys_at_once == most.keys_at_once == 3 * 64
+    assert (load.buffers.piece, load.buffers.held, load.buffers.keys_sent) == (64,) * 3
+    inside = load_of(contiguous((16,) * 4 * p, p), causal=True)
+    assert not inside.crosses and fullest_buffers(64 * p, p, 0).keys_at_once == 0
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 24)])
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_keys_at_once_are_those_of_one_step_and_of_the_next(p, causal, window):
+    """Counted one by one: in step i rank r has those of rank r - i, while the next come."""
+    rng = random.Random(p)
+    for _ in range(20):
+        row = random_row(rng, p)
+        held = [{(n, i) for n, a, b in of for i in range(a, b)} for of in row.pieces]
+        seen = {"causal": causal, "window": window or 1 << 40}
+        needed = [keys_needed(row, rank, **seen) for rank in range(p)]
+
+        def sent(source, to, held=held, needed=needed):
+            return len(held[source % p] & needed[to % p])
+
+        assert keys_at_once(row, causal=causal, window=window) == [
+            max(sent(r - i, r) + sent(r - i - 1, r) + sent(r, r + i + 1) for i in range(p))
+            for r in range(p)
+        ]
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 24)])

@@ -7,13 +7,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks.planner import of_two_kinds
 from megatron_paradyse.planner import Choice, LayerOptions, OptimalPlanner, Problem
 from megatron_paradyse.planner import backward as module
 from megatron_paradyse.planner.backward import Layers
-from megatron_paradyse.planner.kind_bounds import KindsRelaxation
+from megatron_paradyse.planner.kind_bounds import KindsRelaxation, _Bound
 from megatron_paradyse.planner.labels import TooManyLabelsError
 from megatron_paradyse.planner.reduce import Group, make_group, tick_scale
 from megatron_paradyse.planner.tables import make_runs
@@ -115,6 +116,29 @@ def test_no_first_layers_take_less_than_their_bound():
                 assert bound <= ticks * (1 + 1e-9) + 1, layer
                 near += bound > 0.9 * ticks
     assert near > 100, "bounds far below prune nothing"
+
+
+def test_no_other_prices_give_a_bound_much_above_that_found():
+    """Nearer than a 256th of the spread of times: by a climb, in ever shorter steps."""
+    for problem in fitting(40):
+        groups, runs = prepared(problem)
+        order = [kind for kind, count in runs for _ in range(count)]
+        found = KindsRelaxation(groups, order).value
+        ends = np.unique(np.concatenate([group.deadline for group in groups]))
+        totals = np.bincount(order, minlength=len(groups)).astype(float)
+        bound_of = _Bound(groups, totals, ends, np.diff(ends, prepend=0.0))
+        spread = max(np.ptp(group.ticks) + 1 for group in groups)
+        free = [min(g.ticks[g.kept == 0], default=np.inf) for g in groups]
+        prices = np.minimum([group.ticks.max() for group in groups], free)
+        best, slope, _ = bound_of(prices)
+        for step in spread * 0.8 ** np.arange(50):
+            for direction in (slope, *np.eye(len(groups)), *-np.eye(len(groups))):
+                size = np.linalg.norm(direction)
+                tried = np.minimum(prices + step * direction / max(size, 1e-9), free)
+                value, of_tried, _ = bound_of(tried)
+                if value > best:
+                    best, slope, prices = value, of_tried, tried
+        assert found >= best - 1 / 256 * spread - 1
 
 
 def test_of_plans_as_fast_the_first_layers_keep_least():

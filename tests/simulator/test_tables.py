@@ -24,6 +24,9 @@ def test_every_device_has_a_source_and_links_up_to_1024_ranks():
     assert {"a100-40g", "a800-80g", "h100-80g", "h800-80g", "h200", "b200", "l40s"} < set(DEVICES)
     assert DEVICES["a100-80g"].host_rate == 0.4 * 32e9  # 16 lanes of PCI Express 4.0
     assert DEVICES["h100-80g"].host_rate == DEVICES["b200"].host_rate == 0.4 * 64e9
+    a100 = DEVICES["a100-80g"]
+    assert (a100.memory_bytes, a100.half_flops) == (80 << 30, 312e12)
+    assert a100.bandwidth_bytes_per_second == 2039e9
     for device in DEVICES.values():
         assert "datasheet" in device.source
         assert find_network(device.interconnect, 1024).name

@@ -11,6 +11,9 @@ from megatron_paradyse.data.choices import ORDER_CHOICES
 from megatron_paradyse.data.documents import DocumentDataset, SampleStream, build_sample_table
 from megatron_paradyse.data.loader import Balance, BatchSizes, Sharding, collate, microbatches
 from megatron_paradyse.data.order import make_order
+from megatron_paradyse.data.packed import next_tokens
+from megatron_paradyse.data.targets import NO_LABEL
+from megatron_paradyse.data.whole_set import OneEpoch
 from megatron_paradyse.errors import UserError
 from tests.train.harness import write_documents
 
@@ -180,6 +183,40 @@ def test_replicas_of_even_times_train_on_each_global_batch_whole(consumed, datas
     for number, found in enumerate(dealt):
         first = consumed + 12 * number
         assert sorted(found) == sorted(stream.tokens(first + i).tolist() for i in range(12))
+
+
+@given(
+    grows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), max_size=3),
+    first_size=st.integers(1, 6),
+    consumed=st.integers(0, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_global_batches_are_counted_as_they_follow_each_other(grows, first_size, consumed):
+    """Each has the size of the last step that is not beyond its start."""
+    steps = [(0, first_size)]
+    for samples, more in grows:
+        steps.append((steps[-1][0] + samples, steps[-1][1] + more))
+    sizes, starts = BatchSizes(tuple(steps)), [consumed]
+    for _ in range(12):
+        size = [size for step, size in steps if step <= starts[-1]][-1]
+        assert sizes.at(starts[-1]) == size
+        starts.append(starts[-1] + size)
+    assert list(sizes.starts(consumed, starts[-1])) == starts[:-1]
+    assert [sizes.count(consumed, first) for first in starts] == list(range(13))
+    assert all(sizes.count(first, starts[-1]) == 12 - i for i, first in enumerate(starts))
+
+
+def test_a_whole_set_is_each_sample_and_then_nothing_that_is_learnt(dataset):
+    stream = stream_of(dataset)
+    count = stream.epoch_size
+    whole = OneEpoch(stream, count)
+    for position in range(count + 3):
+        tokens = whole.tokens(position)
+        assert len(tokens) == whole.length(position) + 1
+        inputs, labels = next_tokens(tokens, 0)
+        assert (labels == NO_LABEL).all() == (position >= count)
+        assert (inputs >= 0).all()
+        assert position >= count or tokens.tolist() == stream.tokens(position).tolist()
 
 
 def test_collate_pads_to_the_longest_and_the_alignment():
