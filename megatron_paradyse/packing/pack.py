@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_paradyse.packing.groups import filled_up, like_lengths
@@ -161,10 +161,15 @@ def _packing(
     price = functools.partial(_priced, lengths, grid=grid, costs=costs)
     microbatches = [made for group in groups for made in _that_fit(group, lengths, price)]
     microbatches = _whole_rounds(microbatches, lengths, grid, price)
-    replicas = _deal(microbatches, grid.num_replicas)
-    waits = (grid.stages - 1) * max(made.seconds for made in microbatches)
+    replicas = deal(microbatches, [0.0] * grid.num_replicas)
+    return Packing(replicas, tokens, slowest_seconds(replicas, grid.stages))
+
+
+def slowest_seconds(replicas: Sequence[Sequence[Microbatch]], stages: int) -> float:
+    """Of the slowest replica; all wait for the longest microbatch in each stage but one."""
+    waits = (stages - 1) * max(made.seconds for replica in replicas for made in replica)
     slowest = max(sum(made.seconds for made in replica) for replica in replicas)
-    return Packing(replicas, tokens, (slowest + waits) / grid.stages)
+    return (slowest + waits) / stages
 
 
 def _priced(
@@ -236,17 +241,22 @@ def _whole_rounds_of(count: int, num_documents: int, grid: Grid) -> int:
     return min(rounds, num_documents // grid.num_replicas) * grid.num_replicas
 
 
-def _deal(microbatches: list[Microbatch], num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:
+def deal(
+    microbatches: Iterable[Microbatch], spent: Sequence[float]
+) -> tuple[tuple[Microbatch, ...], ...]:
     """The longest-running first to the replica with the least to do so far that has room.
 
-    Within a replica they are in the order of the global batch.
+    spent: seconds that each replica has to do besides. Within a replica they are in the order of
+    the global batch.
     """
-    rounds = len(microbatches) // num_replicas
-    dealt: list[list[Microbatch]] = [[] for _ in range(num_replicas)]
-    load = [(0.0, replica) for replica in range(num_replicas)]
+    microbatches = list(microbatches)
+    rounds = len(microbatches) // len(spent)
+    dealt: list[list[Microbatch]] = [[] for _ in spent]
+    load = [(seconds, replica) for replica, seconds in enumerate(spent)]
+    heapq.heapify(load)
     for made in sorted(microbatches, key=lambda made: (-made.seconds, made.documents)):
-        spent, replica = heapq.heappop(load)
+        seconds, replica = heapq.heappop(load)
         dealt[replica].append(made)
         if len(dealt[replica]) < rounds:
-            heapq.heappush(load, (spent + made.seconds, replica))
+            heapq.heappush(load, (seconds + made.seconds, replica))
     return tuple(tuple(sorted(own, key=lambda made: made.documents)) for own in dealt)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from megatron_paradyse.packing.pack import Costs, Grid, Packing, pack
+from megatron_paradyse.packing.pack import Costs, Grid, Packing, deal, pack, slowest_seconds
 
 WIDE_SHARES = (1.0, 0.5, 0.25, 0.125)  # of a replica's mean work, above which documents go wide
 WIDE_GAIN = 0.05  # of the time, for which more documents do
@@ -72,7 +72,10 @@ def _pack_longest_wide(
     grid: Grid,
     costs: Costs,
 ) -> Packing:
-    """With the first `count` of the order in wide rows, the others packed as without spread."""
+    """With the first `count` of the order in wide rows, the others packed as without spread.
+
+    These are then dealt so that, with wide rows of unlike times, the replicas are even.
+    """
     parts = []
     for numbers, part, factor in (
         (sorted(order[:count]), grid.wide, grid.spread),
@@ -82,11 +85,13 @@ def _pack_longest_wide(
             of_part = [lengths[number] for number in numbers]
             most = None if tokens is None else tokens * factor
             parts.append(_renumbered(pack(of_part, most, part, costs), numbers, factor))
-    replicas = tuple(
-        tuple(itertools.chain(*shares))
-        for shares in zip(*(part.replicas for part in parts), strict=True)
-    )
-    return Packing(replicas, parts[-1].tokens, sum(part.seconds for part in parts))
+    if len(parts) == 1:
+        return parts[0]
+    wide, rest = (part.replicas for part in parts)
+    spent = [sum(made.seconds for made in share) for share in wide]
+    dealt = deal(itertools.chain(*rest), spent)
+    replicas = tuple(first + then for first, then in zip(wide, dealt, strict=True))
+    return Packing(replicas, parts[-1].tokens, slowest_seconds(replicas, grid.stages))
 
 
 def _renumbered(packing: Packing, numbers: list[int], repeats: int) -> Packing:

@@ -25,16 +25,17 @@ GRID = Grid(p=2, hidden_size=64, num_replicas=4, alignment=4, spread=4)
     replicas=st.sampled_from([(2, 2), (4, 2), (4, 4)]),
     multiple_of=st.integers(1, 3),
     longest=st.one_of(st.none(), st.integers(1, 900)),
+    stages=st.integers(1, 3),
 )
 @settings(max_examples=150, deadline=None)
 def test_every_document_is_once_in_rows_at_the_same_places(
-    lengths, tokens, replicas, multiple_of, longest
+    lengths, tokens, replicas, multiple_of, longest, stages
 ):
     num_replicas, spread = replicas
     lengths = lengths[: len(lengths) // num_replicas * num_replicas]
     grid = Grid(
         p=2, hidden_size=64, num_replicas=num_replicas, alignment=4, multiple_of=multiple_of,
-        spread=spread,
+        spread=spread, stages=stages,
     )  # fmt: skip
     costs = flops_costs(grid)
     if longest is not None:
@@ -61,6 +62,9 @@ def test_every_document_is_once_in_rows_at_the_same_places(
     rounds = len(packing.replicas[0])
     assert all(len(replica) == rounds for replica in packing.replicas)
     assert rounds % multiple_of == 0 or rounds == len(lengths) // num_replicas
+    times = [[made.seconds for made in replica] for replica in packing.replicas]
+    last = max(map(sum, times)) + (stages - 1) * max(map(max, times))  # of stages that are alike
+    assert packing.seconds == pytest.approx(last / stages)
 
 
 def test_a_long_document_that_keeps_others_waiting_goes_wide():
@@ -84,6 +88,15 @@ def test_more_documents_go_wide_for_a_gain_that_is_not_small(share, goes):
     costs = Costs(lambda row: row.num_tokens * (share if row.groups > 1 else 1.0), float)
     packing = pack_wide([500] + [100] * 15, 100, GRID, costs)
     assert packing.seconds == pytest.approx(800 * share + 300 if goes else 800)
+
+
+def test_replicas_of_longer_wide_rows_get_the_shorter_of_the_others():
+    """Of two pairs of replicas one has 400 seconds of wide rows to do, the other one 200."""
+    costs = Costs(lambda row: row.num_tokens / row.groups, float, fits=lambda tokens: tokens < 200)
+    packing = pack_wide([600, 200, 200, 200, *[100, 20] * 4], 1, replace(GRID, spread=2), costs)
+    times = [sorted(made.seconds for made in replica) for replica in packing.replicas]
+    assert times == [[20, 20, 100, 300]] * 2 + [[100, 100, 100, 100]] * 2
+    assert packing.seconds == 440
 
 
 def test_what_does_not_fit_on_a_replica_goes_wide_though_it_be_slower():
