@@ -21,7 +21,7 @@ from megatron_paradyse.settings import Restriction, Settings
 from megatron_paradyse.strategies import base_name
 from tests.costs.test_packed_windows import measured_rows, table_of
 from tests.packing.rows import zigzag
-from tests.planner.brute_force import best_of_all
+from tests.planner.brute_force import best_of_all, cost, every_assignment
 from tests.planner.row_policies import (
     BASES,
     LAYERS,
@@ -188,6 +188,27 @@ def test_wide_rows_are_planned_as_well_as_can_be_by_what_runs_over_groups(row, b
     priced = prices(file, budget_mib).seconds(row)
     assert (priced is not None) == best.fits
     assert priced is None or 1 - 1e-9 < priced / best.seconds < 1.15
+
+
+@pytest.mark.parametrize(("tokens", "groups"), [(139, 4), (495, 3), (4000, 2)])
+def test_no_document_over_groups_is_priced_below_its_best_plan(tokens, groups, file):
+    """Beside padding it holds more than one that fills all groups; budgets around each plan's."""
+    row, names = wide((tokens,), groups), ("megatron_ts", "megatron_ts+recompute")
+
+    def policy_of(budget):
+        return policies(file, names).policy(
+            Stage(budget_bytes=budget, static_bytes=0), smooth=False
+        )
+
+    load = policy_of(1).rows.load(row)
+    exact = dataclasses.replace(load_of(row, causal=True), seq_length=load.seq_length)
+    every = policy_of(1).problem(LAYERS, 1, exact.seq_length, False, exact)
+    peaks = {cost(every, plan)[1] for plan in every_assignment(every)}
+    for budget in (share * peak // 100 for peak in peaks for share in (96, 99, 100, 105)):
+        chooses = policy_of(budget)
+        best = chooses.planner.plan(dataclasses.replace(every, budget_bytes=budget))
+        price = prices_by(chooses, file.require_model()).seconds(row)
+        assert price is None or (best.fits and price >= best.seconds * (1 - 1e-9))
 
 
 def test_a_document_over_two_groups_takes_more_than_half_of_its_time_on_one(file):
