@@ -86,7 +86,8 @@ def extra_bytes(
         forward, backward = _of_documents(z, heads, load)
         if load.groups > 1:  # keys that are used, that come and that are sent; gradients likewise
             chunks = min(load.groups, 3)
-            forward += heads + z.wide(z.q) + chunks * z.kv_sent
+            merged = 2 * z.lse + (z.q if z.half_type else 0)  # what a block adds to wider sums
+            forward += heads + z.wide(z.q) + chunks * z.kv_sent + merged
             backward += z.q + chunks * (z.kv_sent + z.wide(z.kv_sent))
         if not load.in_order and base != LOCAL:
             own = base == MEGATRON_TS  # which has its heads' gates and outputs in order too
@@ -135,11 +136,14 @@ def _beyond_narrow(z: LayerSizes, load: Load, of_one: Load, rings: int) -> int:
 def _of_documents(z: LayerSizes, heads: int, load: Load) -> tuple[int, int]:
     """Forward and backward, of a rank that has all tokens of its heads: room for all documents.
 
-    Beside it are the results of the one that is computed, and gradients as they are returned.
+    Beside it are the results of the one that is computed, and gradients as they are returned. So
+    it is of one over several groups, whose keys come in parts.
     """
     block = load.buffers.longest if load.buffers else z.s
-    beside_padding = load.buffers is not None and block > 0 and load.groups == 1
-    if load.documents == 1 and not beside_padding and block in (0, z.s):
+    beside_padding = load.buffers is not None and block > 0
+    if load.groups > 1:
+        block = block or z.s
+    elif load.documents == 1 and not beside_padding and block in (0, z.s):
         return 0, 0
     narrowed = heads if z.half_type else 0
     of_block = (heads + z.lse) * block // z.s

@@ -25,10 +25,11 @@ class Load:
     queries that the rank with the most of them holds. keys_received: tokens whose keys and values
     the rank with the most of them needs of others, for its queries see them. documents: how many
     there are; fullest_documents: of how many the rank with the most of them holds tokens. in_order:
-    whether the rows of the ranks, one rank after the other, are in the order of positions. peers:
-    the ranks with which the one that has the most of them shares documents. groups: Row.groups;
-    group_keys: of a wide row, tokens whose keys and values come to the group with the most of them.
-    buffers: what bytes follow from besides; None: not known, as in files of earlier versions.
+    whether the rows of each group's ranks, one rank after the other, are in the order of positions.
+    peers: the ranks with which the one that has the most of them shares documents. groups:
+    Row.groups; group_keys: of a wide row, tokens whose keys and values come to the group with the
+    most of them. buffers: what bytes follow from besides; None: not known, as in files of earlier
+    versions.
     within: of a model with a sliding window, the same for layers that have it: the scores and keys
     that it leaves, and as peers the ranks that keys come from or go to. None of other models.
     """
@@ -112,8 +113,9 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             for group in (held,) if length <= window else _exchanging(pieces, window):
                 for rank in group:
                     sharing.setdefault(rank, set()).update(group)
-    starts = [start for shard in row.shards for start, _ in shard]
     size = row.group_size
+    groups = [row.shards[first : first + size] for first in range(0, row.p, size)]
+    starts = [[start for shard in group for start, _ in shard] for group in groups]
     keys_sent, peers = max(sent), max(map(len, sharing.values()), default=1) - 1
     longest, group_keys = max(row.lengths), 0
     longest = longest if longest < row.seq_length else 0
@@ -130,7 +132,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
         documents=len(row.lengths),
         fullest_documents=max(documents),
         peers=peers,
-        in_order=starts == sorted(starts),
+        in_order=all(of_group == sorted(of_group) for of_group in starts),
         groups=row.groups,
         group_keys=group_keys,
         buffers=RowSizes(

@@ -129,8 +129,6 @@ class RowPrices:
         s, p, groups, documents, fullest = key
         one = self._packed.load_of_one(s, p)
         single = replace(_holding(one, 1.0, True, groups), documents=1)
-        if groups > 1 and single.buffers is not None:  # of a document beside padding more is held
-            single = replace(single, buffers=replace(single.buffers, longest=s - 1))
         found = [self._made(single, single=True)]
         for share, crosses in MADE_FOR:
             if crosses or groups == 1:

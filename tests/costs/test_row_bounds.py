@@ -19,6 +19,7 @@ from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.simulator.flash_kernel import flash_kernel
 from megatron_paradyse.strategies import base_name, takes, tiled_kernel
+from megatron_paradyse.strategies.accounting import SPLIT_HEADS
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.counted_rows import (
     BYTES,
@@ -122,6 +123,24 @@ def test_pieces_of_one_document_that_do_not_see_each_other_are_one_call(strategy
         strategy, one, sizes, *loads, least=None, tiled_window=None, in_one_call=True, windowed=True
     )
     assert not list(off(found, truth))
+
+
+@pytest.mark.parametrize(("p", "groups"), [(1, 2), (1, 4), (2, 2), (4, 4)])
+@pytest.mark.parametrize("strategy", [name for name in NAMES if base_name(name) in SPLIT_HEADS])
+def test_of_one_document_over_groups_no_rank_of_split_heads_holds_more(strategy, p, groups):
+    """Its keys come in parts, whose results are summed; and one rank's rows are in order."""
+    wrong, row = [], dataclasses.replace(zigzag((groups * S,), groups * p), groups=groups)
+    loads = load_of(row, causal=True), load_of_one(S, p, causal=True)
+    for variant in ("weights", "shared keys"):
+        case = case_of(strategy, p, "causal", variant, None)
+        one = OperationCosts(0.0, 0.0, *(measured(case)[q] for q in BYTES))
+        sizes = dataclasses.replace(model_of(4, "causal", variant).packed.sizes, p=p, s=p)
+        found = row_bounds.with_row_bytes(
+            strategy, one, sizes, *loads, least=None, tiled_window=None
+        )
+        truth = measured_wide(dataclasses.replace(case, s=groups * S, row=row), groups)
+        wrong += off(found, truth, variant)
+    assert not wrong
 
 
 def test_of_local_z_tiles_are_of_all_heads_though_it_be_told_from_split_ones():

@@ -261,6 +261,8 @@ def test_loads_of_wide_rows_are_of_the_group_that_has_most(causal, window):
         wide = dataclasses.replace(random_row(rng, 4, longest=200, most=8), groups=2)
         load = load_of(wide, causal=causal, window=window)
         assert (load.seq_length, load.p, load.groups) == (wide.seq_length // 2, 2, 2)
+        starts = [[start for shard in wide.shards[i : i + 2] for start, _ in shard] for i in (0, 2)]
+        assert load.in_order == (starts == list(map(sorted, starts)))
         tokens = Counter(
             (group, n)
             for group in range(2)
