@@ -154,7 +154,7 @@ def before_validation(args: argparse.Namespace) -> None:
         args.paradyse_instead_of["eval_interval"] = args.eval_interval
         args.eval_interval = sys.maxsize  # Megatron divides by it once a checkpoint is loaded
     args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
-    check_packed(args, only_megatron_ts=only_megatron_ts(args))
+    check_packed(args, names, only_megatron_ts=only_megatron_ts(args))
     if args.paradyse_settings.sequences != FIXED:
         prepare_documents(args)
     check_ranks(args)

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.settings import PACKED
+from megatron_paradyse.strategies import PACKED_ONLY, base_name
 
 
-def check_packed(args: argparse.Namespace, *, only_megatron_ts: str | None) -> None:
+def check_packed(
+    args: argparse.Namespace, names: Iterable[str], *, only_megatron_ts: str | None
+) -> None:
     """Before Megatron validates them; UserError for what cannot run.
 
-    only_megatron_ts: a flag for which only Megatron's own attention will do, if there is one. Rows
-    whose documents are in pieces go through this package's.
+    names: every strategy that the policy may choose; only_megatron_ts: a flag for which only
+    Megatron's own attention will do, if there is one. Rows whose documents are in pieces go through
+    this package's.
     """
     settings = args.paradyse_settings
     if settings.sequences != PACKED:
+        alone = [name for name in names if base_name(name) in PACKED_ONLY]
+        if alone and cost_policy_kind(settings) is None:
+            raise UserError(
+                f"{alone[0]} runs packed documents only: give --paradyse-sequences packed, or "
+                "another strategy"
+            )
         if settings.pack_tokens is not None:
             raise UserError(
                 f"--paradyse-pack-tokens {settings.pack_tokens} with --paradyse-sequences "

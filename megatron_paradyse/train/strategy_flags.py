@@ -11,14 +11,8 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.planner.cost_settings import check_policy, read_costs
 from megatron_paradyse.policy import PlanFilePolicy, RandomPolicy, cost_policy_kind, make_policy
-from megatron_paradyse.settings import BY_COST, PACKED, WITHOUT_FLAG, Settings
-from megatron_paradyse.strategies import (
-    PACKED_ONLY,
-    RECOMPUTE,
-    base_name,
-    get_strategy,
-    parse_strategy_name,
-)
+from megatron_paradyse.settings import BY_COST, WITHOUT_FLAG, Settings
+from megatron_paradyse.strategies import RECOMPUTE, get_strategy, parse_strategy_name
 from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.strategies.marks import check_heeds
 from megatron_paradyse.train.model_flags import check_costs_know
@@ -102,12 +96,6 @@ def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple
     if cost_policy_kind(settings):
         return read_costs(settings).strategies
     policy = make_policy(settings)
-    alone = [name for name in policy.strategies if base_name(name) in PACKED_ONLY]
-    if alone and settings.sequences != PACKED:
-        raise UserError(
-            f"{alone[0]} runs packed documents only: give --paradyse-sequences packed, or another "
-            "strategy"
-        )
     ineffective = [name for name in BY_COST if getattr(settings, name) != getattr(Settings, name)]
     if settings.memory_budget is not None and torch.cuda.is_available():
         ineffective.append("memory_budget")

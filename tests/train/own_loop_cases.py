@@ -236,23 +236,27 @@ def packed() -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     start(p=2)
-    made = loop(configuration(), layer, position_embedding_type="rope")
-    ends = torch.tensor([0, 10, 38, 96], dtype=torch.int32)
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=58,
-        max_seqlen_kv=58,
-    )
-    documents = list(itertools.pairwise(ends.tolist()))
-    expected = made.results(made.stock, documents)
-    losses = [expected.pop(f"loss of {index}") for index in range(len(documents))]
-    attach(made.models, policy="random:7", head_tile=16)
-    for turn in range(4):
-        got = made.results(made.models, [(0, 96)], packed_seq_params=params)
-        assert abs(float(got.pop("loss of 0") - sum(losses))) < 1e-3
-        compare(f"turn {turn}", expected, got)
+    for policy, turns, ends in (
+        ("random:7", 4, [0, 10, 38, 96]),
+        ("fixed:local_z", 1, [0, 10, 48, 96]),  # no document is on both ranks
+    ):
+        made = loop(configuration(), layer, position_embedding_type="rope")
+        lengths = torch.tensor(ends, dtype=torch.int32)
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=lengths,
+            cu_seqlens_kv=lengths,
+            max_seqlen_q=58,
+            max_seqlen_kv=58,
+        )
+        documents = list(itertools.pairwise(ends))
+        expected = made.results(made.stock, documents)
+        losses = [expected.pop(f"loss of {index}") for index in range(len(documents))]
+        attach(made.models, policy=policy, head_tile=16)
+        for turn in range(turns):
+            got = made.results(made.models, [(0, 96)], packed_seq_params=params)
+            assert abs(float(got.pop("loss of 0") - sum(losses))) < 1e-3
+            compare(f"{policy}, turn {turn}", expected, got)
 
 
 def main() -> None:

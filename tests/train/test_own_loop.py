@@ -25,7 +25,7 @@ COMPARED = {
     "pipeline": 3,
     "predicting": 4,
     "frozen": 4,
-    "packed": 4,
+    "packed": 5,
     "values": 2,
     "subclassed": 2,
     "dropout": 4,
