@@ -136,8 +136,8 @@ def _beyond_narrow(z: LayerSizes, load: Load, of_one: Load, rings: int) -> int:
 def _of_documents(z: LayerSizes, heads: int, load: Load) -> tuple[int, int]:
     """Forward and backward, of a rank that has all tokens of its heads: room for all documents.
 
-    Beside it are the results of the one that is computed, and gradients as they are returned. So
-    it is of one over several groups, whose keys come in parts.
+    Beside it are the results of the one that is computed. So it is of one over several groups,
+    whose keys come in parts: gradients are then sums, in the accumulation dtype.
     """
     block = load.buffers.longest if load.buffers else z.s
     beside_padding = load.buffers is not None and block > 0
@@ -145,9 +145,11 @@ def _of_documents(z: LayerSizes, heads: int, load: Load) -> tuple[int, int]:
         block = block or z.s
     elif load.documents == 1 and not beside_padding and block in (0, z.s):
         return 0, 0
-    narrowed = heads if z.half_type else 0
-    of_block = (heads + z.lse) * block // z.s
-    return (z.q + z.lse) * block // z.s, z.wide(heads) - heads + max(of_block, narrowed)
+    forward, backward = (z.q + z.lse) * block // z.s, (heads + z.lse) * block // z.s
+    if load.groups > 1:
+        narrowed = heads if z.half_type else 0
+        backward = z.wide(heads) - heads + max(backward, narrowed)
+    return forward, backward
 
 
 def _more(load: Load, of_one: Load, most: int) -> int:

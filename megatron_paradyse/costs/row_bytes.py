@@ -14,7 +14,12 @@ from megatron_paradyse.costs.table import ATTENTION, OperationCosts
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.plan import MEGATRON_TS
 from megatron_paradyse.strategies import base_name, recomputes
-from megatron_paradyse.strategies.accounting import RANKS_DIFFER, SPLIT_HEADS, attention_bytes
+from megatron_paradyse.strategies.accounting import (
+    RANKS_DIFFER,
+    SPLIT_HEADS,
+    attention_bytes,
+    projection_bytes,
+)
 from megatron_paradyse.strategies.sizes import LayerSizes
 from megatron_paradyse.strategies.walks.rings import swaps
 
@@ -66,6 +71,8 @@ def walked_row_bytes(
         max(least[i - 1], _peak_of_row(measured[i], walked_one[i], walked_row[i], norm=norm))
         for i in (1, 2)
     )
+    # While proj's gradients are made more may be there that no walk knows than beside attention.
+    backward = max(backward, kept + projection_bytes(strategy, of_row, norm=norm))
     if in_one_call and load.documents > 1:
         of_kernel = replace(of_row, kernel_bytes=kernel_bytes(base, alone, load))
         _, _, with_kernel = attention_bytes(strategy, of_kernel)
@@ -109,17 +116,22 @@ def _peak_of_row(measured: float, walked_one: float, walked_row: float, *, norm:
     return measured + (max(more, 0) if another else more)
 
 
-def joined(strategy: str, load: Load) -> Load:
-    """Of a kernel that takes documents that lie side by side at once: all of a rank, at most."""
+def joined(strategy: str, load: Load, *, windowed: bool = False) -> Load:
+    """Of a kernel that takes documents that lie side by side at once: all of a rank, at most.
+
+    Without padding they are all that there is, as one document is; but for those that are longer
+    than a window, each a call of its own.
+    """
     row = load.buffers
     if row is None or base_name(strategy) in WHOLE_COLUMNS:
         return load
     rows = -(-load.seq_length // load.p)
+    beside = row.padded or windowed
     largest = replace(
         row,
-        longest=load.seq_length if row.longest else 0,
+        longest=load.seq_length if row.longest and beside else 0,
         piece=rows,
-        piece_beside=rows if row.piece_beside else 0,
+        piece_beside=rows if row.piece_beside and beside else 0,
         held=rows,
     )
     return replace(load, buffers=largest)

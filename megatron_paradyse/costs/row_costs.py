@@ -177,7 +177,9 @@ class RowCosts:
         packed = self._model.packed
         assert packed is not None
         windowed, tiled_window = operation in packed.windows, packed.tiled_window(operation)
-        load = joined(strategy, self._load) if packed.joined else self._load
+        load = self._load
+        if packed.joined:
+            load = joined(strategy, load, windowed=windowed)
         if packed.is_walked(strategy, operation):
             found = walked_row_bytes(
                 strategy, terms.like, one, packed.sizes, load, in_one_call=packed.joined

@@ -33,8 +33,8 @@ KEYS = ("strategy", "load", "status")
 WITHIN = "within"  # a window, where a model has one: those of a load that are fewer then
 WITHIN_KEYS = ("scores", "fullest_scores", "keys_received", "peers")
 BUFFERS = "buffers"  # of a load; files of earlier versions do not tell them
-PIECES = "pieces"  # of buffers, likewise
-BUFFER_KEYS = tuple(f.name for f in dataclasses.fields(RowSizes) if f.name != PIECES)
+PIECES, PADDED = "pieces", "padded"  # of buffers, likewise
+BUFFER_KEYS = tuple(f.name for f in dataclasses.fields(RowSizes) if f.name not in (PIECES, PADDED))
 OF_WIDE = ("groups", "group_keys")  # none is measured
 LOAD_KEYS = tuple(
     field.name
@@ -141,10 +141,13 @@ def _read_load(value: Any, where: str, d: Description) -> Load:
 
 
 def _read_buffers(value: Any, where: str, seq_length: int) -> RowSizes:
-    values = check_keys(value, where, BUFFER_KEYS, optional=(PIECES,))
+    values = dict(check_keys(value, where, BUFFER_KEYS, optional=(PIECES, PADDED)))
+    padded = values.pop(PADDED, True)
+    if not isinstance(padded, bool):
+        raise ContentError(f"{where}.{PADDED} must be true or false")
     for name in values:
         check_integer(values[name], f"{where}.{name}", low=0, high=2 * seq_length)
-    return RowSizes(**values)
+    return RowSizes(**values, padded=padded)
 
 
 def _read_within(value: Any, where: str, load: Load) -> Load:

@@ -147,6 +147,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             ),
             fewest_keys=min(missing),
             pieces=max(num_pieces),
+            padded=sum(row.lengths) < row.seq_length,
         ),
     )
 
@@ -259,6 +260,7 @@ def _buffers_up(buffers: RowSizes, one: Load) -> RowSizes:
         keys_at_once=_step_up(buffers.keys_at_once, rows),
         fewest_keys=_step_down(buffers.fewest_keys, rows),
         pieces=_step_up(buffers.pieces, 1),
+        padded=buffers.padded,
     )
 
 

@@ -187,7 +187,9 @@ def _read_load(value: Any, where: str = "load") -> Load:
     if fields["within"] is not None:
         fields["within"] = _read_load(fields["within"], "load.within")
     if fields.get("buffers") is not None:
-        buffers = check_fields(RowSizes, fields["buffers"], "load.buffers", optional=("pieces",))
+        buffers = check_fields(
+            RowSizes, fields["buffers"], "load.buffers", optional=("pieces", "padded")
+        )
         fields["buffers"] = RowSizes(**buffers)
     return Load(**fields)
 

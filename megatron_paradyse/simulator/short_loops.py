@@ -53,6 +53,7 @@ class _ShortRing:
 
     def __init__(self, spans_of_ranks: SpansOfRanks, group: ProcessGroup, clock: Clock):
         self.spans_from, self._group, self._clock = spans_of_ranks, group, clock
+        self.is_alone = False
 
     def chunks(self, own: Tensor, *, backward: bool = False) -> Iterator[tuple[int, Tensor]]:
         p, rank = self._group.size(), self._group.rank()

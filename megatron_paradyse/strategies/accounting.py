@@ -18,8 +18,10 @@ from megatron_paradyse.strategies.sizes import Costs, LayerSizes, Ledger, of_til
 from megatron_paradyse.strategies.walks import ROW_WALKS, TILED_ZERO_MLP, WALKS, Walk
 from megatron_paradyse.strategies.walks.aligned import aligned_rows
 from megatron_paradyse.strategies.walks.rings import second_half, swaps
+from megatron_paradyse.strategies.walks.zero import proj_backward
 
 SPLIT_HEADS = ("megatron_ts", "ulysses_z")  # every rank of a group has some heads of its tokens
+GATHERED = ("ulysses_z", "megatron_cz", "colossal_z", "local_z")  # weights of attention are, whole
 RINGS = ("megatron_cz", "colossal_z", "metp")  # keys and values go between ranks as they are
 # Whose ranks hold or send different amounts: the costs are of each quantity the largest.
 RANKS_DIFFER = {("megatron_cz", "attention"), ("metp", "attention")}
@@ -94,6 +96,20 @@ def _attention_bytes(base: str, z: LayerSizes) -> tuple[Bytes, Bytes]:
         found.append(_bytes_of_rank(walk, base, replace(z, keys_received=z.row.fewest_keys), 0))
     plain, again = zip(*found, strict=True)
     return _most(plain), _most(again)
+
+
+def projection_bytes(strategy: str, z: LayerSizes, *, norm: int) -> int:
+    """What a backward holds while gradients of proj are made, before those of attention.
+
+    Where proj is gathered, else 0. norm: of the layer's norm, which a second run makes anew too.
+    """
+    base, recompute = parse_strategy_name(strategy)
+    if base not in GATHERED:
+        return 0
+    m = Ledger()
+    proj_backward(m, z)
+    made_anew = attention_bytes(base, z)[0] - z.x + norm if recompute else 0
+    return made_anew + m.peak
 
 
 def _most(found: Iterable[Bytes]) -> Bytes:

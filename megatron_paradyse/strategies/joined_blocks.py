@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 from megatron_paradyse.strategies.blocks import Block
 
@@ -47,6 +48,17 @@ def _end(block: Block, side: int) -> tuple:
 
 def _size(block: Block) -> tuple[int, int]:
     return block.q_rows[1] - block.q_rows[0], block.k_rows[1] - block.k_rows[0]
+
+
+@lru_cache(maxsize=1024)
+def share_no_rows(blocks: tuple[Block, ...]) -> bool:
+    """Whether no two blocks have a query in common, nor a key: their gradients are no sums."""
+    for rows in ("q_rows", "k_rows"):
+        ranges = sorted((block.sequences, getattr(block, rows)) for block in blocks)
+        for (sequences, (_, stop)), (others, (start, _)) in pairwise(ranges):
+            if sequences[1] > others[0] and (sequences != others or stop > start):
+                return False
+    return True
 
 
 def first_of_their_queries(blocks: Sequence[Block]) -> list[bool]:

@@ -19,7 +19,11 @@ from torch.autograd.function import once_differentiable
 from megatron_paradyse.strategies.blocks import Block, Span, blocks_of
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
 from megatron_paradyse.strategies.fused_merge import can_merge, merge_on_device_
-from megatron_paradyse.strategies.joined_blocks import first_of_their_queries, join_documents
+from megatron_paradyse.strategies.joined_blocks import (
+    first_of_their_queries,
+    join_documents,
+    share_no_rows,
+)
 from megatron_paradyse.strategies.kernels import Kernel, choose_kernel
 from megatron_paradyse.strategies.softmax_offset import offset_gradient, with_offset_
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
@@ -44,6 +48,10 @@ class AttentionTask:
         if self.microbatch.shards is None or len(blocks) < 2:
             return blocks
         return join_documents(blocks) if self._kernel(q).for_documents else blocks
+
+    def sums_nothing(self, q: Tensor, q_spans: tuple[Span, ...], k_spans: tuple[Span, ...]) -> bool:
+        """Whether each gradient of these queries and keys is one block's, as of whole documents."""
+        return share_no_rows(self.blocks_for(q, q_spans, k_spans))
 
     def rule(self, block: Block) -> BlockRule:
         return BlockRule(
@@ -182,7 +190,8 @@ def add_gradients_(
 ) -> None:
     """Add to grads = (grad_q, grad_k, grad_v) those of q's attention to k and v.
 
-    out and lse are q's over all keys, wherever they are. grads are of accumulation_dtype.
+    out and lse are q's over all keys, wherever they are. grads are of accumulation_dtype, or of q's
+    where each of their rows is added to once.
     """
     for block in task.blocks_for(q, q_spans, k_spans):
         parts = _block_gradients(block, grad_out, q, k, v, out, lse, task)
@@ -234,7 +243,7 @@ class _LocalAttention(Function):
         if len(blocks) == 1 and _covers(blocks[0], q) and blocks[0].k_rows == (0, k.shape[0]):
             grads = _block_gradients(blocks[0], grad_out, q, k, v, out, lse, ctx.task)
         else:
-            grads = new_gradients(q, k, v)
+            grads = new_gradients(q, k, v, narrow=share_no_rows(blocks))
             add_gradients_(
                 grads, grad_out, q, k, v, out, lse,
                 q_spans=ctx.q_spans, k_spans=ctx.k_spans, task=ctx.task,
@@ -243,9 +252,12 @@ class _LocalAttention(Function):
         return *(grad.to(q.dtype) for grad in grads), grad_offset, None, None, None
 
 
-def new_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Zeros like the tensors, contiguous, in the accumulation dtype."""
-    return tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in tensors)
+def new_gradients(*tensors: Tensor, narrow: bool = False) -> tuple[Tensor, ...]:
+    """Zeros like the tensors, contiguous, in the accumulation dtype; narrow: in their own."""
+    return tuple(
+        x.new_zeros(x.shape, dtype=x.dtype if narrow else accumulation_dtype(x.dtype))
+        for x in tensors
+    )
 
 
 def local_attention(

@@ -77,9 +77,10 @@ def ring_backward(
     q_spans = spans_of_ranks[group.rank()]
     exchange = exchange_among(spans_of_ranks, task, group, dim=1)
     travelling = exchange.gradient()
-    (grad_q,) = new_gradients(q)
+    narrow = exchange.is_alone and task.sums_nothing(q, q_spans, q_spans)
+    (grad_q,) = new_gradients(q, narrow=narrow)
     for source, chunk in exchange.chunks(kv, backward=True):
-        (grad_kv,) = new_gradients(chunk)
+        (grad_kv,) = new_gradients(chunk, narrow=narrow)
         add_gradients_(
             (grad_q, grad_kv[0], grad_kv[1]), grad_out, q, chunk[0], chunk[1], out, lse,
             q_spans=q_spans, k_spans=exchange.spans_from[source], task=task,

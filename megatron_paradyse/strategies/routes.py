@@ -41,10 +41,11 @@ class Gradient(Protocol):
 class Exchange(Protocol):
     """Chunks of all ranks that reach this one, and the way back of their gradients.
 
-    spans_from[i]: the positions of what comes from rank i.
+    spans_from[i]: the positions of what comes from rank i. is_alone: nothing comes or is sent.
     """
 
     spans_from: SpansOfRanks
+    is_alone: bool
 
     def chunks(self, own: Tensor, *, backward: bool = False) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, what comes from it), the own chunk among them.
@@ -71,6 +72,7 @@ class _FullRing:
 
     def __init__(self, spans_of_ranks: SpansOfRanks, group: ProcessGroup):
         self.spans_from, self._group = spans_of_ranks, group
+        self.is_alone = group.size() == 1
 
     def chunks(self, own: Tensor, *, backward: bool = False) -> Iterator[tuple[int, Tensor]]:
         return ring_chunks(own, self._group, own_last=backward)
@@ -104,6 +106,7 @@ class _Routed:
             most = -(-(shape.window - 1) // (microbatch.seq_length // p))
         mask = (microbatch.documents, microbatch.batch_size, shape.causal, shape.window)
         self._steps = _steps(spans_of_ranks, rank, most, *mask)
+        self.is_alone = not any(step.rows or step.spans for step in self._steps)
         self._group, self._dim = group, dim
         spans = {step.source: step.spans for step in self._steps} | {rank: spans_of_ranks[rank]}
         self.spans_from = tuple(spans.get(source, ()) for source in range(p))

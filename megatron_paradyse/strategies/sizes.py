@@ -61,7 +61,7 @@ class RowSizes:
     its rank; held: on a rank, in all its pieces. keys_sent: of a rank, those whose keys others
     need. keys_at_once: of keys that are used, that come and that are sent, while an exchange takes
     one step after the other. fewest_keys: that come to the rank with the fewest. pieces: of
-    documents, on a rank; 0: unknown.
+    documents, on a rank; 0: unknown. padded: whether documents leave room, at the end; or unknown.
     """
 
     longest: int = 0
@@ -72,6 +72,7 @@ class RowSizes:
     keys_at_once: int = 0
     fewest_keys: int = 0
     pieces: int = 0
+    padded: bool = True
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def test_a_row_that_no_allowed_strategy_can_run_is_refused(file):
 
 def test_like_rows_share_a_plan_that_is_solved_once(file):
     chooses = policy(file)
-    one, two = contiguous((256,) * 16, P), contiguous((256,) * 15 + (255,), P, alignment=64)
+    one, two = (contiguous((256,) * 15 + (last,), P, alignment=64) for last in (254, 255))
     outcomes = [chooses.outcome(1, r.seq_length, LAYERS, row=r) for r in (one, two)]
     assert outcomes[0] is outcomes[1]
     assert chooses.outcome(1, 4096, LAYERS) is not outcomes[0]

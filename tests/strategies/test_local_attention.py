@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from megatron_paradyse.strategies.blocks import Span, whole
+from megatron_paradyse.strategies.blocks import Block, Span, whole
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+from megatron_paradyse.strategies.joined_blocks import share_no_rows
 from megatron_paradyse.strategies.kernels import CPU_FLASH, TILED, choose_kernel
 from megatron_paradyse.strategies.local_attention import (
     AttentionTask,
@@ -124,3 +125,22 @@ def test_kernel_is_chosen_by_what_it_must_mask():
     assert choose_kernel(q).name == "torch CPU flash"
     assert choose_kernel(q, window=True).name == "tiled torch operations"
     assert choose_kernel(q, dropout=True).name == "tiled torch operations"
+
+
+def _block(q_rows, k_rows, sequences=(0, 1)) -> Block:
+    return Block(sequences, q_rows, k_rows, 0, 0, causal=False, window=None)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ([((0, 4), (0, 4)), ((4, 9), (4, 9))], True),
+        ([((0, 4), (0, 4)), ((4, 9), (3, 9))], False),  # keys of two
+        ([((0, 5), (0, 4)), ((4, 9), (4, 9))], False),  # queries
+        ([((4, 9), (0, 4)), ((0, 4), (4, 9))], True),
+        ([((0, 4), (0, 4), (0, 1)), ((0, 4), (0, 4), (1, 2))], True),
+        ([((0, 4), (0, 4), (0, 2)), ((5, 6), (5, 6), (1, 2))], False),  # not told of those
+    ],
+)
+def test_gradients_are_no_sums_where_no_block_shares_rows(blocks, expected):
+    assert share_no_rows(tuple(_block(*block) for block in blocks)) is expected

@@ -1,7 +1,8 @@
 """Attention on packed rows between its projections: local_attention.py, routes.py, order.py.
 
-Every document is a block of its own, whose results go into room for all queries: of the elements'
-dtype where no two blocks have the same queries, else of the accumulation dtype.
+Every document is a block of its own, whose results go into room for all queries, and gradients into
+room for all keys too: of the elements' dtype where no two blocks have rows in common, as of
+documents that are whole on a rank, else of the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -24,11 +25,8 @@ def local_backward(
         m.touch(lse_copy + q + kv + z.kernel_bytes)
         m.hold(grad_qkv=q + kv)
         return
-    m.hold(wide_grads=z.wide(q + kv))
-    m.touch((q + kv + lse) * block // rows + z.kernel_bytes)
-    m.touch(q + kv if z.half_type else 0)
-    m.drop("wide_grads")
     m.hold(grad_qkv=q + kv)
+    m.touch((q + kv + lse) * block // rows + z.kernel_bytes)
 
 
 def routed_forward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
@@ -48,10 +46,14 @@ def routed_forward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, 
 
 def routed_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
     """Holds the gradients of q and kv, "grad_qkv"."""
+    own = of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes
+    if not z.keys_received:
+        m.hold(grad_qkv=q + kv)
+        m.touch(own)
+        return
     m.hold(grad_q=z.wide(q), grad_kv=z.wide(kv))
-    m.touch(of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes)
-    if z.keys_received:
-        _steps_backward(m, z, row, q=q, kv=kv, lse=lse)
+    m.touch(own)
+    _steps_backward(m, z, row, q=q, kv=kv, lse=lse)
     m.touch(q + kv if z.half_type else 0)
     m.drop("grad_q", "grad_kv")
     m.hold(grad_qkv=q + kv)
