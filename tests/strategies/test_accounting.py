@@ -173,6 +173,16 @@ _NORMED = {  # name -> of all that a norm and the rest of the layer may be, an e
 }
 
 
+_NORMED |= {
+    "one head a rank": AttentionCase(
+        "", 4, n=4, g=4, d=64, h=16, s=128, rope="half", qk_norm="rmsnorm"
+    ),
+    "one key head": AttentionCase(
+        "", 2, n=8, g=1, d=64, h=16, s=128, rope="half", qk_norm="layernorm"
+    ),
+}
+
+
 @pytest.mark.parametrize("strategy", [name for name, half in WALKS if half == "attention"])
 @pytest.mark.parametrize("normed", _NORMED)
 def test_norms_of_heads_hold_what_the_walk_says(strategy, normed):

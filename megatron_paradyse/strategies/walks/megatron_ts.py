@@ -13,8 +13,8 @@ from megatron_paradyse.strategies.walks.steps import (
     gate_backward,
     hold_gated,
     normalise_and_rotate,
-    rope_bytes,
     split_backward,
+    turn_backward,
 )
 
 
@@ -86,7 +86,7 @@ def attention_backward(m: Ledger, z: LayerSizes) -> None:
     m.drop("grad_out")
     m.release(2 * z.q + kv + z.lse)
     if z.g < z.p:
-        m.release(rope_bytes(z, z.s))
+        turn_backward(m, z, q=z.q, kv=kv, rows=z.s)
         norms_backward(m, z, q=z.q, kv=kv)
         # Those of q and of the gate, zero-padded to the query heads of a key head; all together.
         padded = z.p * (z.q + z.gates) // z.g

@@ -83,19 +83,36 @@ def split_backward(
     q_stays, k_stays: of the gradients; for turning that of k does not free a view, and a caller may
     hold both.
     """
-    turns, anew = z.rope_channels > 0, []
-    if turns:
-        m.hold(turned_q=q if q_stays else 0, turned_k=kv // 2 if k_stays else 0)
-        anew += ["turned_q", "turned_k"]
-        # Beside the result: two products and a quarter turn, made of a half and the whole.
-        m.touch((0 if q_stays else q) + 7 * q * z.rope_channels // (2 * z.d))
-        m.release(rope_bytes(z, rows))
+    turn_backward(m, z, q=q, kv=kv, rows=rows, q_stays=q_stays, k_stays=k_stays)
+    anew = ["turned_q", "turned_k"]
     if z.head_norm:
+        turns = z.rope_channels > 0  # whose results norms let go of
         stay = {"q_stays": q_stays and not turns, "k_stays": k_stays and not turns}
         norms_backward(m, z, q=q, kv=kv, **stay)
         anew += ["unnormed_q", "unnormed_k"]
     m.hold(grad_mixed=q + kv + (q if z.gate else 0))
     m.drop("grad_qkv", "grad_gate", *anew)
+
+
+def turn_backward(
+    m: Ledger,
+    z: LayerSizes,
+    *,
+    q: int,
+    kv: int,
+    rows: int,
+    q_stays: bool = False,
+    k_stays: bool = False,
+) -> None:
+    """Holds the gradients of what RoPE turned, "turned_q" and "turned_k", where those of q and k
+    stay: else they are let go of as they are used.
+    """
+    turns = z.rope_channels > 0
+    m.hold(turned_q=q if turns and q_stays else 0, turned_k=kv // 2 if turns and k_stays else 0)
+    if turns:
+        # Beside the result: two products and a quarter turn, made of a half and the whole.
+        m.touch((0 if q_stays else q) + 7 * q * z.rope_channels // (2 * z.d))
+        m.release(rope_bytes(z, rows))
 
 
 def hold_gated(m: Ledger, z: LayerSizes, gates: int, *, positions: int) -> None:

@@ -156,9 +156,9 @@ def qkv_forward(m: Ledger, z: LayerSizes, *, in_two_spans: bool = False) -> None
     m.hold(shard=z.proj_weight // z.p, proj=z.proj_weight)
 
 
-def qkv_backward(m: Ledger, z: LayerSizes, *, k_stays: bool = False) -> None:
+def qkv_backward(m: Ledger, z: LayerSizes, *, q_stays: bool = False, k_stays: bool = False) -> None:
     """From the gradients of q, k and v to those of x and the weight; they are all that is held."""
-    split_backward(m, z, q=z.q, kv=z.kv, rows=z.positions, k_stays=k_stays)
+    split_backward(m, z, q=z.q, kv=z.kv, rows=z.positions, q_stays=q_stays, k_stays=k_stays)
     rows = z.qkv_rows(z.g)
     _linear_backward(
         m, z, z.qkv_weight, name="qkv", grad_input=z.x, transposed=False, bias_rows=rows
@@ -230,7 +230,8 @@ def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
         m.drop("grad_qkv")
         m.hold(grad_qkv=z.qkv)
         m.drop("summed")
-    qkv_backward(m, z, k_stays=z.n == z.g == z.p)
+    views = z.n == z.g == z.p  # the gradients of one tensor
+    qkv_backward(m, z, q_stays=views, k_stays=views)
 
 
 def local_z_forward(m: Ledger, z: LayerSizes) -> None:
