@@ -67,10 +67,13 @@ class RowTerms:
             again = work_of(self.strategy, load.seen(self.backward.windowed))
         forward = self.forward.seconds(alone[0], load.seq_length, work)
         backward = self.backward.seconds(alone[1], load.seq_length, again)
+        as_measured = self.one is self.alone
         if load.groups > 1:
-            crossing = self.crossing(load)
-            forward, backward = max(forward, crossing[0]), max(backward, crossing[1])
-        if self.one is self.alone:
+            first, then = self.crossing(load)
+            if as_measured and recomputes(self.strategy):  # whose backward runs the forward again
+                then += first
+            forward, backward = max(forward, first), max(backward, then)
+        if as_measured:
             return forward, backward
         return (
             self.one.forward_seconds * _ratio(forward, alone[0]),

@@ -18,7 +18,7 @@ from megatron_paradyse.planner.from_costs import Stage
 from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.planner.known import known_for_rows
 from megatron_paradyse.settings import Restriction, Settings
-from megatron_paradyse.strategies import base_name
+from megatron_paradyse.strategies import base_name, recomputes
 from tests.costs.test_packed_windows import measured_rows, table_of
 from tests.packing.rows import zigzag
 from tests.planner.brute_force import best_of_all, cost, every_assignment
@@ -241,10 +241,12 @@ def test_a_wide_row_of_strategies_that_run_on_one_group_is_refused(file):
         policy(file, names=("local_z",)).plan(1, row.group_length, LAYERS, row=row)
 
 
-@pytest.mark.parametrize("name", ["megatron_cz", "megatron_ts"])
+@pytest.mark.parametrize(
+    "name", ["megatron_cz", "megatron_ts", "megatron_cz+recompute", "megatron_ts+recompute"]
+)
 def test_what_crosses_slowly_decides(name, file):
     """Keys and values once forward, and backward again, with their gradients: to each rank, or to
-    each group once, divided by heads.
+    each group once, divided by heads. What recomputes runs the forward twice.
     """
     row, rate = wide((6000,)), 1e6
     found = FilePolicies(
@@ -256,8 +258,8 @@ def test_what_crosses_slowly_decides(name, file):
     chooses = found.policy(Stage(budget_bytes=1 << 50, static_bytes=0), smooth=False)
     load, shape = chooses.rows.load(row), file.table.description.model
     token = 2 * shape.num_kv_heads * shape.head_dim * 4  # float32
-    keys = load.keys_received if name == "megatron_cz" else load.group_keys / P
-    slow = keys * 3 * token / rate
+    keys = load.keys_received if base_name(name) == "megatron_cz" else load.group_keys / P
+    slow = keys * (4 if recomputes(name) else 3) * token / rate
     mlp = found.model.operation(name, "mlp", load.seq_length).time_seconds
     outcome = chooses.outcome(1, row.group_length, LAYERS, row=row)
     assert outcome.seconds == pytest.approx(len(LAYERS) * (slow + mlp))
