@@ -2,7 +2,9 @@
 
 Solving for each would take a millisecond. So plans are made once per length, for the most that a
 row of it can hold and for less; a row takes the fastest of those that were made for at least as
-much as it holds, by costs of the row itself. Never less than the best plan takes, and little more.
+much as it holds, by costs of the row itself. Never less than the best plan takes, and little more:
+where none of these fits, or only one that is far slower than others for which rows of the length
+may have no room, it is planned as training plans it.
 
 A flash kernel that takes all documents in one call holds bytes for each of them, of which short
 ones may be any number: there plans are made once per length and power of two of documents.
@@ -20,16 +22,18 @@ from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.row_costs import RowTerms, like, row_terms
 from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.packing.load import Load, fullest_buffers, unpacked
+from megatron_paradyse.packing.load import Load, fullest_buffers, rounded_up, unpacked
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
+from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.strategies import RECOMPUTE, base_name, offloads, recomputes
 
 # What plans are made for, over one document of s tokens: scores, and whether documents cross ranks.
 MADE_FOR = ((1.0, True), (1 / 8, True), (1 / 8, False), (1 / 64, False))
 PLANS_PER_DOUBLING = 16  # lengths for which plans are made
-CAPACITY = 4096  # lengths that are remembered
+CAPACITY = 4096  # lengths that are remembered, and rows with plans of their own
+FAR = 1.5  # times what layers take that need more room; recomputing costs less
 
 Key = tuple[int, int, int, int, int]  # s, p of a group, groups, documents of a row and of a rank
 Half = tuple[str, str]  # strategy, and the operation whose costs it has
@@ -40,15 +44,18 @@ Pairs = tuple[tuple[Half, Half, int], ...]  # attention, MLP, layers
 class _Made:
     """The runs of like layers of a plan, and the most keys that a row may need to run it.
 
-    single: it may hold one document only, whose angles are in no other table.
+    single: it may hold one document only, whose angles are in no other table. room: whether there
+    is room for such a row; else it tells how fast rows that hold less may be.
     """
 
     pairs: Pairs
     keys_received: int
     single: bool
+    room: bool
 
     def holds(self, load: Load) -> bool:
-        return load.keys_received <= self.keys_received and not (self.single and load.documents > 1)
+        fits = self.room and load.keys_received <= self.keys_received
+        return fits and not (self.single and load.documents > 1)
 
 
 class RowPrices:
@@ -69,9 +76,10 @@ class RowPrices:
         self._packed = model.packed
         self._plans: dict[Key, tuple[_Made, ...]] = {}
         self._lengths: dict[Key, _Length] = {}
+        self._own: dict[Load, _Length] = {}
 
     def seconds(self, row: Row) -> float | None:
-        """Forward and backward of the row; None where no plan of the pool fits."""
+        """Forward and backward of the row; None where no plan fits."""
         return self.seconds_of(self.load_of(row))
 
     def load_of(self, row: Row) -> Load:
@@ -84,12 +92,15 @@ class RowPrices:
         """As seconds, of a row that is known by its load."""
         s = -(-load.seq_length // self._alignment) * self._alignment
         key = (s, load.p, load.groups, *self._documents(load))
-        at = self._lengths.get(key)
-        if at is None:
-            if len(self._lengths) >= CAPACITY:
-                del self._lengths[next(iter(self._lengths))]
-            at = self._lengths[key] = self._length(key)
-        return at.seconds(load)
+        found, fastest = _remembered(self._lengths, key, self._length).seconds(load)
+        if found is not None and found <= FAR * fastest:
+            return found
+        packed = self._packed
+        like = rounded_up(
+            load, alignment=self._alignment, causal=packed.causal, window=packed.window
+        )
+        own, _ = _remembered(self._own, like, self._planned).seconds(load)
+        return min((one for one in (found, own) if one is not None), default=None)
 
     def _documents(self, load: Load) -> tuple[int, int]:
         """For how many plans are made at least, on all ranks and on one: as bytes are of each."""
@@ -101,8 +112,15 @@ class RowPrices:
 
     def _length(self, key: Key) -> _Length:
         s, p, *_ = key
+        return self._costs_of(self._plans_for(key), s, p)
+
+    def _planned(self, load: Load) -> _Length:
+        """The plan of all rows of such a load."""
+        made = self._made(load)
+        return self._costs_of(() if made is None else (made,), load.seq_length, load.p)
+
+    def _costs_of(self, plans: tuple[_Made, ...], s: int, p: int) -> _Length:
         load = self._packed.load_of_one(s, p)
-        plans = self._plans_for(key)
         mlp = {}
         for name, operation in {half for made in plans for _, half, _ in made.pairs}:
             made_from = like(self._model, _on_device(name), operation)[0]
@@ -113,39 +131,40 @@ class RowPrices:
         return _Length(plans, terms, mlp, self._model.offloaded, self._edge_seconds(s))
 
     def _plans_for(self, key: Key) -> tuple[_Made, ...]:
-        """Made for the next of a few lengths above s: what fits there fits here.
-
-        If nothing does, made for s itself.
-        """
+        """Made for the next of a few lengths above s: what fits there fits here."""
         s, p, groups, documents, fullest = key
         step = math.ceil(math.log2(s) * PLANS_PER_DOUBLING - 1e-9)
         longer = -(-round(2 ** (step / PLANS_PER_DOUBLING)) // self._alignment) * self._alignment
         above: Key = (max(longer, s), p, groups, documents, fullest)
         if above not in self._plans:
             self._plans[above] = self._pool(above)
-        return self._plans[above] or self._pool(key)
+        return self._plans[above]
 
     def _pool(self, key: Key) -> tuple[_Made, ...]:
         s, p, groups, documents, fullest = key
         one = self._packed.load_of_one(s, p)
         single = replace(_holding(one, 1.0, True, groups), documents=1)
         found = [self._made(single, single=True)]
+        if groups > 1:  # over a slow link what sends less is by far faster
+            found.append(self._made(single, single=True, room=False))
         for share, crosses in MADE_FOR:
             if crosses or groups == 1:
                 load = _holding(one, share, crosses, groups, documents, fullest)
                 found.append(self._made(load))
         return tuple(dict.fromkeys(made for made in found if made is not None))
 
-    def _made(self, load: Load, *, single: bool = False) -> _Made | None:
-        """The plan of rows that hold so much; None if nothing fits."""
+    def _made(self, load: Load, *, single: bool = False, room: bool = True) -> _Made | None:
+        """The plan of rows that hold so much; None if nothing fits. room: within the budget."""
         try:
             problem = self._policy.problem(self._layers, 1, load.seq_length, False, load)
+            if not room:
+                problem = replace(problem, budget_bytes=UNLIMITED)
             outcome = self._policy.planner.plan(problem)
         except UserError:  # no strategy that is allowed can run such rows
             return None
         if not outcome.fits:
             return None
-        return _Made(self._pairs(outcome.plan), load.keys_received, single)
+        return _Made(self._pairs(outcome.plan), load.keys_received, single, room)
 
     def _pairs(self, plan: Plan) -> Pairs:
         of = self._policy.operations or (lambda number: ALIKE)
@@ -164,15 +183,24 @@ class _Length:
     offloaded: Callable[[OperationCosts], OperationCosts]
     edge_seconds: float
 
-    def seconds(self, load: Load) -> float | None:
-        fit = [made for made in self.plans if made.holds(load)]
-        if not fit:
-            return None
+    def seconds(self, load: Load) -> tuple[float | None, float]:
+        """By the fastest plan that holds it; by the fastest layers of all plans, room or not."""
+        able = [made for made in self.plans if load.keys_received <= made.keys_received]
         attention = {half: terms.seconds(load) for half, terms in self.terms.items()}
-        return self.edge_seconds + min(
-            sum(count * self._pair(attention[a], a, m) for a, m, count in made.pairs)
-            for made in fit
-        )
+        pairs = {(a, m): self._pair(attention[a], a, m) for made in able for a, m, _ in made.pairs}
+        fastest: dict[tuple[str, str], float] = {}  # by the operations of a layer
+        for ((_, of_attention), (_, of_mlp)), seconds in pairs.items():
+            kind = of_attention, of_mlp
+            fastest[kind] = min(seconds, fastest.get(kind, seconds))
+        counts = able[0].pairs if able else ()
+        least = sum(count * fastest[a[1], m[1]] for a, m, count in counts)
+        found = [
+            sum(count * pairs[a, m] for a, m, count in made.pairs)
+            for made in able
+            if made.holds(load)
+        ]
+        edge = self.edge_seconds
+        return (edge + min(found) if found else None), edge + least
 
     def _pair(self, attention: tuple[float, float], of_attention: Half, of_mlp: Half) -> float:
         """Of a layer; a copy to the host counts with the layer's or the half's forward."""
@@ -225,6 +253,16 @@ def _holding(
     scores = min(load.scores, one.within.scores)
     fullest = min(load.fullest_scores, one.within.fullest_scores)
     return replace(load, within=replace(load, scores=scores, fullest_scores=fullest))
+
+
+def _remembered[K](known: dict[K, _Length], key: K, make: Callable[[K], _Length]) -> _Length:
+    """What is made of the key, once; of CAPACITY keys, the first goes first."""
+    found = known.get(key)
+    if found is None:
+        if len(known) >= CAPACITY:
+            del known[next(iter(known))]
+        found = known[key] = make(key)
+    return found
 
 
 def _power_up(count: int) -> int:

@@ -27,6 +27,7 @@ from tests.planner.row_policies import (
     LAYERS,
     NAMES,
     P,
+    best_plan,
     policies,
     policy,
     prices,
@@ -209,6 +210,23 @@ def test_no_document_over_groups_is_priced_below_its_best_plan(tokens, groups, f
         best = chooses.planner.plan(dataclasses.replace(every, budget_bytes=budget))
         price = prices_by(chooses, file.require_model()).seconds(row)
         assert price is None or (best.fits and price >= best.seconds * (1 - 1e-9))
+
+
+@pytest.mark.parametrize("lengths", [(200,) * 7, (900,) * 9, (3000, 500, 400)])
+def test_a_row_with_room_for_what_sends_less_over_a_slow_link_is_priced_by_it(lengths, file):
+    """Rows of the length that hold more have no room for it, and send ten times as much."""
+    row = wide(lengths)
+
+    def policies_of(budget):
+        settings = Settings(policy="optimal", memory_margin=0.0)
+        found = FilePolicies(settings, Costs(file, NAMES, NAMES), 0, wide_bytes_per_second=1e7)
+        return found.model, found.policy(Stage(budget_bytes=budget, static_bytes=0), smooth=False)
+
+    least = policies_of(1)[1].outcome(1, row.group_length, LAYERS, row=row).peak_bytes
+    for share in (100, 110, 115):
+        model, chooses = policies_of(share * least // 100)
+        best = best_plan(chooses, row)
+        assert best.fits and 1 - 1e-9 < prices_by(chooses, model).seconds(row) / best.seconds < 1.05
 
 
 def test_a_document_over_two_groups_takes_more_than_half_of_its_time_on_one(file):

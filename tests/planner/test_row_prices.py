@@ -68,6 +68,25 @@ def test_no_row_has_a_price_for_which_no_plan_has_room_for_all_its_documents(siz
         assert (priced.seconds(row) is not None) == outcome.fits == (share > 1)
 
 
+def test_a_row_that_fits_has_a_price_though_none_does_of_twice_its_documents(tmp_path):
+    """Plans are made for powers of two of documents, and for a few lengths."""
+    table = of_gpus(make_table(strategies=NAMES))
+    write_cost_file(tmp_path / "costs.json", table, fit_table(table))
+    file = read_cost_file(tmp_path / "costs.json")
+    row = contiguous([16] * 40 * P, P, alignment=2 * P)
+
+    def policy_of(budget):
+        stage = Stage(budget_bytes=budget, static_bytes=0, has_embedding=False, has_head=False)
+        return policies(file).policy(stage, smooth=False)
+
+    least = policy_of(1).outcome(1, row.seq_length, LAYERS, row=row).peak_bytes
+    for budget, fits in ((least - 1, False), (least, True)):
+        chooses = policy_of(budget)
+        priced = prices_by(chooses, file.require_model()).seconds(row)
+        assert (priced is not None) == chooses.outcome(1, 2560, LAYERS, row=row).fits == fits
+    assert priced == pytest.approx(best_plan(chooses, row).seconds, rel=0.01)
+
+
 def test_prices_count_copies_to_the_host_as_plans_do(tmp_path):
     """One pair allowed at a time, so that the price is of the plan."""
     table = of_gpus(make_table(strategies=("metp", "metp+recompute")))
