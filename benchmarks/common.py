@@ -12,10 +12,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.doctor.tool import output_of
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.machine import cpu_name
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.whole_file import write_whole
@@ -31,6 +33,44 @@ def options(description: str) -> argparse.ArgumentParser:
     how.add_argument("--quick", action="store_true", help="about a minute, on two idle cores")
     how.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     return parser
+
+
+def count(text: str) -> int:
+    """What an option has: 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text[:40]!r}")
+    return int(text)
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """What an option has: some of the names, comma-separated."""
+
+    def names(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                told = f"none is named {name[:40]!r}: use some of {', '.join(known)}"
+                raise argparse.ArgumentTypeError(told)
+        return text.split(",")
+
+    return names
+
+
+def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """What an option has: text in which parse finds nothing wrong, which raises UserError."""
+
+    def text_of(text: str) -> str:
+        try:
+            parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return text_of
+
+
+def fitted_costs(path: str) -> str:
+    """What an option has: a cost file with models."""
+    return checked(lambda path: read_cost_file(path).require_model())(path)
 
 
 def finish(name: str, result: dict, configuration: dict, arguments: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import finish, options
+from benchmarks.common import finish, names_of, options
 from benchmarks.dynamic_workload import MODEL
 from benchmarks.max_length_real import SHAPES
 
@@ -50,7 +50,9 @@ def main() -> None:
 
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--folder", help="keep the costs and trials here, and go on from them")
-    parser.add_argument("--models", default="gpt,llama,bert", help="comma-separated")
+    parser.add_argument(
+        "--models", type=names_of(LENGTHS), default="gpt,llama,bert", help="comma-separated"
+    )
     parser.add_argument("--memory", help=f"of a rank; default {MEMORY}")
     parser.add_argument("--strategies", help="comma-separated; default: all")
     parser.add_argument("--measure-only", help="comma-separated, beside ParaDySe; default: all")
@@ -58,7 +60,7 @@ def main() -> None:
     parser.add_argument("--most-seconds", type=float, default=60.0, help="of a trial; default 60")
     arguments = parser.parse_args()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    models = arguments.models.split(",")[: 1 if arguments.quick else None]
+    models = arguments.models[: 1 if arguments.quick else None]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.folder or temporary).resolve()  # commands run in the checkout
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.common import finish, options
+from benchmarks.common import finish, names_of, options
 from tests.train.harness import train, write_documents
 from tests.train.synthetic_costs import write_costs
 
@@ -35,13 +35,14 @@ GRIDS = {
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--packed", action="store_true", help="packed microbatches, by cost")
-    parser.add_argument("--grids", default=",".join(GRIDS), help="names, comma-separated")
+    parser.add_argument(
+        "--grids", type=names_of(GRIDS), default=",".join(GRIDS), help="names, comma-separated"
+    )
     arguments = parser.parse_args()
     iterations, packed = 10 if arguments.quick else 200, arguments.packed
     with tempfile.TemporaryDirectory() as name:
         rows = [
-            compare(Path(name) / grid, grid, iterations, packed=packed)
-            for grid in arguments.grids.split(",")
+            compare(Path(name) / grid, grid, iterations, packed=packed) for grid in arguments.grids
         ]
     for row in rows:
         print(json.dumps({key: value for key, value in row.items() if "losses" not in key}))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import finish, options
+from benchmarks.common import finish, fitted_costs, names_of, options
 from benchmarks.max_length_real import SHAPES, real
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.offloaded import host_link, offloaded
@@ -55,10 +55,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--folder", help="keep the simulated cost files here, and reuse them")
-    parser.add_argument("--models", default=",".join(LENGTHS), help="comma-separated")
+    parser.add_argument(
+        "--models", type=names_of(LENGTHS), default=",".join(LENGTHS), help="comma-separated"
+    )
     parser.add_argument("--real", action="store_true", help="on 4 CPU ranks instead")
     parser.add_argument("--shape", choices=SHAPES, default="gpt", help="--real: of the model")
-    parser.add_argument("--costs", help="--real: a fitted cost file of the model, not a profile")
+    told = "--real: a fitted cost file of the model, not a profile"
+    parser.add_argument("--costs", type=fitted_costs, help=told)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         if arguments.real:
@@ -66,7 +69,7 @@ def main() -> None:
             return
         folder = Path(arguments.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        names = arguments.models.split(",")[: 1 if arguments.quick else None]
+        names = arguments.models[: 1 if arguments.quick else None]
         rows = [row for name in names for row in _rows(folder, name, quick=arguments.quick)]
         verify = VERIFIED[0] in names and not arguments.quick
         verified = _verify(folder, *VERIFIED) if verify else None

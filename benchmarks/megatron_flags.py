@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import finish, options
+from benchmarks.common import count, finish, options
 from tests.train.harness import LLAMA, Run, attempt
 
 ITERATIONS = 3
@@ -227,7 +227,7 @@ def run(settings: Settings) -> dict:
 
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
-    parser.add_argument("--combinations", type=int, metavar="COUNT", help="of several settings")
+    parser.add_argument("--combinations", type=count, metavar="COUNT", help="of several settings")
     arguments = parser.parse_args()
     settings: Settings = {name: (2, text) for name, text in TWO_RANKS.items()}
     settings |= {name: (4, text) for name, text in FOUR_RANKS.items()}

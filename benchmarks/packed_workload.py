@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import hybrid_cp
-from benchmarks.common import finish, options, spawn
+from benchmarks.common import checked, count, finish, fitted_costs, options, spawn
 from benchmarks.dynamic_workload import (
     MODEL,
     PROFILED,
@@ -38,18 +38,32 @@ from benchmarks.dynamic_workload import (
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.row_accuracy import measure_row_accuracy, row_lines, summarize_rows
 from megatron_paradyse.data.distributions import draw_lengths
+from megatron_paradyse.strategies import parse_strategy_name
+from megatron_paradyse.units import parse_bytes
 
 BUDGET = "250MB"  # of a rank
 
 
+def strategies(text: str) -> None:
+    for name in text.split(","):
+        parse_strategy_name(name)
+
+
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, default=64, help="of a global batch")
-    parser.add_argument("--global-batches", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3, help="times each runs a global batch")
-    parser.add_argument("--costs", help="a fitted cost file of this model and ranks, no profile")
-    parser.add_argument("--fixed", help="strategies to compare with (default: all with costs)")
-    parser.add_argument("--budget", default=BUDGET, help="memory of a rank")
+    parser.add_argument("--documents", type=count, default=64, help="of a global batch")
+    parser.add_argument("--global-batches", type=count, default=3)
+    parser.add_argument("--rounds", type=count, default=3, help="times each runs a global batch")
+    told = "a fitted cost file of this model and ranks, no profile"
+    parser.add_argument("--costs", type=fitted_costs, help=told)
+    parser.add_argument(
+        "--fixed",
+        type=checked(strategies),
+        help="strategies to compare with (default: all with costs)",
+    )
+    parser.add_argument(
+        "--budget", type=checked(parse_bytes), default=BUDGET, help="memory of a rank"
+    )
     parser.add_argument("--no-estimate", action="store_true", help="leave the peer's estimate out")
     arguments = parser.parse_args()
     quick = arguments.quick

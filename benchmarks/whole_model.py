@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import finish, options, spawn
+from benchmarks.common import count, finish, options, spawn
 
 MODEL = {
     "--num-layers": 4,
@@ -45,8 +45,8 @@ NUM_LENGTHS = 20
 
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="timed iterations of each plan")
-    parser.add_argument("--plans", type=int, default=4, help="plans at each length")
+    parser.add_argument("--rounds", type=count, default=3, help="timed iterations of each plan")
+    parser.add_argument("--plans", type=count, default=4, help="plans at each length")
     parser.add_argument("--differ", action="store_true", help="a model whose layers differ")
     arguments = parser.parse_args()
     model = MODEL | DIFFERING if arguments.differ else MODEL

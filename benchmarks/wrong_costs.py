@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.common import finish, options
+from benchmarks.common import count, finish, options
 from benchmarks.dynamic_workload import profile_and_fit
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
@@ -42,8 +42,8 @@ SCALED_TO = 0.9
 
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=600)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iterations", type=count, default=600)
+    parser.add_argument("--rounds", type=count, default=3)
     arguments = parser.parse_args()
     iterations, rounds = arguments.iterations, arguments.rounds
     if arguments.quick:

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dynamic_workload, gpu_limits, hybrid_cp, packed_workload
+from benchmarks import (
+    dynamic_workload,
+    gpu_limits,
+    hybrid_cp,
+    loss_curves,
+    max_length,
+    megatron_flags,
+    packed_workload,
+    whole_model,
+    wrong_costs,
+)
 from reproduction import costs, peer
 from tests.train.synthetic_costs import write_costs
 
@@ -91,3 +101,33 @@ def test_limits_keep_their_trials_in_a_folder_of_where_they_were_started(monkeyp
         gpu_limits.main()
     (command,) = started
     assert command[command.index("-o") + 1] == str(tmp_path / "limits/gpt-raw.json")
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "option", "value", "said"),
+    [
+        (dynamic_workload, "--costs", "none.json", "none.json does not exist"),
+        (dynamic_workload, "--documents", "0", "expected 1 or more, got '0'"),
+        (gpu_limits, "--models", "gpt,gtp", "none is named 'gtp': use some of gpt, llama, bert"),
+        (loss_curves, "--grids", "tp8", "none is named 'tp8': use some of tp4"),
+        (max_length, "--costs", "none.json", "none.json does not exist"),
+        (max_length, "--models", "", "none is named '': use some of gpt"),
+        (megatron_flags, "--combinations", "-1", "expected 1 or more, got '-1'"),
+        (megatron_flags, "--combinations", "0", "expected 1 or more, got '0'"),
+        (packed_workload, "--budget", "250M", "a size is written like 76GiB"),
+        (packed_workload, "--fixed", "metp,meta", "no strategy named 'meta'"),
+        (packed_workload, "--global-batches", "one", "expected 1 or more, got 'one'"),
+        (whole_model, "--plans", "0", "expected 1 or more, got '0'"),
+        (wrong_costs, "--rounds", "0", "expected 1 or more, got '0'"),
+    ],
+)
+def test_a_wrong_value_is_told_in_a_line_before_anything_runs(
+    benchmark, option, value, said, monkeypatch, capsys
+):
+    for starts in ("run", "Popen"):
+        monkeypatch.setattr(subprocess, starts, lambda *of, **how: pytest.fail("runs"))
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", f"{option}={value}"])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2
+    assert f"error: argument {option}: {said}" in capsys.readouterr().err.splitlines()[-1]
