@@ -12,6 +12,7 @@
 # DOCUMENTS  of a global batch of ParaDySe                 (default 512)
 # SAMPLES    of SEQ tokens of a global batch of the peer   (default 64: as many tokens where documents have 1024)
 # ITERATIONS of each, the first 10 of which warm up        (default 50)
+# LOGS       a folder for what both print                  (default hybrid-cp-logs)
 # Compare tokens per second: Megatron's line gives ms per iteration, of SAMPLES x SEQ tokens; ParaDySe's tokens/s.
 set -euo pipefail
 
@@ -23,6 +24,10 @@ case ${1:-} in
 esac
 [ -n "${MEGATRON:-}" ] || fail "MEGATRON is not set: give a Megatron-LM checkout, such as MEGATRON=../Megatron-LM"
 [ -n "${DATA:-}" ] || fail "DATA is not set: give the prefix of .bin and .idx, such as DATA=data/code"
+[ -f "$MEGATRON/pretrain_gpt.py" ] || fail "MEGATRON=$MEGATRON has no pretrain_gpt.py: give a Megatron-LM checkout"
+for part in bin idx; do
+    [ -f "$DATA.$part" ] || fail "$DATA.$part does not exist: give DATA as the prefix of .bin and .idx"
+done
 VOCAB=${VOCAB:-50257} CAP=${CAP:-2048} SEQ=${SEQ:-8192} DOCUMENTS=${DOCUMENTS:-512} SAMPLES=${SAMPLES:-64}
 ITERATIONS=${ITERATIONS:-50} LOGS=${LOGS:-hybrid-cp-logs}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}

@@ -34,19 +34,27 @@ def commands(tmp_path):
     torchrun = tmp_path / "torchrun"
     torchrun.write_text(TORCHRUN)
     torchrun.chmod(0o755)
-    variables = {"MEGATRON": "/checkout", "DATA": tmp_path / "corpus", "LOGS": tmp_path / "logs"}
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout/pretrain_gpt.py").touch()
+    variables = {"MEGATRON": "checkout", "DATA": tmp_path / "corpus", "LOGS": tmp_path / "logs"}
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment |= {name: str(value) for name, value in variables.items()}
     script = ["bash", str(ROOT / "scripts/hybrid_cp.sh")]
     done = subprocess.run(
-        script, env=environment, capture_output=True, text=True, timeout=30, check=True
+        script,
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
     )
     return [part.split("\n")[:-1] for part in done.stdout.split("torchrun\n")[1:]]
 
 
 def test_megatron_takes_the_flags_of_both_runs(commands):
     peer, ours = commands
-    assert peer[:4] == ["--standalone", "--nproc-per-node", "8", "/checkout/pretrain_gpt.py"]
+    assert peer[:4] == ["--standalone", "--nproc-per-node", "8", "checkout/pretrain_gpt.py"]
     assert ours[:5] == [*peer[:3], "-m", "megatron_paradyse.pretrain_gpt"]
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "8", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -63,11 +71,11 @@ def test_megatron_takes_the_flags_of_both_runs(commands):
     assert parsed == [[False, True, 8], [True, False, 1]]
 
 
-def run(*arguments: str):
-    """The script without any of its variables."""
+def run(*arguments: str, **variables: str):
+    """The script with none of its variables but these."""
     return subprocess.run(
         ["bash", str(ROOT / "scripts/hybrid_cp.sh"), *arguments],
-        env={"PATH": os.environ["PATH"]},
+        env={"PATH": os.environ["PATH"], **variables},
         capture_output=True,
         text=True,
         timeout=30,
@@ -89,3 +97,15 @@ def test_help_asks_for_no_variable_and_arguments_are_refused():
     wrong = run("--iterations")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and not wrong.stdout
     assert wrong.stderr.startswith("error: hybrid_cp.sh takes no argument, got --iterations: ")
+
+
+def test_a_checkout_or_data_that_is_not_there_is_told_in_a_line(tmp_path):
+    (tmp_path / "pretrain_gpt.py").touch()
+    checkout = {"MEGATRON": str(tmp_path)}
+    for variables, said in (
+        ({"MEGATRON": "/none", "DATA": "/none"}, "MEGATRON=/none has no pretrain_gpt.py"),
+        ({**checkout, "DATA": "/none"}, "/none.bin does not exist: give DATA as the prefix"),
+    ):
+        done = run(**variables)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
