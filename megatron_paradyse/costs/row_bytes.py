@@ -134,4 +134,5 @@ def joined(strategy: str, load: Load, *, windowed: bool = False) -> Load:
         piece_beside=rows if row.piece_beside and beside else 0,
         held=rows,
     )
-    return replace(load, buffers=largest)
+    within = load.within and replace(load.within, buffers=largest)
+    return replace(load, buffers=largest, within=within)

@@ -178,6 +178,26 @@ def test_where_flash_kernels_run_one_document_beside_padding_needs_room():
     assert not list(off(found, truth))
 
 
+@pytest.mark.parametrize("strategy", ["megatron_ts", "ulysses_z+recompute"])
+def test_where_flash_kernels_run_documents_within_a_window_need_room_beside_padding(strategy):
+    """They are one call, in a layer with the window too."""
+    p, window, variant = 2, 40, "weights"
+    row, case = contiguous([29] * 8 + [1], p), case_of(strategy, p, "causal", variant, None)
+    case = dataclasses.replace(case, s=row.seq_length, h=16, window=window)
+    assert row.padding
+    with flash_kernel():
+        one = OperationCosts(0.0, 0.0, *(measured.__wrapped__(case)[q] for q in BYTES))
+        truth = measured.__wrapped__(dataclasses.replace(case, row=row))
+    load = joined(strategy, load_of(row, causal=True, window=window), windowed=True).within
+    of_one = load_of_one(row.seq_length, p, causal=True, window=window).within
+    sizes = dataclasses.replace(model_of(p, "causal", variant).packed.sizes, h=16)
+    found = row_bounds.with_row_bytes(
+        strategy, one, sizes, load, of_one,
+        least=None, tiled_window=None, in_one_call=True, windowed=True,
+    )  # fmt: skip
+    assert not list(off(found, truth))
+
+
 def test_a_tile_of_the_tiled_kernel_holds_what_is_counted():
     """In its forward three tensors of scores, in its backward five, and little else."""
     assert row_bounds.TILE == tiled_kernel.TILE
