@@ -110,6 +110,9 @@ def extra_bytes(
         backward += used_and_coming + 3 * z.wide(used)  # gradients: made, sent, and coming
         if base not in WHOLE_COLUMNS and of_one.keys_received < z.s - z.s // z.p:
             forward += _beyond_narrow(z, load, of_one, rings)
+        if z.p == 1 and base not in WHOLE_COLUMNS:
+            room, sums = _of_one_rank(z, load)
+            forward, backward = forward + room, backward + sums
     if tiled_window is not None and base not in (*SPLIT_HEADS, *WHOLE_COLUMNS):
         of_tiles = _more_of_tiles(z, base, base_name(like or strategy), of_one, tiled_window)
         tiles = int(of_tiles * z.wide_bytes)
@@ -150,6 +153,19 @@ def _of_documents(z: LayerSizes, heads: int, load: Load) -> tuple[int, int]:
         narrowed = heads if z.half_type else 0
         backward = z.wide(heads) - heads + max(backward, narrowed)
     return forward, backward
+
+
+def _of_one_rank(z: LayerSizes, load: Load) -> tuple[int, int]:
+    """Of a ring of one rank, to which a document alone is one call: room for all documents.
+
+    Over groups keys come in parts, whose results are summed as in a ring of several ranks, and so
+    are gradients of queries.
+    """
+    if load.groups == 1:
+        room, _ = _of_documents(z, z.q + z.kv_sent, load)
+        return room, 0
+    merged = 2 * z.lse + max(z.lse, z.wide(z.q) if z.half_type else 0)
+    return z.wide(z.q) + merged, z.wide(z.q) - z.q
 
 
 def _more(load: Load, of_one: Load, most: int) -> int:

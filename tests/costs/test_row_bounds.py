@@ -143,6 +143,23 @@ def test_of_one_document_over_groups_no_rank_of_split_heads_holds_more(strategy,
     assert not wrong
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("strategy", ["megatron_cz", "metp+recompute"])
+def test_a_ring_of_one_rank_holds_no_more_than_predicted(strategy, groups):
+    """One call computes its single document, and a row's results need room or are summed."""
+    case = case_of(strategy, 1, "causal", "shared keys", None)
+    one = OperationCosts(0.0, 0.0, *(measured(case)[q] for q in BYTES))
+    sizes = dataclasses.replace(model_of(4, "causal", "shared keys").packed.sizes, p=1, s=1)
+    row = dataclasses.replace(zigzag((groups * S // 2,) * 2, groups), groups=groups)
+    case = dataclasses.replace(case, s=groups * S, row=row)
+    truth = measured(case) if groups == 1 else measured_wide(case, groups)
+    found = row_bounds.with_row_bytes(
+        strategy, one, sizes, load_of(row, causal=True), load_of_one(S, 1, causal=True),
+        least=None, tiled_window=None,
+    )  # fmt: skip
+    assert not list(off(found, truth))
+
+
 def test_of_local_z_tiles_are_of_all_heads_though_it_be_told_from_split_ones():
     p, s, window, variant = 4, 256, 8, "activations"
     row, like = contiguous([s // p] * p, p), "ulysses_z"
