@@ -83,7 +83,7 @@ def extra_bytes(
     kept, forward, backward = 0, 0, 0
     if base in SPLIT_HEADS or base == LOCAL:
         heads = z.q + z.kv_sent
-        forward, backward = _of_documents(z, heads, load)
+        forward, backward = _of_documents(z, heads, load, z.rows if base == LOCAL else z.s)
         if load.groups > 1:  # keys that are used, that come and that are sent; gradients likewise
             chunks = min(load.groups, 3)
             merged = 2 * z.lse + (z.q if z.half_type else 0)  # what a block adds to wider sums
@@ -136,19 +136,19 @@ def _beyond_narrow(z: LayerSizes, load: Load, of_one: Load, rings: int) -> int:
     return angles + out + 3 * lse + (z.wide(out) if z.half_type else 0)
 
 
-def _of_documents(z: LayerSizes, heads: int, load: Load) -> tuple[int, int]:
-    """Forward and backward, of a rank that has all tokens of its heads: room for all documents.
+def _of_documents(z: LayerSizes, heads: int, load: Load, tokens: int) -> tuple[int, int]:
+    """Forward and backward, of a rank that has `tokens` of its heads: room for all documents.
 
     Beside it are the results of the one that is computed. So it is of one over several groups,
     whose keys come in parts: gradients are then sums, in the accumulation dtype.
     """
-    block = load.buffers.longest if load.buffers else z.s
+    block = min(load.buffers.longest, tokens) if load.buffers else tokens
     beside_padding = load.buffers is not None and block > 0
     if load.groups > 1:
-        block = block or z.s
-    elif load.documents == 1 and not beside_padding and block in (0, z.s):
+        block = block or tokens
+    elif load.documents == 1 and not beside_padding and block in (0, tokens):
         return 0, 0
-    forward, backward = (z.q + z.lse) * block // z.s, (heads + z.lse) * block // z.s
+    forward, backward = (z.q + z.lse) * block // tokens, (heads + z.lse) * block // tokens
     if load.groups > 1:
         narrowed = heads if z.half_type else 0
         backward = z.wide(heads) - heads + max(backward, narrowed)
@@ -162,7 +162,7 @@ def _of_one_rank(z: LayerSizes, load: Load) -> tuple[int, int]:
     are gradients of queries.
     """
     if load.groups == 1:
-        room, _ = _of_documents(z, z.q + z.kv_sent, load)
+        room, _ = _of_documents(z, z.q + z.kv_sent, load, z.s)
         return room, 0
     merged = 2 * z.lse + max(z.lse, z.wide(z.q) if z.half_type else 0)
     return z.wide(z.q) + merged, z.wide(z.q) - z.q

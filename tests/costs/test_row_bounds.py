@@ -160,9 +160,12 @@ def test_a_ring_of_one_rank_holds_no_more_than_predicted(strategy, groups):
     assert not list(off(found, truth))
 
 
-def test_of_local_z_tiles_are_of_all_heads_though_it_be_told_from_split_ones():
-    p, s, window, variant = 4, 256, 8, "activations"
-    row, like = contiguous([s // p] * p, p), "ulysses_z"
+@pytest.mark.parametrize(("s", "window", "count"), [(256, 8, 1), (1024, 32, 2)])
+def test_of_local_z_tiles_and_room_are_of_all_heads_though_it_be_told_from_split_ones(
+    s, window, count
+):
+    p, variant = 4, "activations"
+    row, like = contiguous([s // (p * count)] * (p * count), p), "ulysses_z"
     case = dataclasses.replace(case_of(like, p, "causal", variant, None), s=s, window=window)
     one = OperationCosts(0.0, 0.0, *(measured.__wrapped__(case)[q] for q in BYTES))
     truth = measured.__wrapped__(dataclasses.replace(case, strategy="local_z", row=row))
