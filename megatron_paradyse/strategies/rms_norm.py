@@ -70,7 +70,7 @@ def normalise_backward(
         hat = x[tile].to(wide) * scale[tile]  # normalised
         part = grad[tile].to(wide)
         if weight is not None and grad_weight is not None:
-            grad_weight += (part * hat).flatten(0, -2).sum(0)
+            grad_weight += (part * hat).reshape(-1, x.shape[-1]).sum(0)
             part = part * weight
         grad_x[tile] = scale[tile] * (part - hat * (part * hat).mean(-1, keepdim=True))
     if weight is None or grad_weight is None:
