@@ -49,10 +49,6 @@ class AttentionTask:
             return blocks
         return join_documents(blocks) if self._kernel(q).for_documents else blocks
 
-    def sums_nothing(self, q: Tensor, q_spans: tuple[Span, ...], k_spans: tuple[Span, ...]) -> bool:
-        """Whether each gradient of these queries and keys is one block's, as of whole documents."""
-        return share_no_rows(self.blocks_for(q, q_spans, k_spans))
-
     def rule(self, block: Block) -> BlockRule:
         return BlockRule(
             scale=self.shape.softmax_scale,

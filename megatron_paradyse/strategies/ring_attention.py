@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_paradyse.strategies.blocks import Span
+from megatron_paradyse.strategies.joined_blocks import share_no_rows
 from megatron_paradyse.strategies.local_attention import (
     AttentionTask,
     PartialOutput,
@@ -77,7 +78,7 @@ def ring_backward(
     q_spans = spans_of_ranks[group.rank()]
     exchange = exchange_among(spans_of_ranks, task, group, dim=1)
     travelling = exchange.gradient()
-    narrow = exchange.is_alone and task.sums_nothing(q, q_spans, q_spans)
+    narrow = exchange.is_alone and share_no_rows(task.blocks_for(q, q_spans, q_spans))
     (grad_q,) = new_gradients(q, narrow=narrow)
     for source, chunk in exchange.chunks(kv, backward=True):
         (grad_kv,) = new_gradients(chunk, narrow=narrow)

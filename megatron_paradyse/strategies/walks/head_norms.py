@@ -11,22 +11,20 @@ from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
 
 
 def norm_heads(m: Ledger, z: LayerSizes, *, q: int, kv: int, has_graph: bool) -> None:
-    """If there are norms: holds "before_norms", their inputs, which the caller has; keeps the rest.
+    """If there are norms: holds their inputs, "before_q" and "before_k", which the caller has.
 
-    has_graph: whether a backward follows; else nothing is kept.
+    Keeps the rest. has_graph: whether a backward follows; else nothing is kept.
     """
     if z.head_norm is None:
         return
     let_go = m.keep if has_graph else m.drop
-    m.hold(before_norms=0)
-    for before, size in ((q, q), (q + kv // 2, kv // 2)):
+    for name, size in (("q", q), ("k", kv // 2)):
         copied, statistics = z.wide(size) if _copies(z) else 0, _statistics(z, size)
         m.hold(of_norm=copied + statistics)
         if copied:
             m.touch(copied)
             let_go("of_norm")
-        m.drop("before_norms")
-        m.hold(before_norms=before)  # beside which q or k is what has been normalised
+        m.hold(**{f"before_{name}": size})  # beside which q or k is what has been normalised
         if copied:
             m.touch(copied)
         else:
@@ -35,9 +33,9 @@ def norm_heads(m: Ledger, z: LayerSizes, *, q: int, kv: int, has_graph: bool) ->
 
 
 def end_norms(m: Ledger, z: LayerSizes, *, has_graph: bool) -> None:
-    """The caller lets go of "before_norms": what a norm keeps stays."""
+    """The caller lets go of what norm_heads holds: what a norm keeps stays."""
     if z.head_norm is not None:
-        (m.keep if has_graph and not _copies(z) else m.drop)("before_norms")
+        (m.keep if has_graph and not _copies(z) else m.drop)("before_q", "before_k")
 
 
 def norms_backward(

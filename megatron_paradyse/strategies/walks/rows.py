@@ -46,13 +46,11 @@ def routed_forward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, 
 
 def routed_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
     """Holds the gradients of q and kv, "grad_qkv"."""
-    own = of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes
     if not z.keys_received:
-        m.hold(grad_qkv=q + kv)
-        m.touch(own)
+        local_backward(m, z, q=q, kv=kv, lse=lse, lse_copy=0, block=row.piece, rows=z.rows)
         return
     m.hold(grad_q=z.wide(q), grad_kv=z.wide(kv))
-    m.touch(own)
+    m.touch(of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes)
     _steps_backward(m, z, row, q=q, kv=kv, lse=lse)
     m.touch(q + kv if z.half_type else 0)
     m.drop("grad_q", "grad_kv")

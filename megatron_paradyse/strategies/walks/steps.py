@@ -51,11 +51,8 @@ def normalise_and_rotate(
             angles=rope_bytes(z, rows), float32_angles=4 * z.rope_channels * rows if in_spans else 0
         )
         # Beside the result: a product, its other factor and that factor's product.
-        m.hold(rotated_q=q)
-        m.touch(3 * q * z.rope_channels // z.d)
-        if z.head_norm:  # else the caller has what is rotated
-            m.drop("rotated_q")
-            m.hold(rotated_q=0)
+        m.touch(q + 3 * q * z.rope_channels // z.d)
+        m.hold(rotated_q=0 if z.head_norm else q)  # the caller has what is rotated without a norm
         m.hold(rotated_k=kv // 2)
         m.touch(3 * kv // 2 * z.rope_channels // z.d)
         m.drop("rotated_q", "rotated_k", "float32_angles")
