@@ -160,7 +160,7 @@ def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(p, strat
 
 
 _NORMED = {  # name -> of all that a norm and the rest of the layer may be, an eighth
-    f"{qk_norm}{suffix}-p{p}": AttentionCase(
+    f"{qk_norm}{suffix}-{dtype}-p{p}": AttentionCase(
         suffix, p, n=8, g=g, d=64, h=h, s=128, dtype=dtype, rope=rope, qk_norm=qk_norm
     )
     for i, qk_norm in enumerate(("layernorm", "rmsnorm", "l2"))
@@ -170,10 +170,7 @@ _NORMED = {  # name -> of all that a norm and the rest of the layer may be, an e
     for p, g, h, rope in [
         [(2, 8, 16, "half"), (4, 2, 128, None), (2, 2, 16, None), (4, 8, 128, "half")][(i + j) % 4]
     ]
-}
-
-
-_NORMED |= {
+} | {
     "one head a rank": AttentionCase(
         "", 4, n=4, g=4, d=64, h=16, s=128, rope="half", qk_norm="rmsnorm"
     ),
