@@ -55,9 +55,8 @@ class Packed:
     causal: whether these have one triangle of scores; sizes: of the layer, for any s. windows: the
     keys that a query sees, of each kind of attention that has a window; dropout: whether there is
     any of attention; in_tiles: whether the tiled kernel runs where there is either.
-    joined: whether one call of the kernel takes documents that lie side by side; walked: whether
-    the walks of strategies/walks/ know the layer. wide_bytes_per_second: what a rank receives of
-    other groups' ranks; infinite where not known.
+    joined: whether one call of the kernel takes documents that lie side by side.
+    wide_bytes_per_second: what a rank receives of other groups' ranks; infinite where not known.
     """
 
     causal: bool
@@ -67,7 +66,6 @@ class Packed:
     in_tiles: bool = False
     dropout: bool = False
     joined: bool = False
-    walked: bool = True
     wide_bytes_per_second: float = math.inf
 
     @property
@@ -86,8 +84,7 @@ class Packed:
         """
         base = base_name(strategy)
         tiled = self.dropout and (self.in_tiles or base in WHOLE_COLUMNS)
-        known = self.walked and base in ROW_WALKS
-        return known and operation not in self.windows and not tiled
+        return base in ROW_WALKS and operation not in self.windows and not tiled
 
     def load_of(self, row: Row) -> Load:
         return load_of(row, causal=self.causal, window=self.window)

@@ -18,6 +18,7 @@ from megatron_paradyse.strategies.accounting import (
     RANKS_DIFFER,
     SPLIT_HEADS,
     attention_bytes,
+    down_projection_bytes,
     projection_bytes,
 )
 from megatron_paradyse.strategies.sizes import LayerSizes
@@ -65,6 +66,8 @@ def walked_row_bytes(
     walked_row = _peaks(*attention_bytes(strategy, of_row))
     kept = measured[0] + walked_row[0] - walked_one[0]
     norm = OF_NORM * alone.x
+    if alone.latent is not None:  # the activation that they are made of, and their own norms
+        norm += alone.x + OF_NORM * alone.input
     # A forward ends with the attention's output, beside the layer's that is made of it.
     least = kept + min(one.forward_bytes, alone.x), kept
     forward, backward = (
@@ -72,7 +75,8 @@ def walked_row_bytes(
         for i in (1, 2)
     )
     # While proj's gradients are made more may be there that no walk knows than beside attention.
-    backward = max(backward, kept + projection_bytes(strategy, of_row, norm=norm))
+    of_projections = kept + projection_bytes(strategy, of_row, norm=norm)
+    backward = max(backward, of_projections, down_projection_bytes(of_row))
     if in_one_call and load.documents > 1:
         of_kernel = replace(of_row, kernel_bytes=kernel_bytes(base, alone, load))
         _, _, with_kernel = attention_bytes(strategy, of_kernel)
@@ -97,7 +101,7 @@ def _holds(measured: tuple[float, ...], walked: tuple[float, ...]) -> bool:
 def _let_go(like: str, z: LayerSizes) -> int:
     """Of the walk of a second run: in a layer the norm is run again too, and what it gave is gone
     once its halves are swapped."""
-    return z.x if (base_name(like), ATTENTION) in RANKS_DIFFER and swaps(0, z) else 0
+    return z.input if (base_name(like), ATTENTION) in RANKS_DIFFER and swaps(0, z) else 0
 
 
 def _peaks(kept: float, forward: float, backward: float) -> tuple[float, float, float]:

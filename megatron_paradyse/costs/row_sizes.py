@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from megatron_paradyse.costs.description import CAUSAL, ELEMENT_BYTES, Description
+from megatron_paradyse.costs.description import (
+    CAUSAL,
+    ELEMENT_BYTES,
+    LATENT_ROTATED,
+    Description,
+)
 from megatron_paradyse.costs.packed import WHOLE_COLUMNS, Packed
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.strategies.accounting import SPLIT_HEADS
+from megatron_paradyse.strategies.contract import LatentSizes
 from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS, LayerSizes, accumulated_head_dim
 
 WIDEST = 8  # of a dtype that is none of these
@@ -32,7 +39,7 @@ def layer_sizes(d: Description) -> LayerSizes:
         rope_channels=d.rotated_channels,
         head_norm=d.head_norm,
         fused_norms=d.hardware.kind == "cuda",
-        narrow_values=d.latents is not None and d.latents["v_head_dim"] < m.head_dim,
+        **_of_latents(d),
     )
 
 
@@ -48,8 +55,20 @@ def packed_of(d: Description) -> Packed:
         in_tiles=d.tiled_scores is not False and (dropout or not flash),
         dropout=dropout,
         joined=flash and not dropout,
-        walked=d.latents is None,
     )
+
+
+def _of_latents(d: Description) -> dict[str, Any]:
+    of = d.latents
+    if of is None:
+        return {}
+    sizes = LatentSizes(
+        keys=of["kv_lora_rank"],
+        content=of["qk_head_dim"],
+        positions=of[LATENT_ROTATED],
+        value=of["v_head_dim"],
+    )
+    return {"latent": sizes, "query_latents": of["q_lora_rank"] or d.model.hidden_size}
 
 
 def of_length(sizes: LayerSizes, load: Load) -> LayerSizes:

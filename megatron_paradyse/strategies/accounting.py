@@ -18,7 +18,7 @@ from megatron_paradyse.strategies.sizes import Costs, LayerSizes, Ledger, of_til
 from megatron_paradyse.strategies.walks import ROW_WALKS, TILED_ZERO_MLP, WALKS, Walk
 from megatron_paradyse.strategies.walks.aligned import aligned_rows
 from megatron_paradyse.strategies.walks.rings import second_half, swaps
-from megatron_paradyse.strategies.walks.zero import proj_backward
+from megatron_paradyse.strategies.walks.zero import down_backward, proj_backward
 
 SPLIT_HEADS = ("megatron_ts", "ulysses_z")  # every rank of a group has some heads of its tokens
 GATHERED = ("ulysses_z", "megatron_cz", "colossal_z", "local_z")  # weights of attention are, whole
@@ -108,8 +108,21 @@ def projection_bytes(strategy: str, z: LayerSizes, *, norm: int) -> int:
         return 0
     m = Ledger()
     proj_backward(m, z)
-    made_anew = attention_bytes(base, z)[0] - z.x + norm if recompute else 0
+    made_anew = attention_bytes(base, z)[0] - z.input + norm if recompute else 0
     return made_anew + m.peak
+
+
+def down_projection_bytes(z: LayerSizes) -> int:
+    """What a layer's backward holds while gradients of weights are made that make latents of x."""
+    if z.latent is None:
+        return 0
+    c_q, c_kv, c_pe = z.latent_channels
+    peaks = []
+    for channels in (c_kv + c_pe, c_q if c_q != z.h else 0):  # else x is c_q
+        m = Ledger()
+        down_backward(m, z, channels)
+        peaks.append(m.peak)
+    return max(peaks)
 
 
 def _most(found: Iterable[Bytes]) -> Bytes:
@@ -138,13 +151,15 @@ def _bytes_of_rank(walk: Walk, base: str, z: LayerSizes, rank: int) -> tuple[Byt
         backward = Ledger(rank)
         walk.second_backward(backward, z)
     again = forward.kept + max(forward.peak - forward.kept, backward.peak)
-    return plain, (z.x, forward.peak_alone, again)
+    return plain, (z.input, forward.peak_alone, again)
 
 
 def _kept(forward: Ledger, base: str, operation: str, z: LayerSizes) -> int:
     """What the forward keeps, and its input, unless a swapped one is kept instead."""
     keeps_swapped = (base, operation) in RANKS_DIFFER and swaps(forward.rank, z)
-    return forward.kept + (0 if keeps_swapped else z.x)
+    if keeps_swapped:
+        return forward.kept
+    return forward.kept + (z.input if operation == "attention" else z.x)
 
 
 def _recomputed(

@@ -117,6 +117,7 @@ class _RowAttention(Function):
             grad_q += per_query_head(part, k_chunk)
             grad_k.add(per_kv_head(part, q, k_chunk).to(wide))
             del part, k_chunk
+        del grad_scores, grad_out
         grads = (grad_q, grad_k.home(), grad_v.home())
         of_rows = (g.to(q.dtype).permute(2, 0, 1, 3) for g in grads)
         return None, None, *of_rows, grad_offset

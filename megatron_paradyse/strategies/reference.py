@@ -171,7 +171,7 @@ def shard_attention(weights: AttentionWeights, p: int, rank: int) -> AttentionWe
         proj=weights.proj.chunk(p, dim=1)[rank],
         **{
             name: whole.chunk(p)[rank]
-            for name in ("qkv_bias", "softmax_offset")
+            for name in ("qkv_bias", "softmax_offset", "kv_up")
             if (whole := getattr(weights, name)) is not None
         },
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isinf, lcm
 
+from megatron_paradyse.strategies.contract import LatentSizes
+
 # Rows of a rank in a tile of what goes in tiles of a long sequence: matrix products of so many take
 # far longer than their weights take to arrive.
 TILE_ROWS = 8192
@@ -101,7 +103,8 @@ class LayerSizes:
     rope_channels: int = 0
     offset: bool = False  # of the softmax: a logit of each head, as parameters
     gate: bool = False  # of the output, made by linear_qkv
-    narrow_values: bool = False  # of latents: proj has a copy of the output, without its padding
+    latent: LatentSizes | None = None  # of which g = n heads of d channels are made
+    query_latents: int = 0  # channels of c_q
     row: RowSizes | None = None
     keys_received: int = 0
     peers: int = 0
@@ -137,8 +140,37 @@ class LayerSizes:
         return self.rows * self.h * self.element_bytes
 
     @cached_property
+    def input(self) -> int:
+        """Bytes of an attention's input: x, or latents."""
+        return self.x if self.latent is None else self.latents(*self.latent_channels)
+
+    @cached_property
+    def latent_channels(self) -> tuple[int, int, int]:
+        """Of c_q, c_kv and c_pe."""
+        assert self.latent is not None
+        return self.query_latents, self.latent.keys, self.latent.positions
+
+    def latents(self, *channels: int) -> int:
+        """Bytes of so many channels of a rank's rows."""
+        return self.rows * sum(channels) * self.element_bytes
+
+    @cached_property
     def q(self) -> int:
         return self.rows * self.n * self.d * self.element_bytes
+
+    @cached_property
+    def value_dim(self) -> int:
+        """Channels of a head's output that proj takes."""
+        return self.d if self.latent is None else self.latent.value
+
+    @cached_property
+    def values(self) -> int:
+        """Bytes of the output that proj takes; without padding, a copy."""
+        return self.q // self.d * self.value_dim
+
+    @cached_property
+    def narrow_values(self) -> bool:
+        return self.value_dim < self.d
 
     @cached_property
     def kv(self) -> int:
@@ -195,7 +227,27 @@ class LayerSizes:
 
     @cached_property
     def proj_weight(self) -> int:
-        return self.n * self.d * self.h * self.element_bytes
+        return self.n * self.value_dim * self.h * self.element_bytes
+
+    @cached_property
+    def products(self) -> tuple[int, int]:
+        """Bytes of what they make."""
+        of_queries, of_keys = self.up_rows
+        return self.latents(of_queries), self.latents(of_keys)
+
+    @cached_property
+    def up_weights(self) -> tuple[int, int]:
+        """Bytes of those that make queries of c_q, and keys and values of c_kv."""
+        c_q, c_kv, _ = self.latent_channels
+        of_queries, of_keys = self.up_rows
+        return of_queries * c_q * self.element_bytes, of_keys * c_kv * self.element_bytes
+
+    @cached_property
+    def up_rows(self) -> tuple[int, int]:
+        """Their rows: channels of all heads, as they are made."""
+        of = self.latent
+        assert of is not None
+        return self.n * (of.content + of.positions), self.n * (of.content + of.value)
 
     @cached_property
     def fc1_rows(self) -> int:

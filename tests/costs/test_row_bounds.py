@@ -273,7 +273,7 @@ def test_tiles_are_counted_where_the_tiled_kernel_runs(kind, dtype, head_dim, dr
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("strategy", ["colossal_z", "colossal_z+recompute"])
 def test_fewer_columns_of_scores_leave_products_as_large(strategy, p):
-    """In half types, where no walk tells: of latents, windows and dropout."""
+    """In half types, where no walk tells: of windows and dropout."""
     row, variant = contiguous([S // 2, S // 2], p), "shared keys"
 
     def alone(name):

@@ -19,16 +19,23 @@ from tests.strategies.cases import AttentionCase
 from tests.strategies.test_accounting import measure_rank, on_fake_ranks
 from tests.train.harness import run_forked
 
-FLAGS = ["--num-layers", 2, "--hidden-size", 128, "--num-attention-heads", 8, "--swiglu",
-         "--group-query-attention", "--num-query-groups", 4, "--position-embedding-type", "rope",
-         "--disable-bias-linear", "--vocab-size", 512]  # fmt: skip
+FLAGS = ["--num-layers", 2, "--num-attention-heads", 8, "--swiglu", "--disable-bias-linear",
+         "--position-embedding-type", "rope", "--vocab-size", 512]  # fmt: skip
+GROUPED = ["--hidden-size", 128, "--group-query-attention", "--num-query-groups", 4]
+LATENT = ["--multi-latent-attention", "--hidden-size", 1024, "--q-lora-rank", 256,
+          "--kv-lora-rank", 128, "--qk-head-dim", 16, "--qk-pos-emb-head-dim", 16,
+          "--v-head-dim", 16]  # fmt: skip
 
 
 TWO = ["--strategies", "ulysses_z,megatron_cz,ulysses_z+recompute,megatron_cz+recompute"]
 OPTIONS = {
-    "joined": ["--attention-dropout", 0],
-    "windows": [*TWO, "--attention-dropout", 0, "--window-size", "256,0"],  # joined where shorter
-    "dropout": [*TWO, "--attention-dropout", 0.1],  # one by one, in tiles that memory never holds
+    "joined": [*GROUPED, "--attention-dropout", 0],
+    # joined where shorter
+    "windows": [*GROUPED, *TWO, "--attention-dropout", 0, "--window-size", "256,0"],
+    # one by one, in tiles that memory never holds
+    "dropout": [*GROUPED, *TWO, "--attention-dropout", 0.1],
+    # of which peaks may be where these are made of an activation that is far wider
+    "latents": [*LATENT, *TWO, "--attention-dropout", 0],
 }
 
 

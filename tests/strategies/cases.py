@@ -14,6 +14,7 @@ from megatron_paradyse.packing.row import Row
 from megatron_paradyse.strategies.contract import (
     AttentionShape,
     AttentionWeights,
+    LatentSizes,
     Microbatch,
     MlpShape,
     MlpWeights,
@@ -42,6 +43,8 @@ class AttentionCase:
     query_scale: float = 1.0  # multiplies the scores
     offset: bool = False  # of the softmax
     gate: bool = False  # of the output
+    latent: LatentSizes | None = None  # then d is of the heads made of them
+    query_latents: int = 0  # channels of c_q
     tile_rows: int | None = None  # above which a sequence is long; None: those of the product
     row: Row | None = None  # packed documents: of s tokens, b is 1
     draw: int = 0  # others have other inputs
@@ -70,7 +73,14 @@ class AttentionCase:
             rope_scale=1.3 if self.rope == "scaled" else 1.0,
             qk_norm=self.qk_norm,
             output_gate=self.gate,
+            latent=self.latent,
         )
+
+    @property
+    def input_channels(self) -> int:
+        if self.latent is None:
+            return self.h
+        return self.query_latents + self.latent.keys + self.latent.positions
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,7 @@ def microbatch_of(case: AttentionCase, device: str = "cpu") -> Microbatch:
     rope = None
     if case.rope is not None:
         d_rot = case.d // 2 if case.rope == "partial" else case.d
+        d_rot = d_rot if case.latent is None else case.latent.positions
         frequency = 10.0 ** (-torch.arange(d_rot // 2) / (d_rot // 2))
         angles = places_of(case)[:, None] * frequency
         if case.rope == "interleaved":
@@ -162,6 +173,13 @@ def full_weights(case: AttentionCase | MlpCase, random: torch.Generator):
             fc2=normal(case.h, case.f, scale=case.f**-0.5),
             fc1_bias=normal(rows) if case.bias else None,
         )
+    if case.latent is not None:
+        of, n = case.latent, case.n
+        return AttentionWeights(
+            qkv=normal(n * (of.content + of.positions), case.query_latents, scale=0.1),
+            kv_up=normal(n * (of.content + of.value), of.keys, scale=0.1),
+            proj=normal(case.h, n * of.value, scale=0.1),
+        )
     rows = case.shape.qkv_size
     norm = case.qk_norm in ("layernorm", "rmsnorm")
     norm_bias = case.qk_norm == "layernorm"
@@ -180,10 +198,11 @@ def full_weights(case: AttentionCase | MlpCase, random: torch.Generator):
 def inputs_of(case: AttentionCase | MlpCase):
     """Full x, full gradient of the output and full weights, in float64, the same on every rank."""
     random = torch.Generator().manual_seed(zlib.crc32(replace(case, strategy="").name.encode()))
+    channels = case.input_channels if isinstance(case, AttentionCase) else case.h
     x, grad = (
-        torch.randn(case.s, case.b, case.h, generator=random, dtype=torch.float64)
+        torch.randn(case.s, case.b, size, generator=random, dtype=torch.float64)
         .to(case.dtype)
         .double()
-        for _ in range(2)
+        for size in (channels, case.h)
     )
     return x, grad, full_weights(case, random)

@@ -42,7 +42,8 @@ def forward(m: Ledger, z: LayerSizes) -> None:
     m.keep("q_by_head" if moves_q else "q", "kv_by_head" if moves_kv else "kv", "probs")
     m.drop("q" if moves_q else "q_by_head", "kv" if moves_kv else "kv_by_head")
     proj_forward(m, z)
-    m.keep("out", "gate", "gated")
+    (m.drop if z.narrow_values else m.keep)("out")
+    m.keep("gate", "gated")
 
 
 def _columns(z: LayerSizes) -> int:
@@ -100,7 +101,7 @@ def backward(m: Ledger, z: LayerSizes) -> None:
     narrow_one = one if z.half_type else 0
     proj_backward(m, z)
     gate_of_input_backward(m, z)
-    m.release(z.q)
+    m.release(0 if z.narrow_values else z.q)
     moves = _moves_heads(z)[0] and not _stays_heads_first(z)
     m.hold(heads_first=z.q if moves else 0, grad_scores=z.wide(scores), chunks=chunks)
     m.hold(coming=z.wide(one), sent=z.wide(one))
@@ -127,7 +128,7 @@ def _rows_backward(m: Ledger, z: LayerSizes, row: RowSizes, scores: int) -> None
     used, hops = (keys, keys) if z.peers < 2 else (at_once, at_once)
     proj_backward(m, z)
     gate_of_input_backward(m, z)
-    m.release(z.q)
+    m.release(0 if z.narrow_values else z.q)
     moves = _moves_heads(z)[0] and not _stays_heads_first(z)
     m.hold(heads_first=z.q if moves else 0, grad_scores=z.wide(scores), chunks=at_once)
     m.touch(chunk + narrow * z.wide(chunk))

@@ -6,6 +6,7 @@ In the attention an owner holds its own gradients from its turn on.
 from __future__ import annotations
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks import latents
 from megatron_paradyse.strategies.walks.aligned import (
     block_rows,
     hold_aligned,
@@ -74,12 +75,13 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
     block = _attention_block(z)
     hold_aligned(m, z)
     if swaps(m.rank, z):
-        m.hold(swapped=z.x)
-        m.touch(block + second_half(z, z.x))
+        m.hold(swapped=z.input)
+        m.touch(block + second_half(z, z.input))
     first = _first_owner(z)
     m.hold(total=z.wide(z.x), of_earlier=first * (q + lse))
     for owner in range(first, z.p):
-        m.hold(blocks=min(2, z.p - owner) * block, mixed=q + kv + gates)
+        m.hold(blocks=min(2, z.p - owner) * block)
+        _hold_mixed(m, z)
         split_and_rotate(
             m,
             z,
@@ -93,7 +95,7 @@ def attention_forward(m: Ledger, z: LayerSizes) -> None:
         m.drop("kv")
         ring_forward(m, z, q=q, kv=kv, lse=lse)
         m.drop("q", "packed")
-        hold_gated(m, z, gates, positions=z.positions)
+        hold_gated(m, z, gates, positions=z.positions, values=_narrow_values(z))
         m.touch(product_piece(z, z.rows, z.h))
         m.drop("blocks", "out", "lse", "gate", "gated")
         m.hold(**{f"of_{owner}": q + lse})
@@ -123,12 +125,12 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
     if swaps(m.rank, z):
         m.hold(grad=z.x)
         m.touch(block + second_half(z, z.x))
-    m.hold(grad_x=z.wide(z.x))
+    m.hold(grad_x=z.wide(z.input))
     for owner in range(_first_owner(z), z.p):
         m.hold(blocks=min(2, z.p - owner) * block)
         summed = min(1, owner) + (m.rank <= owner - 2)  # those on their way, and the own gradients
         m.hold(summed=summed * z.wide(block))
-        m.hold(mixed=q + kv + gates)
+        _hold_mixed(m, z)
         split_and_rotate(
             m,
             z,
@@ -140,7 +142,8 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
         )
         m.hold(packed=kv)
         m.drop("mixed", "kv")
-        m.hold(grad_out=q)
+        m.hold(narrow=_narrow_values(z), grad_out=q)
+        m.drop("narrow")
         gate_backward(m, z, gates, positions=z.positions)
         if parts == 1:
             ring_backward(m, z, q=q, kv=kv, lse=lse, heads=heads)
@@ -151,23 +154,28 @@ def _attention_backward(m: Ledger, z: LayerSizes, *, parts: int) -> None:
             m.drop("grad_qkv", "own_chunk", "q", "packed")
             m.hold(q=0, packed=0, grad_qkv=q + kv)
         m.drop("q", "packed", "grad_out")
-        split_backward(m, z, q=q, kv=kv, rows=z.positions, q_stays=True, k_stays=True)
+        if z.latent is None:
+            split_backward(m, z, q=q, kv=kv, rows=z.positions, q_stays=True, k_stays=True)
+        else:
+            latents.block_backward(m, z, parts=z.p)
         m.hold(grad_block=z.wide(block))
-        m.touch(product_piece(z, z.rows, z.h))
+        m.touch(product_piece(z, z.rows, _columns(z)))
         if z.half_type:
-            m.touch(block_rows(z) * z.h * z.element_bytes)
-        hold_gated(m, z, gates, positions=z.positions)
+            m.touch(max(_ups(z)))
+        hold_gated(m, z, gates, positions=z.positions, values=_narrow_values(z))
+        if z.half_type and z.latent is not None:
+            m.touch(z.proj_weight // z.p)
         m.drop("blocks", "summed", "grad_mixed", "grad_block", "gate", "gated")
     m.hold(own_gradient=z.wide(block))
     hold_shard_gradient(m, z)
     if swaps(m.rank, z):
         m.drop("grad")
     if z.half_type:
-        m.hold(output=z.x)
+        m.hold(output=z.input)
         m.drop("grad_x")
     if swaps(m.rank, z):
-        m.touch(second_half(z, z.x))
-        m.hold(swapped=z.x)
+        m.touch(second_half(z, z.input))
+        m.hold(swapped=z.input)
     if z.half_type:
         m.hold(narrow_gradient=_shard(z))
 
@@ -180,9 +188,34 @@ def _first_owner(z: LayerSizes) -> int:
 def _shard(z: LayerSizes) -> int:
     """Of the weights and the bias, as the gradients are returned."""
     bias = z.qkv_weight // z.h if z.bias else 0
-    return (z.qkv_weight + z.proj_weight + bias) // z.p
+    ups = z.qkv_weight if z.latent is None else sum(z.up_weights)
+    return (ups + z.proj_weight + bias) // z.p
 
 
 def _attention_block(z: LayerSizes) -> int:
-    bias = 1 if z.bias else 0
-    return (block_rows(z) * (z.h + bias) + z.n * z.d * z.h // z.p) * z.element_bytes
+    bias = block_rows(z) * z.element_bytes if z.bias else 0
+    return sum(_ups(z)) + bias + z.proj_weight // z.p
+
+
+def _ups(z: LayerSizes) -> tuple[int, ...]:
+    """Bytes of a block's weights besides proj."""
+    if z.latent is not None:
+        return tuple(weight // z.p for weight in z.up_weights)
+    return (block_rows(z) * z.h * z.element_bytes,)
+
+
+def _columns(z: LayerSizes) -> int:
+    """Of these weights, at most."""
+    return z.h if z.latent is None else max(z.latent_channels[:2])
+
+
+def _hold_mixed(m: Ledger, z: LayerSizes) -> None:
+    if z.latent is not None:
+        latents.hold_block(m, z, parts=z.p)
+    else:
+        m.hold(mixed=(z.q + z.kv_sent + z.gates) // z.p)
+
+
+def _narrow_values(z: LayerSizes) -> int:
+    """Of a block; 0 where its output has no channels that proj does not take."""
+    return z.values // z.p if z.narrow_values else 0

@@ -112,9 +112,12 @@ def turn_backward(
         m.release(rope_bytes(z, rows))
 
 
-def hold_gated(m: Ledger, z: LayerSizes, gates: int, *, positions: int) -> None:
-    """Holds the output that its gate has passed, "gated"; gates: bytes of so many positions."""
-    m.hold(gated=gates)
+def hold_gated(m: Ledger, z: LayerSizes, gates: int, *, positions: int, values: int = 0) -> None:
+    """Holds the output that its gate has passed, "gated"; gates: bytes of so many positions.
+
+    values: of narrow ones, which are copied there.
+    """
+    m.hold(gated=gates + values)
     m.touch(_sigmoids(z, gates, positions))
 
 

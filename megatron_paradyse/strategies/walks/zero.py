@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, of_tile
+from megatron_paradyse.strategies.walks import latents
 from megatron_paradyse.strategies.walks.rings import (
     in_two_spans,
     ring_backward,
@@ -148,16 +149,23 @@ def _linear_backward_end(m: Ledger, z: LayerSizes, weight: int, *, name: str) ->
 
 def qkv_forward(m: Ledger, z: LayerSizes, *, in_two_spans: bool = False) -> None:
     """And the gathering of proj: holds q, kv, gate, shard and proj."""
-    m.hold(weight=z.qkv_weight, mixed=z.mixed)
-    if z.bias:
-        m.touch(z.qkv_rows(z.g) * z.element_bytes)
-    m.drop("weight")
+    if z.latent is not None:
+        latents.hold_products(m, z)
+    else:
+        m.hold(weight=z.qkv_weight, mixed=z.mixed)
+        if z.bias:
+            m.touch(z.qkv_rows(z.g) * z.element_bytes)
+        m.drop("weight")
     split_and_rotate(m, z, q=z.q, kv=z.kv, rows=z.positions, in_two_spans=in_two_spans)
     m.hold(shard=z.proj_weight // z.p, proj=z.proj_weight)
 
 
 def qkv_backward(m: Ledger, z: LayerSizes, *, q_stays: bool = False, k_stays: bool = False) -> None:
     """From the gradients of q, k and v to those of x and the weight; they are all that is held."""
+    if z.latent is not None:
+        latents.heads_backward(m, z, q_stays=q_stays, k_stays=k_stays)
+        _ups_backward(m, z)
+        return
     split_backward(m, z, q=z.q, kv=z.kv, rows=z.positions, q_stays=q_stays, k_stays=k_stays)
     rows = z.qkv_rows(z.g)
     _linear_backward(
@@ -166,21 +174,47 @@ def qkv_backward(m: Ledger, z: LayerSizes, *, q_stays: bool = False, k_stays: bo
     _linear_backward_end(m, z, z.qkv_weight, name="qkv")
 
 
-def proj_forward(m: Ledger, z: LayerSizes) -> None:
+def _ups_backward(m: Ledger, z: LayerSizes) -> None:
+    """Of the weights of latents, whose gradients are put together at the end."""
+    c_q, c_kv, _ = z.latent_channels
+    of_queries, of_keys = z.up_weights
+    for name, weight, channels in (("kv", of_keys, c_kv), ("q", of_queries, c_q)):
+        up = f"{name}_up"
+        grad_input = z.latents(channels)
+        _linear_backward(m, z, weight, name=up, grad_input=grad_input, transposed=False)
+        _linear_backward_end(m, z, weight, name=up)
+        m.drop(f"grad_{name}_product")
+    m.hold(grad_latents=z.input)
+
+
+def down_backward(m: Ledger, z: LayerSizes, channels: int) -> None:
+    """Of a weight that makes so many latents of x, in a layer's backward, if it is gathered.
+
+    Beside what the norm made of x, the gradients of x by the other latents and by the sum after
+    the attention, and that of all latents, of which without norms each has a view.
+    """
+    m.hold(normed=z.x, by_others=z.x, by_sum=z.x, grad_latents=z.input)
+    weight = channels * z.h * z.element_bytes
+    _linear_backward(m, z, weight, name="down", grad_input=z.x, transposed=False)
+
+
+def proj_forward(m: Ledger, z: LayerSizes, *, copied: bool = False) -> None:
     """And the gate: holds "gated", and the output."""
-    hold_gated(m, z, z.gates, positions=z.positions)
+    values = z.values if z.narrow_values and not copied else 0
+    hold_gated(m, z, z.gates, positions=z.positions, values=values)
     m.drop("shard")
     m.hold(output=z.x)
 
 
 def proj_backward(m: Ledger, z: LayerSizes) -> None:
-    _linear_backward(m, z, z.proj_weight, name="proj", grad_input=z.q, transposed=True)
+    _linear_backward(m, z, z.proj_weight, name="proj", grad_input=z.values, transposed=True)
     _linear_backward_end(m, z, z.proj_weight, name="proj")
 
 
 def gate_of_input_backward(m: Ledger, z: LayerSizes) -> None:
     """Holds "grad_gate"; "grad_input_proj" becomes the gradient of the attention's output."""
-    m.release(z.gates)
+    m.release(z.gates + (z.values if z.narrow_values else 0))
+    latents.widen(m, z, "grad_input_proj")
     gate_backward(m, z, z.gates, positions=z.positions)
     m.release(z.gates)
 
@@ -201,22 +235,25 @@ def ulysses_z_forward(m: Ledger, z: LayerSizes) -> None:
     m.keep("indices")
     whole_forward(m, z)
     m.keep("received" if z.in_order else "ordered", "lse")
-    m.hold(in_rows=0 if z.in_order else z.q, out_by_sequence=z.q)
+    copied = not z.in_order or z.narrow_values
+    m.hold(in_rows=z.values if copied else 0, out_by_sequence=z.values)
     m.drop("in_rows")
     m.keep("out")
-    m.hold(flat=0 if z.gate else z.q)
-    proj_forward(m, z)
+    m.hold(flat=0 if z.gate else z.values)
+    proj_forward(m, z, copied=True)
     m.keep("out_by_sequence" if z.gate else "flat", "gate", "gated")
 
 
 def ulysses_z_backward(m: Ledger, z: LayerSizes) -> None:
     packed = z.q + z.kv_sent
     proj_backward(m, z)
-    gate_of_input_backward(m, z)
-    m.release(z.q)
-    m.hold(by_rank=0 if z.gate else z.q, grad_out=z.q)  # of a gate it lies by rank
+    m.release(z.gates)
+    gate_backward(m, z, z.gates, positions=z.positions)
+    m.release(z.gates + z.values)
+    m.hold(by_rank=0 if z.gate else z.values, grad_out=z.values)  # of a gate it lies by rank
     m.drop("by_rank", "grad_input_proj")
-    m.touch(0 if z.in_order else z.q)
+    m.touch(0 if z.in_order else z.values)
+    latents.widen(m, z, "grad_out")
     whole_backward(m, z, kv=z.kv_sent)
     m.drop("grad_out")
     m.release(packed + z.q + z.lse)
@@ -257,8 +294,8 @@ def local_z_backward(m: Ledger, z: LayerSizes) -> None:
 
 def megatron_cz_forward(m: Ledger, z: LayerSizes) -> None:
     if swaps(m.rank, z):
-        m.hold(swapped=z.x)
-        m.touch(second_half(z, z.x))
+        m.hold(swapped=z.input)
+        m.touch(second_half(z, z.input))
     qkv_forward(m, z, in_two_spans=in_two_spans(m.rank, z))
     m.hold(packed=z.kv)
     m.drop("kv")
