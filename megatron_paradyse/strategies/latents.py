@@ -83,7 +83,8 @@ class _Heads(Function):
 def _room(like: Tensor, used: int, d: int) -> Tensor:
     """Of as many heads, [s, b, m, d], 0 beyond the channels that will be used."""
     room = like.new_empty(*like.shape[:-1], d)
-    room[..., used:] = 0
+    if used < d:
+        room[..., used:] = 0
     return room
 
 
