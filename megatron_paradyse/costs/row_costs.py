@@ -10,9 +10,9 @@ from megatron_paradyse.costs.layers import half_of
 from megatron_paradyse.costs.model import CostModel
 from megatron_paradyse.costs.packed import (
     AS_LOCAL,
-    LEAST_SHARE,
     LOCAL,
     Work,
+    least_share,
     share_of_scores,
     work_of,
 )
@@ -27,15 +27,19 @@ from megatron_paradyse.strategies import RECOMPUTE, base_name, offloads, recompu
 
 @dataclass(frozen=True)
 class Counted:
-    """A law, whether it counts what a window leaves, and what one document of s tokens holds."""
+    """A law, whether it counts what a window leaves, and what one document of s tokens holds.
+
+    least: of that document's seconds, what no row takes less than.
+    """
 
     law: RowLaw
     windowed: bool
     of_one: Work
+    least: float
 
     def seconds(self, one: float, seq_length: int, work: Work) -> float:
         """On a row of that work; one: of one document."""
-        return max(one + self.law.excess(one, seq_length, work, self.of_one), LEAST_SHARE * one)
+        return max(one + self.law.excess(one, seq_length, work, self.of_one), self.least * one)
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,8 @@ def row_terms(model: CostModel, strategy: str, load: Load, operation: str) -> Ro
     fits, counts = model.fits_of(name, operation), _of_one(model, strategy, name, operation, load)
     times = (one.forward_seconds, one.backward_seconds)
     forward, backward = (
-        Counted(_derived(fit, s, seconds, of_one), windowed, of_one)
-        for fit, seconds, (windowed, of_one) in zip(fits, times, counts, strict=False)
+        Counted(_derived(fit, s, seconds, of_one), windowed, of_one, least)
+        for fit, seconds, (windowed, of_one, least) in zip(fits, times, counts, strict=False)
     )
     first = model.operation(names[0], operation, s)  # keeps what it does
     one = replace(first, forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds)
@@ -131,19 +135,19 @@ def _derived(fit: object, seq_length: int, seconds: float, of_one: Work) -> RowL
 
 def _of_one(
     model: CostModel, strategy: str, name: str, operation: str, load: Load
-) -> tuple[tuple[bool, Work], tuple[bool, Work]]:
-    """Forward and backward: whether the window counts, as for name, and one document's work."""
+) -> tuple[tuple[bool, Work, float], ...]:
+    """Forward and backward: whether the window counts, as for name, one document's work, and the
+    least share of its seconds.
+    """
     packed = model.packed
     assert packed is not None
     one = packed.load_of_one(load.seq_length, load.p)
-    forward, backward = (
-        packed.counts_window(strategy, operation, fit)
-        for fit in model.fits_of(name, operation)[: len(TIME_QUANTITIES)]
-    )
-    return (
-        (forward, work_of(strategy, one.seen(forward))),
-        (backward, work_of(strategy, one.seen(backward))),
-    )
+    found = []
+    for fit in model.fits_of(name, operation)[: len(TIME_QUANTITIES)]:
+        windowed = packed.counts_window(strategy, operation, fit)
+        work = work_of(strategy, one.seen(windowed))
+        found.append((windowed, work, least_share(fit, load.seq_length)))
+    return tuple(found)
 
 
 class RowCosts:

@@ -99,7 +99,7 @@ def test_a_forward_may_count_the_window_where_its_backward_does_not():
     scores = RowLaw((1.0, 0.0, 0.0, 0.0))
     alone = OperationCosts(1e9, 2e9, 0, 0, 0)
     for windowed in itertools.product((True, False), repeat=2):
-        laws = [Counted(scores, w, work_of("metp", one.seen(w))) for w in windowed]
+        laws = [Counted(scores, w, work_of("metp", one.seen(w)), 0.0) for w in windowed]
         found = RowTerms("metp", "metp", alone, *laws, alone, lambda load: (0.0, 0.0))
         more = [load.seen(w).fullest_scores - one.seen(w).fullest_scores for w in windowed]
         assert found.seconds(load) == (1e9 + more[0], 2e9 + more[1])

@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
-from megatron_paradyse.costs.packed import work_of
+from megatron_paradyse.costs.hybrid import HybridFit
+from megatron_paradyse.costs.laws import Law
+from megatron_paradyse.costs.packed import LEAST_SHARE, PackedFit, least_share, work_of
+from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.row_law import RowLaw, RowPoints, fit_row_law
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import ATTENTION
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import load_of, load_of_one
+from megatron_paradyse.packing.row import contiguous
 from tests.costs.synthetic import make_table, measure
 from tests.packing.rows import random_row
 
@@ -55,6 +60,37 @@ def test_one_document_costs_what_it_costs(s, floor):
     """Even where the floor lies above it."""
     work = work_of("megatron_cz", load_of_one(s, P, causal=True))
     assert RowLaw(LAW.factors, floor).excess(one_document(s), s, work, work) == 0
+
+
+@pytest.mark.parametrize("which", ["derived", "fitted"])
+def test_many_short_documents_take_what_their_tokens_and_pairs_do_in_the_longest_rows(which):
+    """Here 1% of one document of the row's tokens, which is pairs but for 0.6%."""
+    s, documents = 1 << 21, 256
+    per_pair = 1.5e-10 * (1 + 1 / 15)  # of the law of these documents
+    load = load_of(contiguous([s // documents] * documents, P, alignment=s), causal=True)
+    alone = load_of_one(s, P, causal=True)
+    one = measure("ulysses_z", ATTENTION, s).time_seconds
+    expected = one - per_pair * s * s * (1 - load.scores / alone.scores)
+    model = fit_table(make_table())
+    if which == "fitted":
+        per_score = per_pair * s * s / (alone.scores / P)
+        laws = (RowLaw((share * per_score, 0.0, 0.0, 0.0)) for share in (0.4, 0.6))
+        fits = {"ulysses_z": PackedFit("ulysses_z", "ulysses_z", 4, *laws)}
+        model = model.with_rows(dataclasses.replace(model.packed, fits=fits))
+    found = RowCosts(model, load)("ulysses_z", ATTENTION, s).time_seconds
+    assert expected < 0.012 * one
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_rows_take_a_share_of_one_document_where_no_law_tells_what_tokens_take():
+    s, pairs = 1 << 20, (0.0, 0.0, 0.0, 2e-10)
+    alike, split = Law((pairs,)), Law((pairs, (0.0, 0.0, 1e-6, 1e-10)))
+    for law in (alike, split, replace(split, beyond=alike, bend=s / 2)):
+        assert least_share(HybridFit(law), s) == LEAST_SHARE
+    faster = Law(((0.0, 0.0, 1e-6, 2e-10),))
+    for law in (faster, Law((*faster.pieces, pairs)), replace(alike, beyond=faster, bend=s / 2)):
+        assert least_share(HybridFit(law), s) == pytest.approx(1e-6 / (1e-6 + 2e-10 * s))
+    assert least_share(HybridFit(faster), 1024) == LEAST_SHARE
 
 
 def test_documents_without_work_cost_their_launches():
