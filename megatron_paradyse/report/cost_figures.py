@@ -27,8 +27,8 @@ CURVE_POINTS = 48
 MOST_CURVES = 16
 
 
-def thinned(rows: Sequence) -> Sequence:
-    return rows[:: -(-len(rows) // MOST_POINTS)] if len(rows) > MOST_POINTS else rows
+def thinned(rows: Sequence, most: int = MOST_POINTS) -> Sequence:
+    return rows[:: -(-len(rows) // most)] if len(rows) > most else rows
 
 
 def peak_of(costs: OperationCosts | Measurement) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_paradyse.report.content import THIS_RUN, Content
+from megatron_paradyse.report.content import THIS_RUN, Content, Curve
 from megatron_paradyse.report.cost_figures import MOST_CURVES, thinned
 from megatron_paradyse.report.style import (
     ACCENT,
@@ -17,6 +17,8 @@ from megatron_paradyse.report.style import (
     styles_of,
     token_axis,
 )
+
+POINTS_OF_LINE = 250  # each with its marker
 
 
 def has_peaks(content: Content) -> bool:
@@ -76,13 +78,13 @@ def draw_cumulative(figure, content: Content, look: Look) -> None:
         curve = curves[name]
         look_of = {**style.line, **style.points, "markersize": 3, "linewidth": 1.2}
         if curve.lengths:
-            axes.plot(curve.lengths, curve.seconds, label=style.label, **look_of)
+            axes.plot(*_line_of(curve), label=style.label, **look_of)
         if curve.lengths and curve.oom_length is not None:
             end = (curve.lengths[-1], curve.seconds[-1])
             axes.plot(*end, marker="X", markersize=8, color=style.colour)
     for name, dashes, face in (("measured", "-", INK), ("predicted", ":", "none")):
         if name in curves and curves[name].lengths:
-            line = (curves[name].lengths, curves[name].seconds)
+            line = _line_of(curves[name])
             alone = {"marker": "o" if len(line[0]) == 1 else "", "markerfacecolor": face}
             looks = {"color": INK, "linewidth": 2.4, "linestyle": dashes, **alone}
             axes.plot(*line, label=f"this run, {name}", **looks)
@@ -103,3 +105,10 @@ def draw_cumulative(figure, content: Content, look: Look) -> None:
         ncols=2 if look.narrow else 4,
         **TIGHT,
     )
+
+
+def _line_of(curve: Curve) -> tuple[list[int], list[float]]:
+    """Lengths and seconds, of many points some, and always the last."""
+    *others, last = range(len(curve.lengths))
+    shown = [*thinned(others, POINTS_OF_LINE), last]
+    return [curve.lengths[i] for i in shown], [curve.seconds[i] for i in shown]

@@ -28,7 +28,7 @@ from megatron_paradyse.report.records import (
     parse_record,
     plan_of,
 )
-from megatron_paradyse.train.summary import RunningMedian, Summary
+from megatron_paradyse.train.summary import MOST_SHAPES, RunningMedian, Summary
 
 LONGEST_LINE = 1 << 16  # characters
 MOST_ROWS = 8192  # kept of microbatches and of iterations
@@ -267,8 +267,8 @@ def warning_lines(trace: Trace) -> list[str]:
         )
     if trace.summary.shapeless:
         lines.append(
-            f"{name}: {trace.summary.shapeless:,} microbatches of rare shapes are not in the "
-            "estimates"
+            f"{name}: estimates are of the first {MOST_SHAPES:,} shapes: "
+            f"{trace.summary.shapeless:,} microbatches of others are left out"
         )
     if trace.summary.unpriced:
         lines.append(

@@ -13,7 +13,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.report.content import Content, Curve
 from megatron_paradyse.report.figures import KINDS
 from megatron_paradyse.report.page import render
-from megatron_paradyse.report.run_figures import draw_cumulative
+from megatron_paradyse.report.run_figures import POINTS_OF_LINE, draw_cumulative
 from megatron_paradyse.report.style import Look, styles_of
 from megatron_paradyse.report.trace_file import read_trace
 from tests.report.samples import (
@@ -249,6 +249,22 @@ def test_a_run_of_one_length_is_a_point_beside_its_strategies(lengths):
     draw_cumulative(figure, content, Look())
     ours = [line for line in figure.axes[0].get_lines() if "this run" in line.get_label()]
     assert [line.get_marker() == "o" for line in ours] == [len(lengths) == 1] * 2
+
+
+def test_curves_of_many_lengths_are_thinned_and_end_where_they_end():
+    from matplotlib.figure import Figure
+
+    lengths = tuple(range(1, 4321))
+    curve = Curve(lengths, tuple(0.5 * s for s in lengths))
+    content = Content((), None)
+    content.__dict__["cumulative"] = dict.fromkeys(("measured", "predicted", "metp"), curve)
+    figure = Figure()
+    draw_cumulative(figure, content, Look())
+    lines = [line.get_xydata() for line in figure.axes[0].get_lines()]
+    assert len(lines) == 3
+    for line in lines:
+        assert POINTS_OF_LINE / 2 < len(line) <= POINTS_OF_LINE + 1
+        assert tuple(line[0]) == (1, 0.5) and tuple(line[-1]) == (4320, 2160)
 
 
 def test_a_budget_of_nothing_is_drawn(tmp_path):
