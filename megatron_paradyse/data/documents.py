@@ -241,7 +241,7 @@ class SampleStream:
         self._datasets = list(datasets)
         self._order = order
         self._weights, self._group = weights or (), group
-        self._epochs: dict[int, tuple[int, np.ndarray]] = {}
+        self._epochs: dict[int, dict[int, np.ndarray]] = {}  # of a dataset: epoch -> its order
         if weights is None:
             self._lengths = [np.concatenate([d.lengths for d in self._datasets])]
             self._blend = None
@@ -263,15 +263,22 @@ class SampleStream:
                 self._blend = _blend(self._weights, 2 * (position + 1), self._group)
             source, position_in_source = (int(column[position]) for column in self._blend)
         epoch, rank = divmod(position_in_source, len(self._lengths[source]))
-        cached = self._epochs.get(source)
-        if cached is None or cached[0] != epoch:
-            cached = (epoch, self._order(self._lengths[source], epoch))
-            self._epochs[source] = cached
-        index = int(cached[1][rank])
+        index = int(self._order_in(source, epoch)[rank])
         if self._blend is not None:
             return source, index
         dataset = int(np.searchsorted(self._first, index, side="right")) - 1
         return dataset, index - int(self._first[dataset])
+
+    def _order_in(self, source: int, epoch: int) -> np.ndarray:
+        """Of a source the last two are remembered: a global batch may lie in both, in any order."""
+        known, lengths = self._epochs.setdefault(source, {}), self._lengths[source]
+        found = known.pop(epoch, None)
+        if found is None:
+            if len(known) > 1:
+                del known[next(iter(known))]
+            found = self._order(lengths, epoch).astype(np.min_scalar_type(len(lengths)))
+        known[epoch] = found  # the last of the dict is the last used
+        return found
 
     def length(self, position: int) -> int:
         """Inputs that count in the sample at a position."""

@@ -156,6 +156,24 @@ def test_replicas_share_an_epoch_without_gap_or_overlap(dataset):
     assert sorted(epoch) == [(0, i) for i in range(len(dataset))]
 
 
+def test_an_order_is_made_once_for_samples_of_two_epochs_in_turn(dataset):
+    """As packing reads a global batch in which an epoch begins."""
+    made, shuffle = [], make_order("shuffled", seed=1, group=4)
+
+    def order(lengths, epoch):
+        made.append(epoch)
+        return shuffle(lengths, epoch)
+
+    stream, size = stream_of(dataset, order=order), len(dataset)
+    for rank in range(4):
+        for epoch in (1, 2):
+            expected = shuffle(dataset.lengths, epoch)[rank]
+            assert stream._locate(epoch * size + rank) == (0, expected)
+    assert made == [1, 2]
+    assert [stream._locate(epoch * size)[0] for epoch in (3, 2)] == [0, 0]
+    assert made == [1, 2, 3]  # the last two are remembered
+
+
 def test_a_restart_resumes_at_the_exact_sample(dataset):
     sharding = Sharding(micro_batch_size=2, replica=1, num_replicas=2)
     options = {"sharding": sharding, "alignment": 4, "num_workers": 0}
