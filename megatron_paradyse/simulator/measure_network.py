@@ -49,13 +49,13 @@ def fit_alpha_beta(points: list[tuple[float, float]]) -> AlphaBeta:
     sent, seconds = (np.array(values, dtype=np.float64) for values in zip(*points, strict=True))
     columns = np.stack([1 / seconds, sent / seconds], axis=1)
     ones = np.ones(len(points))
-    best = None
+    found = []
     for used in ((0, 1), (1,), (0,)):
         solution, *_ = np.linalg.lstsq(columns[:, used], ones, rcond=None)
         if (solution >= 0).all():
-            best = dict(zip(used, solution, strict=True))
-            break
-    assert best is not None
+            error = np.sum((columns[:, used] @ solution - ones) ** 2)
+            found.append((error, dict(zip(used, solution, strict=True))))
+    _, best = min(found, key=lambda of: of[0])
     per_byte = float(best.get(1, 0.0))
     return AlphaBeta(float(best.get(0, 0.0)), 1 / per_byte if per_byte > 1 / FASTEST else FASTEST)
 

@@ -12,7 +12,7 @@ from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.table import BYTE_QUANTITIES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator import measured_clock
-from megatron_paradyse.simulator.measure_network import fit_alpha_beta
+from megatron_paradyse.simulator.measure_network import FASTEST, fit_alpha_beta
 from megatron_paradyse.simulator.network import AlphaBeta, find_network, write_network
 from megatron_paradyse.simulator.traffic import fill_with_own
 from tests.simulator.test_simulated_bytes import COMMON, GPT, LENGTH, simulated
@@ -101,8 +101,15 @@ def test_latency_and_bandwidth_are_found_again():
     found = fit_alpha_beta([(size, truth.seconds(size)) for size in (1e3, 1e5, 1e7)])
     assert found.latency_seconds == pytest.approx(truth.latency_seconds)
     assert found.bytes_per_second == pytest.approx(truth.bytes_per_second)
-    never_negative = fit_alpha_beta([(1e3, 1e-3), (1e6, 1.0), (2e6, 2.1)])
-    assert never_negative.latency_seconds >= 0
+    steep = fit_alpha_beta([(1e3, 1e-3), (1e6, 1.0), (2e6, 2.1)])
+    assert steep.latency_seconds == 0 and steep.bytes_per_second == pytest.approx(1e6, rel=0.05)
+
+
+def test_where_a_longer_message_takes_no_longer_all_of_it_is_latency():
+    """Noise made the longest of these the shortest: they are not a matter of bytes."""
+    found = fit_alpha_beta([(1 << 12, 1.0e-3), (1 << 17, 1.1e-3), (1 << 22, 0.9e-3)])
+    assert found.latency_seconds == pytest.approx(1e-3, rel=0.05)
+    assert found.bytes_per_second == FASTEST
 
 
 def test_a_measured_network_is_read_for_its_own_number_of_ranks(tmp_path):
