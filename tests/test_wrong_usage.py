@@ -21,6 +21,7 @@ LONGEST = ("max-length", "costs.json", "--memory-budget", "150MB")
 SIMULATE = ("simulate", "--ranks", "8", "-o", "out.json", "--gpu")
 GPT = (*SIMULATE, "a100-80g", "--model", "gpt")
 PROFILE = ("profile", "--nproc", "2", "-o", "out.json")
+STAND_IN = ("profile", "--stand-in", "8", "--interconnect", "nvlink4", "-o", "out.json")
 SIZE_4 = ("--vocab-size", "9", "--tensor-model-parallel-size", "4")
 PREPARE = ("data", "prepare", "-o", "out")
 SYNTHESIZE = ("data", "synthesize", "-o", "out", "--distribution", "githubcode", "--documents")
@@ -124,7 +125,7 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*SIMULATE, "a100-80g"), "vocabulary is missing", "give --vocab-size"),
     ((*GPT, "--tensor-model-parallel-size", "4"), "with a group of 8 ranks", "or ask for 4 ranks"),
     (
-        (*PROFILE[:1], "--stand-in", "8", "--interconnect", "nvlink4", *PROFILE[3:], *SIZE_4),
+        (*STAND_IN, *SIZE_4),
         "--tensor-model-parallel-size 4 with a group of 8 ranks",
         "give --tensor-model-parallel-size 8",
     ),
@@ -141,6 +142,8 @@ CASES: list[tuple[tuple[str, ...], str, str]] = [
     ((*PROFILE, "--memory", "5 potatoes"), "'5 potatoes'", "written like 76GiB"),
     ((*PROFILE, "--model", "twice-model.yaml"), "line 2: num_layers is there twice", "keep one"),
     ((*PROFILE, "--interconnect", "nvlink4"), "--interconnect", "describes a --stand-in"),
+    ((*STAND_IN, "--budget-seconds", "60"), "--budget-seconds with --stand-in", "leave it out"),
+    ((*STAND_IN, "--bytes-lengths", "1K"), "--bytes-lengths with --stand-in", "leave it out"),
     ((*PROFILE, "--lengths", "1K", "--max-length", "4K"), "--max-length 4096", "leave one"),
     ((*PROFILE, "network", "--lengths", "1K"), "--lengths with profile network", "leave it out"),
     ((*PROFILE, "network", "--batch-sizes", "2"), "--batch-sizes with profile", "leave it out"),

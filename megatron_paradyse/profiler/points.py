@@ -130,7 +130,8 @@ def like_it(
     if own == MODEL or not (measurement.is_ok or measurement.status == OOM):
         return []
     suffix = own.removeprefix(base_name(own))
-    alike = [name for name in strategies if name.removeprefix(base_name(name)) == suffix]
+    singles = [name for name in strategies if base_name(name) not in PACKED_ONLY]
+    alike = [name for name in singles if name.removeprefix(base_name(name)) == suffix]
     if switches:
         if half_of(measurement.operation) != MLP:
             return []

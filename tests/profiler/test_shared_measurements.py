@@ -18,8 +18,9 @@ from megatron_paradyse.costs.table import (
     Measurement,
 )
 from megatron_paradyse.profiler.points import like_it, strategies_to_profile
+from megatron_paradyse.strategies import PACKED_ONLY
 
-NAMES = strategies_to_profile(None)
+NAMES = (*strategies_to_profile(None), *PACKED_ONLY)  # those have no costs of single documents
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from click.testing import CliRunner
 
@@ -9,11 +11,13 @@ from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.description import MASKS
 from megatron_paradyse.costs.table import Constants, CostTable, Measurement
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.profiler.lengths import COUNT
+from megatron_paradyse.profiler.points import QUICK_COUNT, Options
 from megatron_paradyse.simulator import commands
 from megatron_paradyse.simulator.hardware import DEVICES, Device, find_device, known_name
 from megatron_paradyse.simulator.models import DEFAULTS, MODELS, model_flags
 from megatron_paradyse.simulator.network import BETWEEN_NODES, LINKS, find_network
-from megatron_paradyse.simulator.stand_in_command import _sequence_length
+from megatron_paradyse.simulator.stand_in_command import _lengths, _sequence_length
 from tests.costs.synthetic import DESCRIPTION
 
 MINE = "like: a100-80g\nname: Mine\nmemory_bytes: 24GiB\nhalf_flops: 5e13\n"
@@ -123,6 +127,13 @@ def test_a_stand_in_finds_the_longest_length_joined_or_apart():
     assert _sequence_length(["--bf16", "--seq-length", "4096"]) == 4096
     with pytest.raises(UserError, match="the longest length is missing"):
         _sequence_length(["--bf16"])
+
+
+def test_a_quick_stand_in_has_fewer_lengths():
+    flags, asked = ["--seq-length", "4096"], Options("x.json")
+    assert len(_lengths(asked, flags, p=2)) == COUNT
+    assert len(_lengths(replace(asked, quick=True), flags, p=2)) == QUICK_COUNT
+    assert _lengths(replace(asked, max_length=512), flags, p=2)[-1] == 512
 
 
 def test_the_command_knows_the_masks_and_is_listed():
