@@ -136,7 +136,7 @@ def profiled(path: Path, lengths: Lengths, untimed: tuple[int, ...], quick: bool
     timed = (*lengths.timed[0], *lengths.timed[1])
     command = [sys.executable, "-m", "megatron_paradyse", "profile", "--nproc", str(RANKS)]
     command += ["--output", str(path), "--lengths", ",".join(map(str, timed))]
-    command += ["--bytes-lengths", ",".join(map(str, untimed))]
+    command += ["--bytes-lengths", ",".join(map(str, untimed or timed))]  # timed: none besides
     if quick:
         command += ["--strategies", "ulysses_z"]
     command += [str(text) for pair in MODEL.items() for text in pair]

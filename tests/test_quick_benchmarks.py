@@ -1,15 +1,17 @@
-"""--quick of the benchmarks that profile or simulate first: how little they ask for."""
+"""What benchmarks that profile or simulate first ask for: with --quick how little."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import (
+    cost_model,
     dynamic_workload,
     gpu_limits,
     hybrid_cp,
@@ -20,6 +22,8 @@ from benchmarks import (
     whole_model,
     wrong_costs,
 )
+from megatron_paradyse.profiler.commands import profile
+from megatron_paradyse.profiler.points import Options, choose_lengths
 from reproduction import costs, peer
 from tests.train.synthetic_costs import write_costs
 
@@ -83,6 +87,23 @@ def test_a_quick_workload_is_of_a_small_model_on_two_ranks(benchmark, monkeypatc
     assert spawned[0][1] == 2
     configuration = json.loads(capsys.readouterr().out.splitlines()[-1])["configuration"]
     assert configuration["ranks"] == 2 and configuration["--num-layers"] == 2
+
+
+def test_the_second_profile_of_the_cost_models_errors_is_of_timed_lengths_alone(monkeypatch):
+    """The first measures bytes at others, and both are of the same."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: commands.append(command))
+    monkeypatch.setattr(cost_model, "read_cost_file", lambda path: Namespace(table=None))
+    lengths = []
+    for untimed in (cost_model.FULL.untimed, ()):
+        cost_model.profiled(Path("x.json"), cost_model.FULL, untimed, quick=False)
+        asked = profile.make_context("profile", commands.pop()[4:]).params
+        names = ("output", "lengths", "bytes_lengths")
+        options = Options(**{name: asked[name] for name in names})
+        lengths.append(choose_lengths(options, 8192, p=cost_model.RANKS))
+    first, second = lengths
+    assert set(first.values()) == {True, False} and set(second.values()) == {True}
+    assert list(second) == [s for s, is_timed in first.items() if is_timed]
 
 
 def test_limits_keep_their_trials_in_a_folder_of_where_they_were_started(monkeypatch, tmp_path):
