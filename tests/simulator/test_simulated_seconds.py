@@ -55,6 +55,9 @@ def test_between_nodes_rings_go_through_all_ports_and_a_message_through_one():
     assert rate(far, "exchange") == pytest.approx(port)
     assert rate(far, "all_to_all") == pytest.approx(port * 15 / 8)  # 8 of 15 peers are far
     assert far.seconds("all_gather", 0) == pytest.approx(8e-6 + 14 * 2e-6 + 5e-6)
+    assert far.seconds("all_reduce", 0) == pytest.approx(8e-6 + 2 * (14 * 2e-6 + 5e-6))
+    cards = find_network("pcie4+infiniband-ndr", 9)  # of 8 peers 7 are in the node, one is not
+    assert rate(cards, "all_to_all") == pytest.approx(0.65 * 32e9 * 8 / 7)
     assert rate(find_network("nvlink3", 12), "all_gather") == pytest.approx(4 * port)
     assert rate(find_network("nvlink3+infiniband-ndr", 16), "all_gather") == pytest.approx(inside)
     assert rate(find_network("infiniband-hdr", 16), "all_gather") == pytest.approx(port)

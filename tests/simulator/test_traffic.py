@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_paradyse.simulator.doors import opened
+from megatron_paradyse.simulator.measure_network import _communication
 from megatron_paradyse.simulator.network import COLLECTIVES, AlphaBeta, Network, free_network
-from megatron_paradyse.simulator.traffic import NoClock, Place, Traffic
+from megatron_paradyse.simulator.traffic import NoClock, Place, Traffic, strategy_doors
 
 # Seconds are bytes times a number of the collective's own.
 COSTS = {name: AlphaBeta(0.0, 1 / (10**i)) for i, name in enumerate(COLLECTIVES)}
@@ -101,3 +103,14 @@ def test_what_is_received_is_filled_when_the_clock_says():
     there.all_gather(WHOLE, SHARE, GROUP)
     ((into, x),) = filled
     assert into is WHOLE and x is SHARE
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_measured_by_the_bytes_that_it_is_priced_by(name):
+    """So that bytes / B are the measured seconds."""
+    there, clock = traffic()
+    doors = [*strategy_doors(there), (torch.distributed, "all_reduce", there.all_reduce)]
+    with opened(doors):
+        begin, sent = _communication(name, torch.ones(96, dtype=torch.uint8), GROUP)
+        begin()
+    assert clock.begun == pytest.approx([sent * 10 ** COLLECTIVES.index(name)])
