@@ -15,6 +15,7 @@ from megatron_paradyse.errors import UserError, did_you_mean
 from megatron_paradyse.units import parse_bytes
 
 MAX_CHARACTERS = 1 << 20
+MAX_BYTES = 1e18  # of a size
 # Numbers that are others to YAML 1.1 than to who wrote them: 010 is 8, and 1:30 is 90.
 NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 MAX_NODES = 20_000  # with every alias written out; PyYAML reads so many in about a second
@@ -47,12 +48,15 @@ class Entry:
     def size(self, key: str) -> int:
         """Bytes, as a number or as 80GiB."""
         value = self.values[key]
-        if isinstance(value, str) and not value.isdigit():
-            try:
-                return parse_bytes(value)
-            except UserError as error:
-                raise self.error(key, str(error)) from error
-        return int(self.number(key, low=1, high=1e18))
+        if not isinstance(value, str) or value.isdigit():
+            return int(self.number(key, low=1, high=MAX_BYTES))
+        try:
+            size = parse_bytes(value)
+        except UserError as error:
+            raise self.error(key, str(error)) from error
+        if not 1 <= size <= MAX_BYTES:
+            raise self.error(key, f"expected 1 to {MAX_BYTES:g} bytes, got {value:.40}")
+        return size
 
     def text(self, key: str) -> str:
         value = self.values[key]

@@ -62,6 +62,8 @@ def test_a_users_device_needs_what_has_no_default(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
+        ("like: h200\nmemory_bytes: 0GiB\n", r"line 2: memory_bytes: expected 1 to 1e\+18 bytes"),
+        ("like: h200\nmemory_bytes: 9999999TiB\n", r"line 2: memory_bytes: expected 1 to"),
         (MINE + "flops: 3\n", r"line 5: a GPU has no 'flops'"),
         (MINE + "matmul_efficiency: 1.5\n", r"line 5: matmul_efficiency: expected a number"),
         (MINE + "host_efficiency: 0\n", r"line 5: host_efficiency: expected a number above 0"),
