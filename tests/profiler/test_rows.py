@@ -88,6 +88,17 @@ def test_rows_have_a_length_are_unlike_and_found_by_their_number():
     assert point_of_key(("metp", "attention", 4096, 1), description) is None
 
 
+def test_local_z_has_the_rows_whose_documents_stay_and_lengths_are_every_other_timed_one():
+    description = dataclasses.replace(DESCRIPTION, p=8)
+    lengths = {1 << i: True for i in range(9, 16)} | {1 << 16: False}
+    points = list(row_points(lengths, ("metp", "metp+recompute"), description))
+    assert list(dict.fromkeys(p.seq_length for p in points)) == [1 << 11, 1 << 13, 1 << 15]
+    rows = [p.row for p in points if p.strategy == "metp"]
+    staying = [p.row for p in points if p.strategy == "local_z"]
+    assert staying == [row for row in rows if not load_of(row, causal=True).crosses]
+    assert 0 < len(staying) < len(rows) and len(points) == len(rows) + len(staying)
+
+
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_rows_are_placed_by_the_window_that_all_layers_have_and_count_any(everywhere):
     others = {} if everywhere else {"attention@2": (2,)}
