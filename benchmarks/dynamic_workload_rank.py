@@ -49,7 +49,7 @@ class Workload:
             gc.collect()
             self._before = before
         self.policies: dict = {}
-        self.choosing: list[float] = []
+        self.choosing: dict[str, list[float]] = defaultdict(list)  # seconds, by policy
 
     def run(self, task: dict) -> dict:
         documents = [self.padded(length) for length in task["lengths"]]
@@ -114,7 +114,7 @@ class Workload:
         return plan.runs()
 
     def _step(self, policy: str, length: int) -> None:
-        self.choosing.append(self._choose(policy, length))
+        self.choosing[policy].append(self._choose(policy, length))
         from megatron_paradyse.profiler.iterations import train_one
 
         train_one(self._model, length)
@@ -220,7 +220,7 @@ class Workload:
             "ratio_to_oracle": ours / oracle if oracle else None,
             "ratio_to_fastest_where_it_fits": of_ours / of_fastest,
             "heuristic_over_optimal": heuristic / ours,
-            "switch_overhead": sum(self.choosing) / sum(map(_total, seconds.values())),
+            "choosing_share": choosing_share(self.choosing, seconds),
             "optimal_seconds": ours,
             "oracle_seconds": oracle,
             "fixed": {name: "oom" if total is None else total for name, total in fixed.items()},
@@ -298,8 +298,11 @@ def _sum(values: list[float | None]) -> float | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _total(per_document: list[list[float]]) -> float:
-    return sum(sum(times) for times in per_document)
+def choosing_share(
+    choosing: dict[str, list[float]], seconds: dict[str, list[list[float]]]
+) -> float:
+    """Of the seconds of iterations by `optimal`; fixed strategies have nothing to choose."""
+    return sum(choosing["optimal"]) / sum(map(sum, seconds["optimal"]))
 
 
 def _noise(seconds: dict) -> float:

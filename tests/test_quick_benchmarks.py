@@ -22,9 +22,11 @@ from benchmarks import (
     whole_model,
     wrong_costs,
 )
+from benchmarks.dynamic_workload_rank import choosing_share
 from megatron_paradyse.profiler.commands import profile
 from megatron_paradyse.profiler.points import Options, choose_lengths
 from reproduction import costs, peer
+from reproduction.measured_rank import Trained
 from tests.train.synthetic_costs import write_costs
 
 
@@ -87,6 +89,33 @@ def test_a_quick_workload_is_of_a_small_model_on_two_ranks(benchmark, monkeypatc
     assert spawned[0][1] == 2
     configuration = json.loads(capsys.readouterr().out.splitlines()[-1])["configuration"]
     assert configuration["ranks"] == 2 and configuration["--num-layers"] == 2
+
+
+def test_what_choosing_takes_is_told_of_the_policy_that_chooses():
+    choosing = {"metp": [0.0, 0.0], "optimal": [0.5, 0.25]}
+    seconds = {"metp": [[20.0], [30.0]], "optimal": [[5.0], [10.0]]}
+    assert choosing_share(choosing, seconds) == 0.05
+
+
+def test_a_switch_of_the_case_study_chooses_by_cost_at_lengths_not_seen_before(monkeypatch):
+    """Of a fixed strategy, whose iterations are timed beside it, there is nothing to choose."""
+    trained = object.__new__(Trained)
+    trained._task, trained._enforced, trained._costs = {"length": 64, "iterations": 4}, True, "x"
+    trained.policies = {}
+    asked: list[tuple[str, int]] = []
+
+    def choose(name, length):
+        asked.append((name, length))
+        return length / 1000
+
+    monkeypatch.setattr(trained, "seconds", lambda name, length: 1.0)
+    monkeypatch.setattr(trained, "peak", lambda name, length: 1e9)
+    monkeypatch.setattr(trained, "chooser", lambda **settings: settings["policy"])
+    monkeypatch.setattr(trained, "_choose", choose)
+    found = trained.switch()
+    assert asked == [("optimal", 64 * i) for i in range(1, 17)]
+    assert trained.policies["optimal"] == "optimal"
+    assert found["choosing"] == found["switch"] == 8.5 * 64 / 1000
 
 
 def test_the_second_profile_of_the_cost_models_errors_is_of_timed_lengths_alone(monkeypatch):
