@@ -113,9 +113,9 @@ def test_a_switch_of_the_case_study_chooses_by_cost_at_lengths_not_seen_before(m
     monkeypatch.setattr(trained, "chooser", lambda **settings: settings["policy"])
     monkeypatch.setattr(trained, "_choose", choose)
     found = trained.switch()
-    assert asked == [("optimal", 64 * i) for i in range(1, 17)]
+    assert asked == [("optimal", 64 + 16 * i) for i in range(1, 17)]
     assert trained.policies["optimal"] == "optimal"
-    assert found["choosing"] == found["switch"] == 8.5 * 64 / 1000
+    assert found["choosing"] == found["switch"] == 0.2
 
 
 def test_the_second_profile_of_the_cost_models_errors_is_of_timed_lengths_alone(monkeypatch):
