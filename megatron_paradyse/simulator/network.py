@@ -1,8 +1,8 @@
 """What communication costs: for every collective a + bytes / B, from a table or from a measurement.
 
 Bytes are those that strategies count as sent (collectives.py): (p-1)/p of the larger of a
-collective's input and output, the whole message of an exchange. So B is what NCCL's benchmarks call
-bus bandwidth.
+collective's input and output, twice that of an all_reduce, the whole message of an exchange, a
+broadcast or a reduce. So B is what NCCL's benchmarks call bus bandwidth.
 
 A named interconnect's times follow from its link: the ring algorithm's p-1 hops, and the share of
 the link's rate that large messages reach. "nvlink4+infiniband-ndr" is NVLink in a node and

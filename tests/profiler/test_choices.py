@@ -60,6 +60,8 @@ def test_given_lengths_must_be_shared_evenly():
     assert check_lengths((64, 32), p=4) == (32, 64)
     with pytest.raises(UserError, match="100 is not a multiple of 2p = 8: use 96"):
         check_lengths((100,), p=4)
+    with pytest.raises(UserError, match="2p = 8: use 8"):
+        check_lengths((3,), p=4)  # not 0, the nearest
 
 
 def test_expected_bytes_extrapolate_a_quadratic_and_never_shrink():
@@ -247,11 +249,14 @@ def test_sizes_in_bytes_need_a_unit():
 
 def test_what_a_profile_wrote_is_told_in_numbers(tmp_path):
     path = tmp_path / "costs.json"
-    write_cost_file(path, make_table(strategies=("metp",)))
+    table = make_table(strategies=("metp",))
+    *measured, last = table.measurements
+    refused = Measurement(last.strategy, last.operation, last.seq_length, 1, "unsupported: n: p")
+    write_cost_file(path, dataclasses.replace(table, measurements=(*measured, refused)))
     told = outcome(str(path), network=False)
     assert told["output"] == str(path) and told["strategies"] == ["metp"]
     assert told["lengths"] == sorted(LENGTHS) and told["static_bytes"] == 1e8
-    assert sum(told["measurements"].values()) == len(read_cost_file(path).table.measurements)
+    assert told["measurements"] == {"ok": len(measured), "unsupported": 1}
     network = find_network("nvlink4", 4)
     write_network(str(tmp_path / "network.json"), network)
     told = outcome(str(tmp_path / "network.json"), network=True)
