@@ -104,6 +104,9 @@ def test_simulated_tables_are_labelled_and_fit_into_cost_models(tmp_path):
     fused = simulated(tmp_path / "fused", GPT, 2, **more, fused=True)
     assert eager.description.source == "simulated" and eager.description.hardware.kind == "cuda"
     assert fused.constants.host_bytes_per_second == 0.4 * 32e9
+    found = fused.constants
+    of_parameters = found.static_bytes - found.waiting_bytes - 4096 * 64 * 2  # and the buffer
+    assert found.optimizer_seconds == pytest.approx(of_parameters / 18 * 38 / (0.8 * 2039e9))
     model = fit_table(fused, "hybrid")
     keyed = {(m.strategy, m.operation, m.seq_length): m for m in fused.measurements}
     for (strategy, operation, s), m in keyed.items():
