@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_paradyse.simulator.hardware import find_device
+from megatron_paradyse.simulator.operation import simulated_costs
 from megatron_paradyse.simulator.simulated_device import SimulatedDevice
 
 aten = torch.ops.aten
@@ -137,3 +138,36 @@ def test_kernels_wait_for_the_host():
             x.zero_()
 
     assert seconds(run, (0,), device=slow) == 5.0
+
+
+def test_a_fused_function_is_one_kernel_of_what_goes_in_and_comes_out():
+    simulated = SimulatedDevice(DEVICE)
+    fused = simulated.fused(lambda x, y: torch.exp(x + y) * 2)
+    with FakeTensorMode(), simulated:
+        x = torch.empty(ROWS, dtype=torch.bfloat16)
+        simulated.clock.restart()
+        fused(x, torch.empty_like(x))
+        once = simulated.clock.reading()
+        torch.exp(x)
+    assert once == pytest.approx(3 * ROWS.numel() * 2 / MOVED)
+    assert simulated.clock.reading() == pytest.approx(once + 2 * ROWS.numel() * 2 / MOVED)
+
+
+class Doubles:
+    """An operation of one product forward and one backward."""
+
+    def make_input(self):
+        return torch.empty(ROWS, requires_grad=True)
+
+    def forward(self, x):
+        return x * 2, None
+
+
+def test_forward_and_backward_take_the_time_that_passes():
+    simulated = SimulatedDevice(DEVICE)
+    with FakeTensorMode():
+        costs = simulated_costs(Doubles(), simulated)
+    moved = 2 * ROWS.numel() * 4 / MOVED
+    assert costs.forward_seconds == pytest.approx(moved)
+    assert costs.backward_seconds >= moved
+    assert costs.time_seconds == pytest.approx(simulated.clock.reading())

@@ -139,6 +139,9 @@ def test_a_broken_strategy_of_another_package_is_left_out_with_why(tmp_path):
         tmp_path / "with", GPT, 2, **more, others=others, strategies=(*others, "metp")
     )
     alone = simulated(tmp_path / "without", GPT, 2, **more, strategies=("metp",))
+    of_parameters = alone.constants.static_bytes - alone.constants.waiting_bytes - 128 * 64 * 4
+    numbers = alone.constants.optimizer_seconds / 38 * 0.8 * 2039e9
+    assert of_parameters / numbers == pytest.approx(16)  # float32; with the gather buffer
     said = {(m.strategy, m.operation): m.status for m in table.measurements if not m.is_ok}
     unsure = (
         "unsupported: strategy unsure: check ends with KeyError: 'of all': repair its package, or "
