@@ -22,6 +22,7 @@ from megatron_paradyse.profiler.agree import (
     OneRankFailedError,
     leave_note,
     status_alone,
+    status_of,
     take_note,
 )
 from megatron_paradyse.profiler.flags import megatron_flags
@@ -267,6 +268,13 @@ def test_a_rank_that_waits_alone_does_not_say_that_all_is_well():
     """Its note becomes the status of a point that was not measured."""
     assert status_alone(OneRankFailedError("oom")) == "oom"
     assert status_alone(OneRankFailedError("ok")).startswith("unsupported: another rank")
+
+
+def test_what_an_error_says_of_a_point():
+    assert status_of(torch.OutOfMemoryError("CUDA")) == status_of(MemoryError()) == "oom"
+    assert status_of(UserError("g % p\n== 1")) == "unsupported: g % p == 1"
+    assert status_of(KeyError("x\x1b")) == "unsupported: KeyError: 'x\\x1b'"
+    assert len(status_of(ValueError("no " * 400))) == 400
 
 
 def _agreed(group, case):
