@@ -17,6 +17,7 @@ from megatron_paradyse.settings import Settings
 from megatron_paradyse.strategies import RECOMPUTE, strategy_names
 
 METP = "metp"
+CHOOSING = "optimal", "heuristic"  # the policies that do
 
 
 def main() -> None:
@@ -193,7 +194,7 @@ class Workload:
             for name, per_document in seconds.items()
         }
         totals = {name: _sum(values) for name, values in medians.items()}
-        peaks = {name: self._peaks(name, documents) for name in ("optimal", "heuristic")}
+        peaks = {name: self._peaks(name, documents) for name in CHOOSING}
         fixed = {name: totals[name] for name in runs}
         finishing = {name: total for name, total in fixed.items() if total is not None}
         five = [total for name, total in finishing.items() if name in bases]
@@ -220,7 +221,7 @@ class Workload:
             "ratio_to_oracle": ours / oracle if oracle else None,
             "ratio_to_fastest_where_it_fits": of_ours / of_fastest,
             "heuristic_over_optimal": heuristic / ours,
-            "choosing_share": choosing_share(self.choosing, seconds),
+            "switch_overhead": switch_overhead(self.choosing, seconds),
             "optimal_seconds": ours,
             "oracle_seconds": oracle,
             "fixed": {name: "oom" if total is None else total for name, total in fixed.items()},
@@ -298,11 +299,12 @@ def _sum(values: list[float | None]) -> float | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def choosing_share(
+def switch_overhead(
     choosing: dict[str, list[float]], seconds: dict[str, list[list[float]]]
 ) -> float:
-    """Of the seconds of iterations by `optimal`; fixed strategies have nothing to choose."""
-    return sum(choosing["optimal"]) / sum(map(sum, seconds["optimal"]))
+    """Seconds of choosing over those of iterations, of the policies that choose."""
+    chose = sum(sum(choosing[name]) for name in CHOOSING)
+    return chose / sum(sum(map(sum, seconds[name])) for name in CHOOSING)
 
 
 def _noise(seconds: dict) -> float:

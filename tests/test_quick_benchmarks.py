@@ -22,7 +22,7 @@ from benchmarks import (
     whole_model,
     wrong_costs,
 )
-from benchmarks.dynamic_workload_rank import choosing_share
+from benchmarks.dynamic_workload_rank import switch_overhead
 from megatron_paradyse.profiler.commands import profile
 from megatron_paradyse.profiler.points import Options, choose_lengths
 from reproduction import costs, peer
@@ -91,10 +91,10 @@ def test_a_quick_workload_is_of_a_small_model_on_two_ranks(benchmark, monkeypatc
     assert configuration["ranks"] == 2 and configuration["--num-layers"] == 2
 
 
-def test_what_choosing_takes_is_told_of_the_policy_that_chooses():
-    choosing = {"metp": [0.0, 0.0], "optimal": [0.5, 0.25]}
-    seconds = {"metp": [[20.0], [30.0]], "optimal": [[5.0], [10.0]]}
-    assert choosing_share(choosing, seconds) == 0.05
+def test_what_choosing_takes_is_told_of_the_policies_that_choose():
+    choosing = {"metp": [0.0, 0.0], "optimal": [0.5, 0.25], "heuristic": [0.25, 0.5]}
+    seconds = {"metp": [[20.0], [30.0]], "optimal": [[5.0], [10.0]], "heuristic": [[5.0], [10.0]]}
+    assert switch_overhead(choosing, seconds) == 0.05
 
 
 def test_a_switch_of_the_case_study_chooses_by_cost_at_lengths_not_seen_before(monkeypatch):
