@@ -12,6 +12,8 @@ from megatron_paradyse.packing.work import scores_between, scores_up_to
 from megatron_paradyse.strategies.sizes import RowSizes, is_narrow
 
 STEPS_PER_DOUBLING = 16
+# Up to so many ranks are told which of them sends how much to which: squares of their number.
+MOST_TOLD = 16
 
 Pieces = list[tuple[int, int, int]]  # of a document, in its order: (rank, start, stop) inside it
 
@@ -74,6 +76,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
     """One walk over documents and ranges. window: s where there is none."""
     scores, missing, documents, sent = ([0] * row.p for _ in range(4))
     sharing: dict[int, set[int]] = {}  # by rank, itself among them
+    moved: list[list[int]] = [[0] * row.p for _ in range(row.p if row.p <= MOST_TOLD else 0)]
     rows = row.seq_length // row.p
     piece, piece_beside, most_held, num_pieces = 0, 0, 0, [0] * row.p
     for length, pieces in _documents(row):
@@ -110,6 +113,8 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
         if len(held) > 1:
             for rank, count in _needed(pieces, tokens, causal):
                 sent[rank] += count
+            if moved:
+                _add_moved(moved, pieces, tokens, causal)
             for group in (held,) if length <= window else _exchanging(pieces, window):
                 for rank in group:
                     sharing.setdefault(rank, set()).update(group)
@@ -141,7 +146,9 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             piece_beside=piece_beside,
             held=most_held,
             keys_sent=keys_sent,
-            keys_at_once=max(
+            keys_at_once=_at_once(moved)
+            if moved
+            else max(
                 min(come, min(peers, 2) * keys_sent) + go
                 for come, go in zip(missing, sent, strict=True)
             ),
@@ -162,6 +169,35 @@ def _needed(pieces: Pieces, tokens: dict[int, int], causal: bool) -> Iterator[tu
         hidden += stop - start
     for rank, count in tokens.items():
         yield rank, count - hidden if rank == last else count
+
+
+def _add_moved(
+    moved: list[list[int]], pieces: Pieces, tokens: dict[int, int], causal: bool
+) -> None:
+    """What ranks get of each other of a document, [receiver][sender], before their last piece."""
+    starts = {rank: start for rank, start, _ in pieces}  # of the last
+    before: dict[int, int] = {}
+    for rank, start, stop in pieces:
+        if start == starts[rank]:
+            into = moved[rank]
+            for other, count in (before if causal else tokens).items():
+                if other != rank:
+                    into[other] += count
+        before[rank] = before.get(rank, 0) + stop - start
+
+
+def _at_once(moved: list[list[int]]) -> int:
+    """Of any rank r the most in a step i: used from rank r - i, coming from the next, and sent."""
+    p, most = len(moved), 0
+    for r, into in enumerate(moved):
+        used = 0
+        for i in range(1, p):
+            comes = into[r - i]
+            at_once = used + comes + moved[r + i - p][r]
+            if at_once > most:
+                most = at_once
+            used = comes
+    return most
 
 
 def _documents(row: Row) -> Iterator[tuple[int, Pieces]]:
