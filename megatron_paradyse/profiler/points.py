@@ -14,6 +14,7 @@ from megatron_paradyse.costs.table import (
     OOM,
     Measurement,
 )
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.lengths import (
     COUNT,
     check_lengths,
@@ -149,4 +150,9 @@ def strategies_to_profile(names: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(name for base in strategy_names() for name in (base, base + RECOMPUTE))
     for name in names:
         parse_strategy_name(name)
+    if all(base_name(name) in PACKED_ONLY for name in names):
+        raise UserError(
+            f"--strategies {','.join(names)} runs no single document, from which the costs of "
+            "packed ones follow: name megatron_cz too"
+        )
     return with_names_of_costs(names)

@@ -102,6 +102,12 @@ def test_layers_are_checked_at_every_other_length():
         strategies_to_profile(("meta",))
 
 
+def test_a_strategy_that_runs_no_single_document_is_not_profiled_alone():
+    with pytest.raises(UserError, match="runs no single document"):
+        strategies_to_profile(("local_z", "local_z+recompute"))
+    assert strategies_to_profile(("local_z", "metp")) == ("local_z", "metp")
+
+
 def test_what_the_costs_of_a_named_strategy_need_is_profiled_too():
     assert strategies_to_profile(("ulysses_z+recompute",)) == ("ulysses_z", "ulysses_z+recompute")
     found = strategies_to_profile(("metp+offload", "megatron_ts", "metp"))
