@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_paradyse.costs.hybrid import HybridFit
-from megatron_paradyse.costs.laws import PAIRS, TOKENS, Law
+from megatron_paradyse.costs.laws import PAIRS, Law
 from megatron_paradyse.costs.row_law import RowLaw
 from megatron_paradyse.packing.load import Load, load_of, load_of_one
 from megatron_paradyse.packing.row import Row
@@ -29,8 +29,8 @@ from megatron_paradyse.strategies.walks import ROW_WALKS
 
 MIN_ROWS = 4
 Work = tuple[float, ...]  # what the factors of a law multiply
-# No row takes less than this share of one document's time, where its law does not tell what tokens
-# take: fits know no kernel's launch.
+# No row takes less than this share of one document's time, where its law gives all to pairs: fits
+# know no kernel's launch.
 LEAST_SHARE = 0.05
 # Score rows with a column for each key that is there, masked or not.
 WHOLE_COLUMNS = ("colossal_z",)
@@ -154,24 +154,25 @@ def share_of_scores(fit: HybridFit, seq_length: int) -> float:
 def least_share(fit: object, seq_length: int) -> float:
     """The part of a fitted time of one document that no row of as many tokens takes less than.
 
-    Or LEAST_SHARE, where that is less: of long sequences pairs are nearly all.
+    What any piece of its law gives to all but pairs, or LEAST_SHARE, where that is less: of long
+    sequences pairs are nearly all.
     """
     if not isinstance(fit, HybridFit):
         return LEAST_SHARE
     law, s = fit.law, float(seq_length)
-    parts = _parts(law if law.beyond is None or s < law.bend else law.beyond, s)
-    tokens = parts[TOKENS] / sum(parts) if parts and parts[TOKENS] > 0 else LEAST_SHARE
-    return min(tokens, LEAST_SHARE)
+    pieces = _parts(law if law.beyond is None or s < law.bend else law.beyond, s)
+    total = max(map(sum, pieces), default=0.0)
+    others = max((sum(parts[:PAIRS]) for parts in pieces), default=0.0)
+    return min(others / total, LEAST_SHARE) if others > 0 else LEAST_SHARE
 
 
 def _of_pairs(law: Law, s: float) -> tuple[float, float]:
     """Of what the largest piece gives, b = 1, the part of pairs of tokens, and all of it."""
-    parts = _parts(law, s)
-    return (parts[PAIRS], sum(parts)) if parts else (0.0, 0.0)
+    piece = max(_parts(law, s), key=sum, default=None)
+    return (piece[PAIRS], sum(piece)) if piece else (0.0, 0.0)
 
 
-def _parts(law: Law, s: float) -> list[float]:
-    """What each term of the largest piece gives, b = 1; none of a law without pieces."""
+def _parts(law: Law, s: float) -> list[list[float]]:
+    """What each term of each piece gives, b = 1."""
     powers = (1.0, 1.0, s, s * law.keys(s))
-    parts = [[c * x for c, x in zip(piece, powers, strict=True)] for piece in law.pieces]
-    return max(parts, key=sum, default=[])
+    return [[c * x for c, x in zip(piece, powers, strict=True)] for piece in law.pieces]
