@@ -16,7 +16,7 @@ from megatron_paradyse.planner.from_file import RESERVE_SHARE
 from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.memory_record import Start, grid, memory_bytes
-from megatron_paradyse.units import bytes_text, parse_bytes
+from megatron_paradyse.units import bytes_text, counted, parse_bytes
 
 HOST_SHARE = 0.8  # of free host memory: data, checkpoints and the system take the rest
 TAUGHT_MARGIN = 0.02  # what a plan that ran out of memory is believed to have lacked
@@ -72,9 +72,10 @@ def _taught(records: Sequence[Path], settings: Settings, costs: str) -> list[int
     if not found:
         return []
     path = min(found, key=lambda path: min(found[path]))
+    plans = counted(len(set(found[path])), "plan")  # each rank that had one has left a record
     print_rank_0(
-        f"> paradyse: {path} tells of {len(found[path])} plans that ran out of memory: the budget "
-        f"is at most {bytes_text(min(found[path]))}, until that file is removed"
+        f"> paradyse: {path} tells of {plans} that ran out of memory: the budget is at most "
+        f"{bytes_text(min(found[path]))}, until that file is removed"
     )
     return found[path]
 

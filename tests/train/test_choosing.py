@@ -240,7 +240,7 @@ def test_memory_that_ran_out_is_traced_and_teaches_the_next_start(data, tmp_path
     found = records(trace, "out_of_memory")
     assert found and found[0]["predicted_peak_bytes"] <= 3_000_000 < found[0]["peak_bytes"]
     again = attempt(tmp_path, *flags, ranks=2)
-    assert "plans that ran out of memory: the budget is at most" in again.stdout
+    assert "tells of 1 plan that ran out of memory: the budget is at most" in again.stdout
 
 
 def test_evaluation_plans_forwards_alone(tmp_path, costs):

@@ -33,7 +33,7 @@ def test_a_restart_without_a_trace_plans_otherwise_for_what_ran_out_of_memory(tm
     assert first.code == 2 and said in first.stderr, first.stderr[-3000:]
     before = failed(saved)
     again = attempt(tmp_path / "again", *flags, 0, ranks=2)
-    assert "plans that ran out of memory: the budget is at most" in again.stdout
+    assert "tells of 1 plan that ran out of memory: the budget is at most" in again.stdout
     after = [record for record in failed(saved) if record not in before]
     assert after, again.stderr[-3000:]
     assert {r["seq_length"] for r in after} == {r["seq_length"] for r in before}
@@ -200,6 +200,26 @@ def test_the_budget_of_a_gpu_is_what_is_free_less_a_reserve(monkeypatch):
     monkeypatch.setattr(budget.torch.distributed, "all_reduce", lambda *_: None)
     assert budget.budget_bytes(Settings(), costs="abc") == 700 + 100 - 50
     assert budget.budget_bytes(Settings(memory_budget="900"), costs="abc") == 900
+
+
+@pytest.mark.parametrize(
+    ("peaks", "told"), [((800, 800), "1 plan that"), ((800, 700, 800), "2 plans that")]
+)
+def test_a_plan_counts_once_though_each_of_its_ranks_has_left_a_record(
+    peaks, told, tmp_path, capsys, monkeypatch
+):
+    plugin.install()
+    from megatron_paradyse.settings import Settings
+    from megatron_paradyse.train import budget
+
+    path = tmp_path / "records.jsonl"
+    records = [{"kind": "out_of_memory", "predicted_peak_bytes": peak} for peak in peaks]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
+    monkeypatch.setattr(budget.torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(budget.torch.distributed, "all_reduce", lambda *_: None)
+    budget.budget_bytes(Settings(memory_budget="900"), costs="abc", records=[path])
+    assert f"{path} tells of {told} ran out of memory" in capsys.readouterr().out
 
 
 def test_a_damaged_record_of_more_bytes_than_there_can_be_lowers_no_budget(tmp_path, monkeypatch):
