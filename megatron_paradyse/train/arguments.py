@@ -14,7 +14,11 @@ from megatron_paradyse.setting_kinds import SWITCH
 from megatron_paradyse.settings import FIELDS, FIXED, WITHOUT_FLAG, Settings, make_settings
 from megatron_paradyse.train.batch_sizes import check_one_size, check_schedule_of_sizes
 from megatron_paradyse.train.counting import samples_of
-from megatron_paradyse.train.document_flags import check_validation, prepare_documents
+from megatron_paradyse.train.document_flags import (
+    check_validation,
+    prepare_documents,
+    refuse_of_documents,
+)
 from megatron_paradyse.train.megatron_limits import check_megatrons_limits
 from megatron_paradyse.train.model_flags import (
     check_bert,
@@ -155,7 +159,9 @@ def before_validation(args: argparse.Namespace) -> None:
         args.eval_interval = sys.maxsize  # Megatron divides by it once a checkpoint is loaded
     args.create_attention_mask_in_dataloader = False  # causal kernels need no [s, s] mask
     check_packed(args, names, only_megatron_ts=only_megatron_ts(args))
-    if args.paradyse_settings.sequences != FIXED:
+    if args.paradyse_settings.sequences == FIXED:
+        refuse_of_documents(args.paradyse_settings)
+    else:
         prepare_documents(args)
     check_ranks(args)
     check_spread(args, names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.data_files import (
     check_split,
     check_targets,
@@ -14,6 +15,20 @@ from megatron_paradyse.train.data_files import (
     take_vocabulary,
 )
 from megatron_paradyse.train.model_kind import BERT
+
+OF_DOCUMENTS = ("order", "long_documents", "balance")  # settings
+
+
+def refuse_of_documents(settings: Settings) -> None:
+    """UserError for a setting that Megatron's own data, in their own order, do not heed."""
+    for name in OF_DOCUMENTS:
+        value = getattr(settings, name)
+        if value != getattr(Settings, name):
+            flag = f"--paradyse-{name.replace('_', '-')}"
+            raise UserError(
+                f"{flag if value is True else f'{flag} {value}'} with --paradyse-sequences fixed, "
+                "whose samples and order are Megatron's: leave it out, or train on documents"
+            )
 
 
 def prepare_documents(args: argparse.Namespace) -> None:

@@ -101,6 +101,15 @@ REFUSED = {
         "--seq-length", 17, "--paradyse-sequences", "fixed",
         "--tensor-model-parallel-size", 2, "--sequence-parallel",
     ],
+    "--paradyse-order bucketed with --paradyse-sequences fixed, .*: leave it out, or train on": [
+        "--paradyse-sequences", "fixed", "--paradyse-order", "bucketed",
+    ],
+    "--paradyse-long-documents refuse with --paradyse-sequences fixed, .*: leave it out, or": [
+        "--paradyse-sequences", "fixed", "--paradyse-long-documents", "refuse",
+    ],
+    "--paradyse-balance with --paradyse-sequences fixed, .*: leave it out, or train on docum": [
+        "--paradyse-sequences", "fixed", "--paradyse-balance", "--paradyse-policy", "optimal",
+    ],
     "--window-attn-skip-freq tells of 3 layers, and there are 4: give a 0 or 1 for each": [
         "--window-size", "8,0", "--window-attn-skip-freq", "[1,0,1]",
     ],
