@@ -160,7 +160,7 @@ def _list(known: dict[str, Benchmark], as_json: bool) -> None:
         click.echo(f"{one.name:<{width}}  {one.summary}")
         for name in one.saved:
             click.echo(f"{'':<{width}}  {FOLDER}/results/{name}")
-    click.echo("\nmegatron-paradyse bench NAME --quick runs one in at most a minute.")
+    click.echo("\nmegatron-paradyse bench NAME --quick runs one in about a minute.")
 
 
 def run_benchmark(name: str, arguments: Sequence[str], time_limit: float) -> Run:
