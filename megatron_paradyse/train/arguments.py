@@ -60,6 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def make_help_readable(parser: argparse.ArgumentParser) -> None:
+    """Megatron 0.19.2 has a text with a bare %, at which argparse ends instead of printing it."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                formatter._expand_help(action)
+            except (ValueError, TypeError, KeyError):
+                action.help = _escaped(action.help)
+
+
 def _add_setting(group, name: str) -> None:
     """The flag of a setting; of a switch that which turns it from its default."""
     field, flag = FIELDS[name], name.replace("_", "-")

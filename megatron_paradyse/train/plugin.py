@@ -77,6 +77,7 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
         add_arguments,
         after_validation,
         before_validation,
+        make_help_readable,
         refuse_unknown_names,
     )
     from megatron_paradyse.train.model_kind import GPT
@@ -93,6 +94,7 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
             parser = extra_args_provider(parser) if extra_args_provider else parser
             parser.error = functools.partial(_parser_error, parser)
             refuse_unknown_names(parser)
+            make_help_readable(parser)
             parser = add_arguments(parser)
             parser.set_defaults(paradyse_model=_model)
             return parser

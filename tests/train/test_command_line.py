@@ -10,6 +10,7 @@ import pytest
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import plugin
 from tests.train.harness import ROOT, run_bounded
+from tests.train.parsing import parsed
 
 PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.0.patch"
 
@@ -61,3 +62,11 @@ def test_a_script_without_our_flags_runs_as_by_itself(way, tmp_path):
         [*command, "--transformer-impl", "local"], timeout_seconds=60
     )
     assert code == 0 and stdout == "True False ['--transformer-impl', 'local']\n", stderr
+
+
+def test_help_is_printed_though_a_text_of_megatrons_is_no_format(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as end:
+        parsed(monkeypatch, "--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and "headroom (e.g. 1.10 = 10%)." in said
+    assert "--paradyse-policy POLICY" in said and "(default 0.03)" in said
