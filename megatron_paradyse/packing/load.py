@@ -187,16 +187,21 @@ def _add_moved(
 
 
 def _at_once(moved: list[list[int]]) -> int:
-    """Of any rank r the most in a step i: used from rank r - i, coming from the next, and sent."""
+    """Of any rank the most in a step: of keys, or of their gradients a step later.
+
+    Rank r uses what came of the step before while that of rank r - i comes and that of rank r + i
+    is sent. In the backward gradients of the last are made while those of the step before go
+    back, and others come for what was sent in it.
+    """
     p, most = len(moved), 0
     for r, into in enumerate(moved):
-        used = 0
+        used, went = 0, 0
         for i in range(1, p):
-            comes = into[r - i]
-            at_once = used + comes + moved[r + i - p][r]
+            comes, goes = into[r - i], moved[r + i - p][r]
+            at_once = used + comes + (goes if goes > went else went)
             if at_once > most:
                 most = at_once
-            used = comes
+            used, went = comes, goes
     return most
 
 

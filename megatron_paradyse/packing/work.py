@@ -76,11 +76,15 @@ def keys_moved(row: Row, *, causal: bool = False, window: int | None = None) -> 
 def keys_at_once(row: Row, *, causal: bool = False, window: int | None = None) -> list[int]:
     """Per rank, most tokens of keys that are used, come and are sent in a step of an exchange.
 
-    In step i rank r has those of rank r-i.
+    In step i rank r has those of rank r-i. Or, where they are more, of the gradients that are made,
+    go back and come: these are of what was sent a step before.
     """
     moved, p = keys_moved(row, causal=causal, window=window), row.p
     return [
-        max(moved[r - i][r] + moved[r - i - 1][r] + moved[r][(r + i + 1) % p] for i in range(p))
+        max(
+            moved[r - i][r] + moved[r - i - 1][r] + max(moved[r][(r + j) % p] for j in (i, i + 1))
+            for i in range(p)
+        )
         for r in range(p)
     ]
 

@@ -62,8 +62,9 @@ class RowSizes:
     padding. piece: of a document, in one piece on a rank; piece_beside: in one that does not fill
     its rank; held: on a rank, in all its pieces. keys_sent: of a rank, those whose keys others
     need. keys_at_once: of keys that are used, that come and that are sent, while an exchange takes
-    one step after the other. fewest_keys: that come to the rank with the fewest. pieces: of
-    documents, on a rank; 0: unknown. padded: whether documents leave room, at the end; or unknown.
+    one step after the other, or of gradients likewise. fewest_keys: that come to the rank with the
+    fewest. pieces: of documents, on a rank; 0: unknown. padded: whether documents leave room, at
+    the end; or unknown.
     """
 
     longest: int = 0

@@ -11,13 +11,14 @@ import itertools
 import statistics
 
 import pytest
+import torch
 
 from megatron_paradyse.costs import row_bytes
 from megatron_paradyse.costs.row_costs import RowCosts
 from megatron_paradyse.costs.table import ATTENTION, OperationCosts
 from megatron_paradyse.packing.load import load_of
 from megatron_paradyse.packing.placement import place
-from megatron_paradyse.packing.row import contiguous
+from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.simulator.flash_kernel import flash_kernel
 from megatron_paradyse.strategies import base_name, recomputes, takes, takes_wide
@@ -39,6 +40,7 @@ from tests.costs.counted_rows import (
     rows,
 )
 from tests.packing.rows import zigzag
+from tests.strategies.cases import AttentionCase
 
 
 @pytest.mark.parametrize("strategy", NAMES)
@@ -107,6 +109,33 @@ def test_rows_of_normalised_heads_are_near_what_ranks_hold(strategy):
             if above > 1.25 or not -16 * D <= kept <= 0:
                 wrong.append((label, variant, name, above, kept))
     assert not wrong, "\n" + "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("strategy", "mask", "row"),
+    [
+        ("megatron_cz", "causal", zigzag((38,), 4)),
+        *((name, "bidirectional", contiguous((40, 20), 3)) for name in ("megatron_cz", "metp")),
+        ("colossal_z", "bidirectional", contiguous((20, 40, 20), 4)),
+    ],
+    ids=lambda value: f"of {value.p}" if isinstance(value, Row) else value,
+)
+def test_gradients_on_their_way_are_those_of_the_step_before(strategy, mask, row, dtype):
+    """More come for what was sent then than keys are sent now; and queries have some of none.
+
+    Where one rank shares a document, keys come in one step and go in the next, with odd p.
+    """
+    p, s, n = row.p, row.seq_length, 2 * row.p
+    case = AttentionCase(strategy, p, mask, n=n, g=p, d=16, h=16, s=s, b=1, dtype=dtype)
+    causal, element_bytes = mask == "causal", dtype.itemsize
+    sizes = LayerSizes(s, 1, 16, n, p, 16, 1, p, causal=causal, element_bytes=element_bytes)
+    one = OperationCosts(0.0, 0.0, *(measured.__wrapped__(case)[q] for q in BYTES))
+    truth = measured.__wrapped__(dataclasses.replace(case, row=row))
+    costs = row_bytes.walked_row_bytes(strategy, strategy, one, sizes, load_of(row, causal=causal))
+    assert costs.kept_bytes == truth["kept_bytes"]
+    peak = truth["kept_bytes"] + truth["backward_bytes"]
+    assert -TOLERANCE < (costs.kept_bytes + costs.backward_bytes) / peak - 1 < 0.15
 
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 1.0])

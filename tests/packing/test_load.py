@@ -123,8 +123,9 @@ def test_buffers_are_no_smaller_than_blocks_and_steps_of_strategies_are(p, causa
                 for step in _steps(spans, rank, p - 1, *mask)
             ]
             assert max(sent for _, sent in steps) <= buffers.keys_sent
-            for (used, _), (comes, sent) in itertools.pairwise(steps):
+            for (used, went), (comes, sent) in itertools.pairwise(steps):
                 assert used + comes + sent <= buffers.keys_at_once
+                assert used + comes + went <= buffers.keys_at_once  # gradients, a step later
         assert max(keys_at_once(row, causal=causal)) == buffers.keys_at_once
 
 
@@ -238,7 +239,10 @@ def test_some_row_holds_what_the_fullest_buffers_are_of(p):
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 24)])
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 def test_keys_at_once_are_those_of_one_step_and_of_the_next(p, causal, window):
-    """Counted one by one: in step i rank r has those of rank r - i, while the next come."""
+    """Counted one by one: in step i rank r has those of rank r - i, while the next come.
+
+    A step later, their gradients, while those of what was sent in the step come.
+    """
     rng = random.Random(p)
     for _ in range(20):
         row = random_row(rng, p)
@@ -250,7 +254,11 @@ def test_keys_at_once_are_those_of_one_step_and_of_the_next(p, causal, window):
             return len(held[source % p] & needed[to % p])
 
         assert keys_at_once(row, causal=causal, window=window) == [
-            max(sent(r - i, r) + sent(r - i - 1, r) + sent(r, r + i + 1) for i in range(p))
+            max(
+                sent(r - i, r) + sent(r - i - 1, r) + sent(r, r + i + j)
+                for i in range(p)
+                for j in (0, 1)
+            )
             for r in range(p)
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, RowSizes
-from megatron_paradyse.strategies.walks.rows import keys_coming, of_tokens
+from megatron_paradyse.strategies.walks.rows import keys_coming, of_tokens, steps_are_apart
 from megatron_paradyse.strategies.walks.steps import INDEX_BYTES
 from megatron_paradyse.strategies.walks.zero import (
     gate_of_input_backward,
@@ -125,7 +125,7 @@ def _rows_backward(m: Ledger, z: LayerSizes, row: RowSizes, scores: int) -> None
     of_key = z.rows * z.n * z.element_bytes
     chunk, coming = (of_key * tokens for tokens in (z.positions, keys_coming(z, row)))
     keys, at_once = (of_tokens(z, one, t) for t in (keys_coming(z, row), row.keys_at_once))
-    used, hops = (keys, keys) if z.peers < 2 else (at_once, at_once)
+    used, hops = (keys, keys) if steps_are_apart(z) else (at_once, at_once)
     proj_backward(m, z)
     gate_of_input_backward(m, z)
     m.release(0 if z.narrow_values else z.q)
@@ -140,8 +140,9 @@ def _rows_backward(m: Ledger, z: LayerSizes, row: RowSizes, scores: int) -> None
     m.touch(used + z.wide(at_once))  # a chunk is there while its gradient begins its way back
     m.hold(hops=z.wide(at_once), grad_q=z.wide(z.q), row_sums=z.lse, own_k=z.wide(one))
     m.touch(at_once + narrow * chunk + max(z.q - z.wide(one), narrow * one))
-    m.touch(used + narrow * coming + z.wide(hops) + max(z.q - z.wide(keys), narrow * keys))
+    m.touch(used + narrow * coming + z.wide(hops) + max(z.q, narrow * keys))
     m.touch(used + narrow * coming + z.wide(at_once))
+    m.touch(z.wide(at_once) + z.q)  # of a step without keys there are gradients of queries too
     m.touch(z.wide(at_once) + narrow * z.q)
     m.drop("heads_first", "grad_scores", "hops")
     m.touch(narrow * z.qkv)

@@ -65,7 +65,7 @@ def _steps_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int,
     at_once, coming = (of_tokens(z, kv, keys) for keys in (row.keys_at_once, keys_coming(z, row)))
     m.hold(chunks=at_once)
     m.touch(of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes)
-    if z.peers < 2:  # one step: nothing comes or is sent while it is taken
+    if steps_are_apart(z):
         m.drop("chunks")
         m.hold(chunks=coming)
         m.touch(max(z.wide(coming) + block, z.wide(at_once)))
@@ -73,6 +73,15 @@ def _steps_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int,
         m.touch(z.wide(at_once) + block)
     m.drop("chunks")
     m.touch(z.wide(at_once) + (q if z.half_type else 0))
+
+
+def steps_are_apart(z: LayerSizes) -> bool:
+    """Whether nothing comes or is sent while a step is taken.
+
+    With one peer keys come in one step, i, and go in step p - i: in the same, or, of odd p, perhaps
+    in the next.
+    """
+    return z.peers < 2 and z.p % 2 == 0
 
 
 def keys_coming(z: LayerSizes, row: RowSizes) -> int:
