@@ -32,11 +32,17 @@ def operation_costs(strategy: str, operation: str, sizes: LayerSizes) -> Costs:
     base, _ = parse_strategy_name(strategy)
     if (base, operation) not in WALKS:
         raise UserError(f"no cost formulas for the {operation} of {base}: profile it instead")
+    _check_formulas(operation, sizes)
     by_rank = [
         _costs_of_rank(strategy, operation, sizes, rank)
         for rank in (range(sizes.p) if (base, operation) in RANKS_DIFFER else (0,))
     ]
     return Costs(*(max(of_ranks) for of_ranks in zip(*map(astuple, by_rank), strict=True)))
+
+
+def _check_formulas(operation: str, z: LayerSizes) -> None:
+    if z.latent is not None and operation == "attention":  # of which walks know the bytes it holds
+        raise UserError("no cost formulas for latent attention: profile it instead")
 
 
 def _costs_of_rank(strategy: str, operation: str, sizes: LayerSizes, rank: int) -> Costs:
@@ -286,6 +292,7 @@ def packed_attention_sent(
     has its heads where these are split; z is of one group. The MLP sends what operation_costs says.
     """
     base, recompute = parse_strategy_name(strategy)
+    _check_formulas("attention", z)
     forward, backward = _sent_whatever_is_packed(base, "attention", z)
     if base == "metp":
         aligned, aligned_back = map(max, zip(*_aligning_sent(z), strict=True))

@@ -19,8 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy
 from megatron_paradyse.strategies import sizes as sizes_module
-from megatron_paradyse.strategies.accounting import attention_bytes, operation_costs
-from megatron_paradyse.strategies.contract import Wide
+from megatron_paradyse.strategies.accounting import (
+    attention_bytes,
+    operation_costs,
+    packed_attention_sent,
+)
+from megatron_paradyse.strategies.contract import LatentSizes, Wide
 from megatron_paradyse.strategies.memory import Measured, measure
 from megatron_paradyse.strategies.sizes import LayerSizes
 from megatron_paradyse.strategies.walks import WALKS
@@ -332,3 +336,14 @@ def test_a_strategy_without_formulas_is_told_to_be_profiled(monkeypatch):
     sizes = LayerSizes(s=8, b=1, h=8, n=2, g=2, d=4, f=16, p=2)
     with pytest.raises(UserError, match="no cost formulas for the mlp of ulysses_z"):
         operation_costs("ulysses_z", "mlp", sizes)
+
+
+def test_latent_attention_has_no_formulas_of_products_and_bytes_sent():
+    latent = LatentSizes(keys=4, content=2, positions=2, value=4)
+    sizes = LayerSizes(s=8, b=1, h=8, n=2, g=2, d=4, f=16, p=2, latent=latent, query_latents=4)
+    with pytest.raises(UserError, match="no cost formulas for latent attention"):
+        operation_costs("ulysses_z", "attention", sizes)
+    with pytest.raises(UserError, match="no cost formulas for latent attention"):
+        packed_attention_sent("ulysses_z", sizes, keys_sent=0, keys_received=0)
+    of_heads = replace(sizes, latent=None)
+    assert operation_costs("metp", "mlp", sizes) == operation_costs("metp", "mlp", of_heads)
