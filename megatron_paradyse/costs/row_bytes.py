@@ -76,7 +76,7 @@ def walked_row_bytes(
     )
     # While proj's gradients are made more may be there that no walk knows than beside attention.
     of_projections = kept + projection_bytes(strategy, of_row, norm=norm)
-    backward = max(backward, of_projections, down_projection_bytes(of_row))
+    backward = max(backward, of_projections, down_projection_bytes(alone))
     if in_one_call and load.documents > 1:
         of_kernel = replace(of_row, kernel_bytes=kernel_bytes(base, alone, load))
         _, _, with_kernel = attention_bytes(strategy, of_kernel)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_paradyse.packing.row import Row
-from megatron_paradyse.packing.work import scores_between, scores_up_to
+from megatron_paradyse.packing.work import at_once, scores_between, scores_up_to
 from megatron_paradyse.strategies.sizes import RowSizes, is_narrow
 
 STEPS_PER_DOUBLING = 16
@@ -146,7 +146,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             piece_beside=piece_beside,
             held=most_held,
             keys_sent=keys_sent,
-            keys_at_once=_at_once(moved)
+            keys_at_once=max(at_once(moved))
             if moved
             else max(
                 min(come, min(peers, 2) * keys_sent) + go
@@ -184,25 +184,6 @@ def _add_moved(
                 if other != rank:
                     into[other] += count
         before[rank] = before.get(rank, 0) + stop - start
-
-
-def _at_once(moved: list[list[int]]) -> int:
-    """Of any rank the most in a step: of keys, or of their gradients a step later.
-
-    Rank r uses what came of the step before while that of rank r - i comes and that of rank r + i
-    is sent. In the backward gradients of the last are made while those of the step before go
-    back, and others come for what was sent in it.
-    """
-    p, most = len(moved), 0
-    for r, into in enumerate(moved):
-        used, went = 0, 0
-        for i in range(1, p):
-            comes, goes = into[r - i], moved[r + i - p][r]
-            at_once = used + comes + (goes if goes > went else went)
-            if at_once > most:
-                most = at_once
-            used, went = comes, goes
-    return most
 
 
 def _documents(row: Row) -> Iterator[tuple[int, Pieces]]:

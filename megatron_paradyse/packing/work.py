@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_paradyse.packing.row import Row
 
 
@@ -74,19 +76,28 @@ def keys_moved(row: Row, *, causal: bool = False, window: int | None = None) -> 
 
 
 def keys_at_once(row: Row, *, causal: bool = False, window: int | None = None) -> list[int]:
-    """Per rank, most tokens of keys that are used, come and are sent in a step of an exchange.
+    """Per rank, most tokens of keys, or of their gradients, that are there in a step."""
+    return at_once(list(zip(*keys_moved(row, causal=causal, window=window), strict=True)))
 
-    In step i rank r has those of rank r-i. Or, where they are more, of the gradients that are made,
-    go back and come: these are of what was sent a step before.
+
+def at_once(received: Sequence[Sequence[int]]) -> list[int]:
+    """Per rank the most in a step of an exchange, of [p][p] tokens: rank i gets those of rank j.
+
+    Rank r uses what came of the step before while that of rank r - i comes and that of rank r + i
+    is sent. In the backward gradients of the last are made while those of the step before go
+    back, and others come for what was sent in it.
     """
-    moved, p = keys_moved(row, causal=causal, window=window), row.p
-    return [
-        max(
-            moved[r - i][r] + moved[r - i - 1][r] + max(moved[r][(r + j) % p] for j in (i, i + 1))
-            for i in range(p)
-        )
-        for r in range(p)
-    ]
+    p, found = len(received), []
+    for r, into in enumerate(received):
+        used, went, most = 0, 0, 0
+        for i in range(1, p):
+            comes, goes = into[r - i], received[r + i - p][r]
+            now = used + comes + (goes if goes > went else went)
+            if now > most:
+                most = now
+            used, went = comes, goes
+        found.append(most)
+    return found
 
 
 def _keys_seen(start: int, stop: int, queries: list[tuple[int, int]], window: int | None) -> int:

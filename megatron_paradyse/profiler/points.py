@@ -22,11 +22,11 @@ from megatron_paradyse.profiler.lengths import (
     lengths_between,
 )
 from megatron_paradyse.strategies import (
-    PACKED_ONLY,
     RECOMPUTE,
     base_name,
     parse_strategy_name,
     shares_mlp,
+    singles,
     strategy_names,
     with_names_of_costs,
 )
@@ -113,7 +113,7 @@ def points(
         for s, is_timed in lengths.items():
             for edge in edges:
                 yield Point(MODEL, edge, s, b, is_timed)
-            for strategy in (name for name in strategies if base_name(name) not in PACKED_ONLY):
+            for strategy in singles(strategies):
                 for operation in operations:
                     if half_of(operation) != LAYER or s in checked:
                         yield Point(strategy, operation, s, b, is_timed)
@@ -131,8 +131,7 @@ def like_it(
     if own == MODEL or not (measurement.is_ok or measurement.status == OOM):
         return []
     suffix = own.removeprefix(base_name(own))
-    singles = [name for name in strategies if base_name(name) not in PACKED_ONLY]
-    alike = [name for name in singles if name.removeprefix(base_name(name)) == suffix]
+    alike = [name for name in singles(strategies) if name.removeprefix(base_name(name)) == suffix]
     if switches:
         if half_of(measurement.operation) != MLP:
             return []
@@ -150,7 +149,7 @@ def strategies_to_profile(names: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(name for base in strategy_names() for name in (base, base + RECOMPUTE))
     for name in names:
         parse_strategy_name(name)
-    if all(base_name(name) in PACKED_ONLY for name in names):
+    if not singles(names):
         raise UserError(
             f"--strategies {','.join(names)} runs no single document, from which the costs of "
             "packed ones follow: name megatron_cz too"

@@ -29,7 +29,7 @@ from megatron_paradyse.profiler.points import like_it
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.network import Network
 from megatron_paradyse.simulator.operation import left_out, simulated_costs
-from megatron_paradyse.strategies import PACKED_ONLY, base_name
+from megatron_paradyse.strategies import base_name, singles
 from megatron_paradyse.strategies.accounting import RANKS_DIFFER, RINGS
 from megatron_paradyse.strategies.sizes import is_narrow
 
@@ -148,7 +148,7 @@ def _measurements(
             for operation in edges:
                 costs = simulated_costs(operations.get(operation, MODEL), device)
                 yield Measurement(MODEL, operation, s, b, OK, **asdict(costs))
-            strategies = [n for n in options.strategies if base_name(n) not in PACKED_ONLY]
+            strategies = singles(options.strategies)
             known: dict[tuple[str, str], Measurement] = {}
             for strategy, operation in itertools.product(strategies, halves):
                 if (strategy, operation) not in known:

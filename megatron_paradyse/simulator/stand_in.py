@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_paradyse.costs.table import MODEL, OK, OOM, Measurement, edges_of
 from megatron_paradyse.profiler.points import like_it
 from megatron_paradyse.simulator.network import Network
-from megatron_paradyse.strategies import PACKED_ONLY, base_name
+from megatron_paradyse.strategies import singles
 
 MAX_REPETITIONS = 15
 
@@ -93,8 +93,7 @@ class StandIn:
         """Every operation of a length that the journal lacks."""
         wanted = [(MODEL, edge) for edge in edges_of(self._journal.description)]
         halves = self._journal.description.layer_kinds.halves()
-        strategies = [n for n in self._options.strategies if base_name(n) not in PACKED_ONLY]
-        wanted += [(name, half) for name in strategies for half in halves]
+        wanted += [(name, half) for name in singles(self._options.strategies) for half in halves]
         missing = [key for key in wanted if self._journal.get((*key, s, b)) is None]
         if not missing:
             return

@@ -35,6 +35,11 @@ def strategy_names(*, packed: bool = False) -> tuple[str, ...]:
     return tuple(name for name in names if packed or name not in PACKED_ONLY)
 
 
+def singles(names: Iterable[str]) -> list[str]:
+    """Those that run single documents."""
+    return [name for name in names if base_name(name) not in PACKED_ONLY]
+
+
 def takes(name: str, microbatch: Microbatch, p: int) -> bool:
     """Whether the strategy can run the microbatch on p ranks; of a built-in one without torch."""
     base = base_name(name)

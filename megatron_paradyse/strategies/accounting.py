@@ -118,8 +118,12 @@ def projection_bytes(strategy: str, z: LayerSizes, *, norm: int) -> int:
     return made_anew + m.peak
 
 
+@lru_cache(maxsize=256)  # of a length all strategies and rows ask the same
 def down_projection_bytes(z: LayerSizes) -> int:
-    """What a layer's backward holds while gradients of weights are made that make latents of x."""
+    """What a layer's backward holds while gradients of weights are made that make latents of x.
+
+    Of a row as of one document.
+    """
     if z.latent is None:
         return 0
     c_q, c_kv, c_pe = z.latent_channels
