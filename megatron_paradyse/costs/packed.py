@@ -80,12 +80,13 @@ class Packed:
         return window if self.in_tiles and (self.dropout or window < math.inf) else None
 
     def is_walked(self, strategy: str, operation: str) -> bool:
-        """Whether the walks tell of its rows: of no window, nor of score rows with dropout, nor
-        of strategies of other packages.
+        """Whether the walks tell of its rows: not of tiles that a kernel holds, nor of score rows
+        with dropout, nor of strategies of other packages.
         """
         base = base_name(strategy)
-        tiled = self.dropout and (self.in_tiles or base in WHOLE_COLUMNS)
-        return base in ROW_WALKS and operation not in self.windows and not tiled
+        if base in WHOLE_COLUMNS:
+            return base in ROW_WALKS and not self.dropout
+        return base in ROW_WALKS and self.tiled_window(operation) is None
 
     def load_of(self, row: Row) -> Load:
         return load_of(row, causal=self.causal, window=self.window)

@@ -1,4 +1,4 @@
-"""Memory of attention on a packed row where its walk does not tell: bounds that no rank exceeds.
+"""Memory of attention on a packed row where no walk tells: bounds that no rank exceeds.
 
 Workspace is that of one document and upper bounds of what rows may need besides: copies that bring
 them into order, gradients of several documents summed in the accumulation dtype, keys that are sent
@@ -60,7 +60,8 @@ def with_row_bytes(
     )
     if in_one_call:
         base = base_name(strategy)
-        more_backward += bytes_of_documents(base, sizes, load, windowed=windowed)
+        z = of_length(sizes, load)
+        more_backward += bytes_of_documents(base, z, load, windowed=windowed)
     return replace(
         one,
         kept_bytes=kept + more_kept,

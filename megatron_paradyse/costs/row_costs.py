@@ -189,7 +189,13 @@ class RowCosts:
             load = joined(strategy, load, windowed=windowed)
         if packed.is_walked(strategy, operation):
             found = walked_row_bytes(
-                strategy, terms.like, one, packed.sizes, load, in_one_call=packed.joined
+                strategy,
+                terms.like,
+                one,
+                packed.sizes,
+                load.seen(windowed),
+                in_one_call=packed.joined,
+                window=packed.windows.get(operation),
             )
             if found is not None:
                 return found

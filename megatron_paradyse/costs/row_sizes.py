@@ -76,38 +76,69 @@ def of_length(sizes: LayerSizes, load: Load) -> LayerSizes:
     return replace(sizes, s=-(-load.seq_length // sizes.p) * sizes.p)
 
 
-def kernel_bytes(base: str, z: LayerSizes, load: Load) -> int:
-    """What the backward of a flash kernel holds, of all documents of a rank: see sizes.py.
+def with_kernel_bytes(of_row: LayerSizes, base: str, load: Load) -> LayerSizes:
+    """With what the backward of a flash kernel holds, of the largest calls of a rank: see sizes.py.
 
     With several query heads to a key's, each has gradients of keys and values of its own.
     """
     if base in WHOLE_COLUMNS:
-        return 0
+        return of_row
+    z = of_row
     heads, key_heads = _heads(base, z)
-    rows = z.s if base in SPLIT_HEADS else z.rows
-    expanded = 2 * rows * heads * z.d * z.element_bytes if key_heads < heads else 0
-    of_documents = bytes_of_documents(base, z, load)
-    rows += 0 if of_documents else -rows % DOCUMENT_ROWS
-    return _summed_bytes(z, heads, rows) + expanded + of_documents
+    expanded = 2 * heads * z.d * z.element_bytes if key_heads < heads else 0
+    tokens, rows = _largest_call(base, z, load)
+    own, crossing = _summed_bytes(z, heads, rows) + expanded * tokens, 0
+    if load.buffers is not None:
+        keys = min(load.keys_received, load.buffers.keys_sent)
+        crossing = _summed_bytes(z, heads, load.buffers.crossing_rows) + expanded * keys
+    return replace(of_row, kernel_bytes=own, crossing_kernel_bytes=crossing)
+
+
+def row_sum_bytes(base: str, z: LayerSizes) -> int:
+    """What the backward of fused_tiles.py holds, of all rows of a rank."""
+    if base in WHOLE_COLUMNS:
+        return 0
+    heads, _ = _heads(base, z)
+    return (z.s if base in SPLIT_HEADS else z.rows) * heads * z.wide_bytes
 
 
 def bytes_of_documents(base: str, z: LayerSizes, load: Load, *, windowed: bool = False) -> int:
-    """Of that, what there is of each document besides its rows, in one call of several.
+    """Of that, what there is besides the rows of a rank, as one document has them.
 
     windowed: load is what a window leaves, within which pieces of one document join too, if they do
-    not see each other. One alone is no row, unless that is wide.
+    not see each other.
     """
-    joins = load.documents > 1 or (windowed and load.groups > 1)
-    if base in WHOLE_COLUMNS or not joins:
+    if base in WHOLE_COLUMNS:
         return 0
-    if base in SPLIT_HEADS:
-        pieces = load.documents * (2 if load.groups > 1 else 1)
-    elif load.buffers and load.buffers.pieces:
-        pieces = load.buffers.pieces
-    else:
-        pieces = load.fullest_documents * (2 if load.crosses else 1)
+    tokens = z.s if base in SPLIT_HEADS else z.rows
+    _, rows = _largest_call(base, z, load, windowed=windowed)
+    if base not in SPLIT_HEADS and load.buffers is not None:
+        rows = max(rows, load.buffers.crossing_rows)
     heads, _ = _heads(base, z)
-    return _summed_bytes(z, heads, pieces * DOCUMENT_ROWS) if pieces > 1 else 0
+    return _summed_bytes(z, heads, max(rows - tokens - -tokens % DOCUMENT_ROWS, 0))
+
+
+def _largest_call(
+    base: str, z: LayerSizes, load: Load, *, windowed: bool = False
+) -> tuple[int, int]:
+    """Its tokens, and rows that its backward sums: of all of a rank's, unless a window leaves less.
+
+    One document alone is no row, unless that is wide.
+    """
+    row, splits = load.buffers, base in SPLIT_HEADS
+    if row is not None and row.call and not (splits and load.groups > 1):
+        if splits:
+            return row.call, row.call_rows
+        return row.call_here, row.call_here_rows
+    tokens, pieces = z.s if splits else z.rows, 1
+    if load.documents > 1 or (windowed and load.groups > 1):
+        if splits:
+            pieces = load.documents * (2 if load.groups > 1 else 1)
+        elif row is not None and row.pieces:
+            pieces = row.pieces
+        else:
+            pieces = load.fullest_documents * (2 if load.crosses else 1)
+    return tokens, tokens + (pieces * DOCUMENT_ROWS if pieces > 1 else -tokens % DOCUMENT_ROWS)
 
 
 def _heads(base: str, z: LayerSizes) -> tuple[int, int]:

@@ -26,15 +26,18 @@ from megatron_paradyse.costs.table import (
 )
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
-from megatron_paradyse.strategies.sizes import RowSizes
+from megatron_paradyse.strategies.row_sizes import RowSizes
+from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS
 from megatron_paradyse.units import MAX_SEQ_LENGTH
 
 KEYS = ("strategy", "load", "status")
 WITHIN = "within"  # a window, where a model has one: those of a load that are fewer then
 WITHIN_KEYS = ("scores", "fullest_scores", "keys_received", "peers")
 BUFFERS = "buffers"  # of a load; files of earlier versions do not tell them
-PIECES, PADDED = "pieces", "padded"  # of buffers, likewise
-BUFFER_KEYS = tuple(f.name for f in dataclasses.fields(RowSizes) if f.name not in (PIECES, PADDED))
+BUFFER_KEYS = tuple(field.name for field in dataclasses.fields(RowSizes))
+LATER_BUFFER_KEYS = BUFFER_KEYS[7:]  # which files of earlier versions lack too
+MOST_ROWS = 2 + DOCUMENT_ROWS  # of a call, to a token
+PADDED = "padded"  # the one that is no number
 OF_WIDE = ("groups", "group_keys")  # none is measured
 LOAD_KEYS = tuple(
     field.name
@@ -93,6 +96,8 @@ def row_values(m: RowMeasurement) -> dict[str, Any]:
         load[BUFFERS] = dataclasses.asdict(m.load.buffers)
     if m.load.within is not None:
         load[WITHIN] = {name: getattr(m.load.within, name) for name in WITHIN_KEYS}
+        if m.load.within.buffers is not None:
+            load[WITHIN][BUFFERS] = dataclasses.asdict(m.load.within.buffers)
     values: dict[str, Any] = {"strategy": m.strategy, "load": load, "status": m.status}
     return values | {name: getattr(m, name) for name in (QUANTITIES if m.is_ok else ())}
 
@@ -141,18 +146,22 @@ def _read_load(value: Any, where: str, d: Description) -> Load:
 
 
 def _read_buffers(value: Any, where: str, seq_length: int) -> RowSizes:
-    values = dict(check_keys(value, where, BUFFER_KEYS, optional=(PIECES, PADDED)))
+    must = BUFFER_KEYS[: -len(LATER_BUFFER_KEYS)]
+    values = dict(check_keys(value, where, must, optional=LATER_BUFFER_KEYS))
     padded = values.pop(PADDED, True)
     if not isinstance(padded, bool):
         raise ContentError(f"{where}.{PADDED} must be true or false")
     for name in values:
-        check_integer(values[name], f"{where}.{name}", low=0, high=2 * seq_length)
+        check_integer(values[name], f"{where}.{name}", low=0, high=MOST_ROWS * seq_length)
     return RowSizes(**values, padded=padded)
 
 
 def _read_within(value: Any, where: str, load: Load) -> Load:
-    values = check_keys(value, where, WITHIN_KEYS)
+    values = dict(check_keys(value, where, WITHIN_KEYS, optional=(BUFFERS,)))
+    buffers = values.pop(BUFFERS, None)
     for name in WITHIN_KEYS:
         low, high = int(name in WITHIN_KEYS[:2]), getattr(load, name)
         check_integer(values[name], f"{where}.{name}", low=low, high=high)
+    if buffers is not None:
+        values[BUFFERS] = _read_buffers(buffers, f"{where}.{BUFFERS}", load.seq_length)
     return dataclasses.replace(load, **values)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
-from megatron_paradyse.packing.row import Row
-from megatron_paradyse.packing.work import at_once, scores_between, scores_up_to
-from megatron_paradyse.strategies.sizes import RowSizes, is_narrow
+from megatron_paradyse.packing.exchange import Exchange, Pieces, largest_call
+from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.packing.work import scores_between, scores_up_to
+from megatron_paradyse.strategies.row_sizes import RowSizes
+from megatron_paradyse.strategies.sizes import is_narrow
 
 STEPS_PER_DOUBLING = 16
-# Up to so many ranks are told which of them sends how much to which: squares of their number.
-MOST_TOLD = 16
-
-Pieces = list[tuple[int, int, int]]  # of a document, in its order: (rank, start, stop) inside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Load:
     Row.groups; group_keys: of a wide row, tokens whose keys and values come to the group with the
     most of them. buffers: what bytes follow from besides; None: not known, as in files of earlier
     versions.
-    within: of a model with a sliding window, the same for layers that have it: the scores and keys
-    that it leaves, and as peers the ranks that keys come from or go to. None of other models.
+    within: of a model with a sliding window, the same for layers that have it: the scores, keys and
+    buffers that it leaves, and as peers the ranks that keys come from or go to. None: no window.
     """
 
     seq_length: int
@@ -65,29 +65,33 @@ class Load:
 
 def load_of(row: Row, *, causal: bool, window: int | None = None) -> Load:
     """packing/work.py says the same rank by rank. window: keys that a causal query sees."""
-    load = _load_of(row, causal, row.seq_length)
+    load = _load_of(row, causal, None)
     if window is None:
         return load
-    within = replace(_load_of(row, True, window), buffers=load.buffers)
-    return replace(load, within=within)
+    within = _load_of(row, True, window)
+    assert load.buffers is not None and within.buffers is not None
+    buffers = replace(within.buffers, longest=load.buffers.longest)
+    return replace(load, within=replace(within, buffers=buffers))
 
 
-def _load_of(row: Row, causal: bool, window: int) -> Load:
-    """One walk over documents and ranges. window: s where there is none."""
-    scores, missing, documents, sent = ([0] * row.p for _ in range(4))
-    sharing: dict[int, set[int]] = {}  # by rank, itself among them
-    moved: list[list[int]] = [[0] * row.p for _ in range(row.p if row.p <= MOST_TOLD else 0)]
+def _load_of(row: Row, causal: bool, within: int | None) -> Load:
+    """One walk over documents and ranges. within: a window, or none."""
+    window = row.seq_length if within is None else within
+    scores, missing, documents, num_pieces = ([0] * row.p for _ in range(4))
+    exchange = Exchange(row.p)
     rows = row.seq_length // row.p
-    piece, piece_beside, most_held, num_pieces = 0, 0, 0, [0] * row.p
+    piece, piece_beside, most_held = 0, 0, 0
+    sizes: list[list[int]] = [[] for _ in range(row.p)]  # of blocks, by rank
     for length, pieces in _documents(row):
         if len(pieces) == 1:  # whole on a rank
             rank = pieces[0][0]
             scores[rank] += scores_between(length, 0, length, causal, window)
             documents[rank] += 1
             num_pieces[rank] += 1
+            sizes[rank].append(length)
             if length > piece:
                 piece = length
-            if length > most_held:
+            if length > most_held and within is None:
                 most_held = length
             if piece_beside < length < rows:
                 piece_beside = length
@@ -102,6 +106,8 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             held[rank] = stop
             tokens[rank] = tokens.get(rank, 0) + size
             num_pieces[rank] += 1
+            if within is not None:
+                sizes[rank].append(size)
             if size > piece:
                 piece = size
             if piece_beside < size < rows:
@@ -109,23 +115,24 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
         for rank, stop in held.items():
             missing[rank] += 0 if causal else length - stop
             documents[rank] += 1
-        most_held = max(most_held, *tokens.values())
+        if within is not None:
+            most_held = max(most_held, _of_several(pieces))
+            exchange.add_within(pieces, within)
+            continue
+        for rank, size in tokens.items():  # pieces of which are one block
+            sizes[rank].append(size)
+            if size > most_held:
+                most_held = size
         if len(held) > 1:
-            for rank, count in _needed(pieces, tokens, causal):
-                sent[rank] += count
-            if moved:
-                _add_moved(moved, pieces, tokens, causal)
-            for group in (held,) if length <= window else _exchanging(pieces, window):
-                for rank in group:
-                    sharing.setdefault(rank, set()).update(group)
+            exchange.add(pieces, tokens, causal=causal)
+            exchange.crossing.add_whole(tokens, 1)
     size = row.group_size
     groups = [row.shards[first : first + size] for first in range(0, row.p, size)]
     starts = [[start for shard in group for start, _ in shard] for group in groups]
-    keys_sent, peers = max(sent), max(map(len, sharing.values()), default=1) - 1
     longest, group_keys = max(row.lengths), 0
     longest = longest if longest < row.seq_length else 0
     if row.groups > 1:
-        of_groups = _load_of(row.by_groups, causal, window)
+        of_groups = _load_of(row.by_groups, causal, within)
         assert of_groups.buffers is not None
         longest, group_keys = min(longest, of_groups.buffers.held), of_groups.keys_received
     return Load(
@@ -136,7 +143,7 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
         keys_received=max(missing),
         documents=len(row.lengths),
         fullest_documents=max(documents),
-        peers=peers,
+        peers=exchange.peers,
         in_order=all(of_group == sorted(of_group) for of_group in starts),
         groups=row.groups,
         group_keys=group_keys,
@@ -145,45 +152,44 @@ def _load_of(row: Row, causal: bool, window: int) -> Load:
             piece=piece,
             piece_beside=piece_beside,
             held=most_held,
-            keys_sent=keys_sent,
-            keys_at_once=max(at_once(moved))
-            if moved
-            else max(
-                min(come, min(peers, 2) * keys_sent) + go
-                for come, go in zip(missing, sent, strict=True)
-            ),
+            keys_sent=max(exchange.sent),
+            keys_at_once=exchange.keys_at_once(missing),
             fewest_keys=min(missing),
             pieces=max(num_pieces),
             padded=sum(row.lengths) < row.seq_length,
+            **exchange.moments(rows)._asdict(),
+            **_calls(row, sizes, exchange, window),
         ),
     )
 
 
-def _needed(pieces: Pieces, tokens: dict[int, int], causal: bool) -> Iterator[tuple[int, int]]:
-    """Ranks and their tokens that queries of other ranks see: all but the last rank's last."""
-    last, _, _ = pieces[-1]
-    hidden = 0
-    for rank, start, stop in reversed(pieces):
-        if rank != last or not causal:
-            break
-        hidden += stop - start
-    for rank, count in tokens.items():
-        yield rank, count - hidden if rank == last else count
+def _calls(row: Row, sizes: list[list[int]], exchange: Exchange, window: int) -> dict[str, int]:
+    """Of RowSizes, those of a flash kernel's calls. sizes: of blocks, by rank, as positions are."""
+    rows = row.seq_length // row.p
+    call, call_rows = largest_call(row.lengths, window)
+    here = here_rows = beside = 0
+    for rank, (of_rank, shard) in enumerate(zip(sizes, row.shards, strict=True)):
+        if window < row.seq_length and list(shard) != sorted(shard):
+            of_rank = row.piece_sizes(rank)
+        tokens, summed = largest_call(of_rank, window)
+        here, here_rows = max(here, tokens), max(here_rows, summed)
+        if beside < tokens < rows:
+            beside = tokens
+    return {
+        "crossing": min(exchange.crossing.most, rows),
+        "crossing_rows": exchange.crossing.most_rows,
+        "call": min(call, row.group_length),
+        "call_rows": call_rows,
+        "call_here": here,
+        "call_here_rows": here_rows,
+        "call_beside": beside,
+    }
 
 
-def _add_moved(
-    moved: list[list[int]], pieces: Pieces, tokens: dict[int, int], causal: bool
-) -> None:
-    """What ranks get of each other of a document, [receiver][sender], before their last piece."""
-    starts = {rank: start for rank, start, _ in pieces}  # of the last
-    before: dict[int, int] = {}
-    for rank, start, stop in pieces:
-        if start == starts[rank]:
-            into = moved[rank]
-            for other, count in (before if causal else tokens).items():
-                if other != rank:
-                    into[other] += count
-        before[rank] = before.get(rank, 0) + stop - start
+def _of_several(pieces: Pieces) -> int:
+    """Tokens of the largest piece of which its rank holds another."""
+    pieces_of = Counter(rank for rank, _, _ in pieces)
+    return max((stop - a for rank, a, stop in pieces if pieces_of[rank] > 1), default=0)
 
 
 def _documents(row: Row) -> Iterator[tuple[int, Pieces]]:
@@ -200,16 +206,6 @@ def _documents(row: Row) -> Iterator[tuple[int, Pieces]]:
             first, position = position, min(range_stop, stop)
             pieces.append((rank, first - begin, position - begin))
         yield length, pieces
-
-
-def _exchanging(pieces: Pieces, window: int) -> Iterator[tuple[int, int]]:
-    """Ranks of which one's queries see keys of the other."""
-    for i, (rank, start, _) in enumerate(pieces):
-        for other, _, stop in reversed(pieces[:i]):
-            if start - stop >= window - 1:
-                break
-            if other != rank:
-                yield rank, other
 
 
 def load_of_one(seq_length: int, p: int, *, causal: bool, window: int | None = None) -> Load:
@@ -242,7 +238,16 @@ def unpacked(load: Load, window: int | None) -> Load:
         return load
     names = ("fullest_scores", "keys_received", "peers")
     within = replace(load.within, **{name: getattr(alone, name) for name in names})
+    if is_narrow(window, load.seq_length, load.p):
+        within = replace(within, buffers=load_in_chunks(load.seq_length, load.p, window).buffers)
     return replace(load, within=within)
+
+
+@lru_cache(maxsize=256)
+def load_in_chunks(seq_length: int, p: int, window: int | None) -> Load:
+    """Of one document in a chunk a rank: what the window leaves of it."""
+    row = contiguous((seq_length,), p)
+    return load_of(row, causal=True, window=window).seen(window is not None)
 
 
 def rounded_up(load: Load, *, alignment: int, causal: bool, window: int | None) -> Load:
@@ -283,6 +288,17 @@ def _buffers_up(buffers: RowSizes, one: Load) -> RowSizes:
         fewest_keys=_step_down(buffers.fewest_keys, rows),
         pieces=_step_up(buffers.pieces, 1),
         padded=buffers.padded,
+        crossing=min(_step_up(buffers.crossing, rows), rows),
+        crossing_rows=_step_up(buffers.crossing_rows, rows),
+        call=min(_step_up(buffers.call, s), s),
+        call_rows=_step_up(buffers.call_rows, s),
+        call_here=min(_step_up(buffers.call_here, rows), rows),
+        call_here_rows=_step_up(buffers.call_here_rows, rows),
+        call_beside=min(_step_up(buffers.call_beside, rows), rows),
+        keys_first=_step_up(buffers.keys_first, rows),
+        keys_in_use=_step_up(buffers.keys_in_use, rows),
+        gradients_in_use=_step_up(buffers.gradients_in_use, rows),
+        gradients_sent=_step_up(buffers.gradients_sent, rows),
     )
 
 

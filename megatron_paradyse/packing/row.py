@@ -129,6 +129,10 @@ class Row:
             for shard in self.shards
         )
 
+    def piece_sizes(self, rank: int) -> list[int]:
+        """Tokens of each, in the order of the rank's rows."""
+        return [stop - start for _, start, stop in self._pieces_of(self.shards[rank])]
+
     def _pieces_of(self, shard: Sequence[Range]):
         for start, stop in shard:
             first = bisect.bisect_right(self.documents, start, key=lambda document: document[1])

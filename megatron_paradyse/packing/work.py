@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_paradyse.packing.row import Row
+from megatron_paradyse.strategies.row_sizes import Moments
 
 
 def scores_per_rank(row: Row, *, causal: bool, window: int | None = None) -> list[int]:
@@ -98,6 +99,32 @@ def at_once(received: Sequence[Sequence[int]]) -> list[int]:
             used, went = comes, goes
         found.append(most)
     return found
+
+
+def moments(received: Sequence[Sequence[int]], rows: int) -> Moments:
+    """The most of any rank, of tokens as at_once has them.
+
+    rows: of a rank, which are sent as they lie, not copied, if all of them are.
+    """
+    p, most_first, most_used, most_made, most_sent = len(received), 0, 0, 0, 0
+    for r, into in enumerate(received):
+        comes, goes = into[r - 1], received[r + 1 - p][r]
+        first = comes + (goes if goes < rows else 0)
+        if first > most_first:
+            most_first = first
+        before = 0
+        for i in range(2, p + 1):
+            used, back = comes, goes
+            comes, goes = (into[r - i], received[r + i - p][r]) if i < p else (0, 0)
+            keys = used + comes + (goes if goes < rows else 0)
+            if keys > most_used:
+                most_used = keys
+            if used + before > most_made:
+                most_made = used + before
+            before = used + back
+            if before > most_sent:
+                most_sent = before
+    return Moments(most_first, most_used, most_made, most_sent)
 
 
 def _keys_seen(start: int, stop: int, queries: list[tuple[int, int]], window: int | None) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_paradyse.costs.description import Hardware
 from megatron_paradyse.costs.layers import MAX_LAYERS
+from megatron_paradyse.costs.rows import LATER_BUFFER_KEYS
 from megatron_paradyse.costs.strict import (
     MAX_INTEGER,
     ContentError,
@@ -25,7 +26,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
 from megatron_paradyse.plan import Plan, parse_runs
 from megatron_paradyse.planner.from_costs import Stage
-from megatron_paradyse.strategies.sizes import RowSizes
+from megatron_paradyse.strategies.row_sizes import RowSizes
 from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 
 MOST_PLAN_CHARACTERS = 16_384
@@ -188,7 +189,7 @@ def _read_load(value: Any, where: str = "load") -> Load:
         fields["within"] = _read_load(fields["within"], "load.within")
     if fields.get("buffers") is not None:
         buffers = check_fields(
-            RowSizes, fields["buffers"], "load.buffers", optional=("pieces", "padded")
+            RowSizes, fields["buffers"], f"{where}.buffers", optional=LATER_BUFFER_KEYS
         )
         fields["buffers"] = RowSizes(**buffers)
     return Load(**fields)

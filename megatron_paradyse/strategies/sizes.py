@@ -7,6 +7,7 @@ from functools import cached_property
 from math import inf, isinf, lcm
 
 from megatron_paradyse.strategies.contract import LatentSizes
+from megatron_paradyse.strategies.row_sizes import RowSizes
 
 # Rows of a rank in a tile of what goes in tiles of a long sequence: matrix products of so many take
 # far longer than their weights take to arrive.
@@ -54,39 +55,16 @@ def qkv_rows(n: int, num_kv_heads: int, d: int, *, gate: bool) -> int:
     return ((2 * n if gate else n) + 2 * num_kv_heads) * d
 
 
-@dataclass(frozen=True, slots=True)
-class RowSizes:
-    """Tokens that buffers of attention on packed rows hold: the most of any rank or document.
-
-    longest: of a document, of a wide row in one group; 0 where one is all that there is, without
-    padding. piece: of a document, in one piece on a rank; piece_beside: in one that does not fill
-    its rank; held: on a rank, in all its pieces. keys_sent: of a rank, those whose keys others
-    need. keys_at_once: of keys that are used, that come and that are sent, while an exchange takes
-    one step after the other, or of gradients likewise. fewest_keys: that come to the rank with the
-    fewest. pieces: of documents, on a rank; 0: unknown. padded: whether documents leave room, at
-    the end; or unknown.
-    """
-
-    longest: int = 0
-    piece: int = 0
-    piece_beside: int = 0
-    held: int = 0
-    keys_sent: int = 0
-    keys_at_once: int = 0
-    fewest_keys: int = 0
-    pieces: int = 0
-    padded: bool = True
-
-
 @dataclass(frozen=True)
 class LayerSizes:
     """One layer and one microbatch; letters as in contract.py.
 
     row: of packed documents, with the keys that come to a rank, the ranks that it shares documents
     with, whether the rows of ranks are in the order of positions, and what the attention's kernel
-    holds in a backward beside its results; None: a sequence is one. flash: of a sequence, whether
-    that kernel is FlashAttention's, whose blocks hold flash_bytes. head_norm: of queries and keys,
-    "layernorm", "rmsnorm" or "l2"; fused_norms: whether each is one kernel, as on a GPU.
+    holds in a backward beside its results, over a rank's own keys and over others'; None: a
+    sequence is one. flash: of a sequence, whether that kernel is FlashAttention's, whose blocks
+    hold flash_bytes. head_norm: of queries and keys, "layernorm", "rmsnorm" or "l2"; fused_norms:
+    whether each is one kernel, as on a GPU.
     """
 
     s: int
@@ -111,6 +89,7 @@ class LayerSizes:
     peers: int = 0
     in_order: bool = True
     kernel_bytes: int = 0
+    crossing_kernel_bytes: int = 0
     flash: bool = False
     head_norm: str | None = None
     fused_norms: bool = False

@@ -22,10 +22,12 @@ from megatron_paradyse.packing.load import (
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.packing.work import keys_at_once, keys_received, scores_per_rank
-from megatron_paradyse.strategies.blocks import contiguous_spans, plan_blocks, ring_spans
+from megatron_paradyse.strategies.blocks import Span, contiguous_spans, plan_blocks, ring_spans
 from megatron_paradyse.strategies.contract import AttentionShape, Microbatch
+from megatron_paradyse.strategies.joined_blocks import join_documents
 from megatron_paradyse.strategies.routes import _steps
-from megatron_paradyse.strategies.sizes import RowSizes, is_narrow
+from megatron_paradyse.strategies.row_sizes import RowSizes
+from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS, is_narrow
 from tests.packing.rows import random_row, zigzag
 
 
@@ -92,8 +94,56 @@ def test_within_a_window_a_load_is_what_blocks_and_routes_of_strategies_are(seed
         fullest_scores=max(scores),
         keys_received=max(received),
         peers=max(map(len, peers)),
+        buffers=load.within.buffers,
         within=None,
     )
+
+
+@given(seed=st.integers(0, 1 << 30), p=st.sampled_from([1, 2, 4, 8]), window=st.integers(1, 60))
+@settings(max_examples=150, deadline=None)
+def test_buffers_within_a_window_are_no_smaller_than_calls_and_steps_of_strategies_are(
+    seed, p, window
+):
+    row = random_row(random.Random(seed), p)
+    buffers, microbatch = (
+        load_of(row, causal=True, window=window).within.buffers,
+        microbatch_of(row),
+    )
+    mask = (microbatch.documents, 1, True, window)
+    spans = tuple(contiguous_spans(microbatch, p, rank) for rank in range(p))
+    whole = (Span(0, 0, row.seq_length),)
+    calls = join_documents(plan_blocks(whole, whole, *mask))
+    assert buffers.call == max(map(num_queries, calls))
+    assert buffers.call_rows == max(map(summed, calls))
+    here = [join_documents(plan_blocks(own, own, *mask)) for own in spans]
+    assert buffers.call_here == max(num_queries(call) for of in here for call in of)
+    assert buffers.call_here_rows >= max(summed(call) for of in here for call in of)
+    for rank, own in enumerate(spans):
+        most = max(map(num_queries, here[rank]), default=0)
+        assert most <= buffers.call_beside or most == row.seq_length // p
+        steps = _steps(spans, rank, p - 1, *mask)
+        assert (
+            max((sum(b - a for a, b in step.rows) for step in steps), default=0)
+            <= buffers.keys_sent
+        )
+        for step in steps:
+            for call in join_documents(plan_blocks(own, step.spans, *mask)):
+                assert num_queries(call) <= buffers.crossing
+                assert summed(call) <= max(buffers.crossing_rows, buffers.call_here_rows)
+        for number, start, stop in row.pieces[rank]:
+            if sum(other == number for other, _, _ in row.pieces[rank]) > 1:
+                assert stop - start <= buffers.held
+    assert max(keys_at_once(row, causal=True, window=window)) == buffers.keys_at_once
+
+
+def num_queries(block):
+    return block.q_rows[1] - block.q_rows[0]
+
+
+def summed(block):
+    """Rows that a flash kernel's backward sums, as simulator/flash_kernel.py has them."""
+    rows = num_queries(block)
+    return rows + (len(block.parts) * DOCUMENT_ROWS if block.parts else -rows % DOCUMENT_ROWS)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -123,9 +173,15 @@ def test_buffers_are_no_smaller_than_blocks_and_steps_of_strategies_are(p, causa
                 for step in _steps(spans, rank, p - 1, *mask)
             ]
             assert max(sent for _, sent in steps) <= buffers.keys_sent
-            for (used, went), (comes, sent) in itertools.pairwise(steps):
+            most = buffers.moments
+            for i, ((used, went), (comes, sent)) in enumerate(itertools.pairwise([*steps, (0, 0)])):
                 assert used + comes + sent <= buffers.keys_at_once
                 assert used + comes + went <= buffers.keys_at_once  # gradients, a step later
+                copied = sent if sent < row.seq_length // p else 0
+                assert used + comes + copied <= (most.keys_in_use if i else most.keys_first)
+                assert used + went <= most.gradients_sent
+                if 0 < i < len(steps) - 1:
+                    assert comes + used + went <= most.gradients_in_use
         assert max(keys_at_once(row, causal=causal)) == buffers.keys_at_once
 
 
@@ -157,8 +213,10 @@ def test_a_row_of_one_document_is_that_document_alone_however_it_lies(window):
     one = load_of_one(512, 4, causal=True, window=window)
     assert load.within.keys_received != one.within.keys_received
     differs = {"in_order": False, "buffers": load.buffers}  # how the row lies
+    in_chunks = load_of(contiguous((512,), 4), causal=True, window=window).within.buffers
+    narrow = {"buffers": in_chunks if window == 16 else load.within.buffers}
     assert unpacked(load, window) == dataclasses.replace(
-        one, **differs, within=dataclasses.replace(one.within, **differs)
+        one, **differs, within=dataclasses.replace(one.within, **differs | narrow)
     )
     without = load_of(row, causal=True)
     assert unpacked(without, None) == without

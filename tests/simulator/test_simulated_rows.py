@@ -62,7 +62,7 @@ def test_no_rank_holds_more_than_predicted(table):
     assert max(error.documents for error in errors) == 32
     assert {"ulysses_z", "megatron_cz", "local_z"} <= {error.strategy for error in errors}
     for error in errors:
-        assert -0.002 < error.peak_bytes < 1, error  # of 256 tokens of a rank, most of all
+        assert -0.002 < error.peak_bytes < 0.4, error  # of 256 tokens of a rank, most of all
 
 
 def test_what_runs_again_holds_in_its_backward_what_that_alone_did(table):

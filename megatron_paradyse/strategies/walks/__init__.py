@@ -2,7 +2,7 @@
 
 Every operation of every strategy has two walks over a Ledger, which holds numbers instead of
 tensors. Exact for p > 1 and documents=None, for the ledger's rank; what kernels allocate inside,
-and a window's or dropout's masks, are left out.
+and dropout's masks, are left out.
 """
 
 from __future__ import annotations

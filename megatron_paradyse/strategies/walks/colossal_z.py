@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, RowSizes
-from megatron_paradyse.strategies.walks.rows import keys_coming, of_tokens, steps_are_apart
+from megatron_paradyse.strategies.row_sizes import RowSizes
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
+from megatron_paradyse.strategies.walks.rows import keys_coming, of_tokens
 from megatron_paradyse.strategies.walks.steps import INDEX_BYTES
 from megatron_paradyse.strategies.walks.zero import (
     gate_of_input_backward,
@@ -26,7 +27,8 @@ def forward(m: Ledger, z: LayerSizes) -> None:
         chunks = min(z.p - 1, 2) * one
     else:
         _scores_of_blocks(m, z, z.row)
-        chunks = one * z.row.keys_at_once // z.rows
+        first, in_use, _, _ = z.row.moments
+        chunks = of_tokens(z, one, max(first, in_use))
     if z.half_type:
         m.touch(scores)
     m.drop("scores")
@@ -54,7 +56,7 @@ def _columns(z: LayerSizes) -> int:
 def _scores_of_chunks(m: Ledger, z: LayerSizes, one: int) -> None:
     chunk = z.rows * z.n * z.positions * z.element_bytes
     m.hold(chunks=one)
-    m.touch(z.wide(chunk) + (_diagonal_mask(z.positions) if z.causal else 0))
+    m.touch(z.wide(chunk) + (_mask(z.positions, z.positions) if z.causal else 0))
     m.hold(chunk_in_use=one if z.p > 2 else 0)
     m.touch(_product(z, chunk))
     m.drop("chunks", "chunk_in_use")
@@ -62,11 +64,19 @@ def _scores_of_chunks(m: Ledger, z: LayerSizes, one: int) -> None:
 
 def _scores_of_blocks(m: Ledger, z: LayerSizes, row: RowSizes) -> None:
     """Queries of a part of the rows are copied where several heads share a key's."""
-    own, coming = (z.n * row.piece * rows * z.element_bytes for rows in (row.piece, row.held))
-    shares = z.n > z.g
-    m.hold(chunks=z.kv // 2 * row.keys_at_once // z.rows)
-    m.touch(z.wide(own) + (_diagonal_mask(row.piece) if z.causal else 0))
-    m.touch(_product(z, coming) + (z.q * row.held // z.rows if shares else 0))
+    own = [(row.piece, row.piece)]
+    coming = (row.crossing, keys_coming(z, row)) if row.crossing else (row.piece, row.held)
+    first, in_use, _, _ = row.moments
+    m.hold(chunks=of_tokens(z, z.kv // 2, max(first, in_use)))
+    for queries, keys in (*own, coming):
+        scores = z.n * queries * keys * z.element_bytes
+        copied = max(queries, row.held) if z.n > z.g else 0
+        if row.call and copied == z.rows:  # they are all
+            copied = 0
+        m.touch(_product(z, scores) + z.q * copied // z.rows)
+    for queries, keys in (*own, coming) if row.call else own:
+        scores = z.n * queries * keys * z.element_bytes
+        m.touch(z.wide(scores) + (_mask(queries, keys, windowed=row.call > 0) if z.causal else 0))
     m.drop("chunks")
 
 
@@ -85,9 +95,10 @@ def _stays_heads_first(z: LayerSizes) -> bool:
     return z.gate and not z.half_type
 
 
-def _diagonal_mask(positions: int) -> int:
-    """Positions of queries and keys, their distances, and what is hidden."""
-    return INDEX_BYTES * (positions**2 + 2 * positions) + positions**2
+def _mask(queries: int, keys: int, *, windowed: bool = False) -> int:
+    """Their positions and distances, and what is hidden: of a window, and in all."""
+    scores = queries * keys
+    return INDEX_BYTES * (scores + queries + keys) + scores * (2 if windowed else 1)
 
 
 def backward(m: Ledger, z: LayerSizes) -> None:
@@ -124,26 +135,26 @@ def _rows_backward(m: Ledger, z: LayerSizes, row: RowSizes, scores: int) -> None
     one, narrow = z.kv // 2, 1 if z.half_type else 0
     of_key = z.rows * z.n * z.element_bytes
     chunk, coming = (of_key * tokens for tokens in (z.positions, keys_coming(z, row)))
-    keys, at_once = (of_tokens(z, one, t) for t in (keys_coming(z, row), row.keys_at_once))
-    used, hops = (keys, keys) if steps_are_apart(z) else (at_once, at_once)
+    keys = of_tokens(z, one, keys_coming(z, row))
+    first, in_use, gradients, sent = (of_tokens(z, one, tokens) for tokens in row.moments)
     proj_backward(m, z)
     gate_of_input_backward(m, z)
     m.release(0 if z.narrow_values else z.q)
     moves = _moves_heads(z)[0] and not _stays_heads_first(z)
-    m.hold(heads_first=z.q if moves else 0, grad_scores=z.wide(scores), chunks=at_once)
+    m.hold(heads_first=z.q if moves else 0, grad_scores=z.wide(scores), chunks=first)
     m.touch(chunk + narrow * z.wide(chunk))
     m.hold(own_v=z.wide(one))
     m.touch(z.wide(chunk) + narrow * one)
     m.drop("chunks")
-    m.touch(used + coming + narrow * z.wide(coming) + z.wide(hops))
-    m.touch(used + z.wide(coming) + narrow * keys + z.wide(hops))
-    m.touch(used + z.wide(at_once))  # a chunk is there while its gradient begins its way back
-    m.hold(hops=z.wide(at_once), grad_q=z.wide(z.q), row_sums=z.lse, own_k=z.wide(one))
-    m.touch(at_once + narrow * chunk + max(z.q - z.wide(one), narrow * one))
-    m.touch(used + narrow * coming + z.wide(hops) + max(z.q, narrow * keys))
-    m.touch(used + narrow * coming + z.wide(at_once))
-    m.touch(z.wide(at_once) + z.q)  # of a step without keys there are gradients of queries too
-    m.touch(z.wide(at_once) + narrow * z.q)
+    m.touch(in_use + coming + narrow * z.wide(coming) + z.wide(gradients))
+    m.touch(in_use + z.wide(coming) + narrow * keys + z.wide(gradients))
+    m.touch(in_use + z.wide(sent))  # a chunk is there while its gradient begins its way back
+    m.hold(hops=z.wide(sent), grad_q=z.wide(z.q), row_sums=z.lse, own_k=z.wide(one))
+    m.touch(first + narrow * chunk + max(z.q - z.wide(one), narrow * one))
+    m.touch(in_use + narrow * coming + z.wide(gradients) + max(z.q, narrow * keys))
+    m.touch(in_use + narrow * coming + z.wide(sent))
+    m.touch(z.wide(sent) + z.q)  # of a step without keys there are gradients of queries too
+    m.touch(z.wide(sent) + narrow * z.q)
     m.drop("heads_first", "grad_scores", "hops")
     m.touch(narrow * z.qkv)
     m.drop("grad_q", "row_sums", "own_k", "own_v", "grad_input_proj")

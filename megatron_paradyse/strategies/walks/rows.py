@@ -7,7 +7,8 @@ documents that are whole on a rank, else of the accumulation dtype.
 
 from __future__ import annotations
 
-from megatron_paradyse.strategies.sizes import LayerSizes, Ledger, RowSizes
+from megatron_paradyse.strategies.row_sizes import RowSizes
+from megatron_paradyse.strategies.sizes import LayerSizes, Ledger
 from megatron_paradyse.strategies.walks.steps import INDEX_BYTES, lse_copy
 
 
@@ -34,14 +35,21 @@ def routed_forward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, 
     if not z.keys_received:
         local_forward(m, z, q=q, lse=lse, block=row.piece_beside, rows=z.rows)
         return
-    block, block_lse = (of_tokens(z, whole, row.held) for whole in (q, lse))
-    m.hold(wide_out=z.wide(q), lse=lse, chunks=of_tokens(z, kv, row.keys_at_once))
-    m.touch(block + 2 * block_lse + max(block_lse, z.wide(block) if z.half_type else 0))
-    m.touch(q if z.half_type else 0)  # room that was narrow
-    m.drop("chunks")
+    first, in_use, _, _ = (of_tokens(z, kv, tokens) for tokens in row.moments)
+    m.hold(wide_out=z.wide(q), lse=lse)
+    m.touch(max(first, in_use if not row.call else 0) + _merged(z, row.held, q=q, lse=lse))
+    m.touch(first + of_tokens(z, q + lse, row.piece_beside))
+    m.touch(in_use + _merged(z, row.crossing, q=q, lse=lse))
+    m.touch(in_use + (q if z.half_type else 0))  # room that was narrow
     m.touch(q if z.half_type else 0)
     m.drop("wide_out")
     m.hold(out=q)
+
+
+def _merged(z: LayerSizes, tokens: int, *, q: int, lse: int) -> int:
+    """A result of so many queries, beside the one that it becomes part of."""
+    block, block_lse = of_tokens(z, q, tokens), of_tokens(z, lse, tokens)
+    return block + 2 * block_lse + max(block_lse, z.wide(block) if z.half_type else 0)
 
 
 def routed_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
@@ -59,29 +67,25 @@ def routed_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int,
 
 def _steps_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
     """Gradients of chunks: computed, being sent, and coming, in the accumulation dtype."""
+    block = _block_over_keys(z, row, q=q, kv=kv, lse=lse)
+    first, in_use, gradients, sent = (of_tokens(z, kv, keys) for keys in row.moments)
+    m.hold(chunks=first)
+    m.touch(of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes)
+    m.drop("chunks")
+    m.hold(chunks=in_use)
+    m.touch(max(z.wide(gradients) + block, z.wide(sent)))
+    m.drop("chunks")
+    m.touch(z.wide(sent) + (q if z.half_type else 0))
+
+
+def _block_over_keys(z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> int:
+    """Of gradients of queries that see keys that came, and of these."""
+    if row.crossing:
+        keys = of_tokens(z, kv, keys_coming(z, row))
+        return of_tokens(z, q + lse, row.crossing) + keys + z.crossing_kernel_bytes
     more_queries = of_tokens(z, q, row.held) + of_tokens(z, kv, row.piece)
     more_keys = of_tokens(z, q, row.piece) + of_tokens(z, kv, row.held)
-    block = max(more_queries, more_keys) + of_tokens(z, lse, row.held) + z.kernel_bytes
-    at_once, coming = (of_tokens(z, kv, keys) for keys in (row.keys_at_once, keys_coming(z, row)))
-    m.hold(chunks=at_once)
-    m.touch(of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes)
-    if steps_are_apart(z):
-        m.drop("chunks")
-        m.hold(chunks=coming)
-        m.touch(max(z.wide(coming) + block, z.wide(at_once)))
-    else:
-        m.touch(z.wide(at_once) + block)
-    m.drop("chunks")
-    m.touch(z.wide(at_once) + (q if z.half_type else 0))
-
-
-def steps_are_apart(z: LayerSizes) -> bool:
-    """Whether nothing comes or is sent while a step is taken.
-
-    With one peer keys come in one step, i, and go in step p - i: in the same, or, of odd p, perhaps
-    in the next.
-    """
-    return z.peers < 2 and z.p % 2 == 0
+    return max(more_queries, more_keys) + of_tokens(z, lse, row.held) + z.kernel_bytes
 
 
 def keys_coming(z: LayerSizes, row: RowSizes) -> int:

@@ -46,7 +46,8 @@ def normalise_and_rotate(
     """
     norm_heads(m, z, q=q, kv=kv, has_graph=has_graph)
     if z.rope_channels:
-        in_spans = in_two_spans or (z.row is not None and rows == z.positions)
+        of_row = z.row is not None and rows == z.positions and not z.in_order
+        in_spans = in_two_spans or of_row
         m.hold(
             angles=rope_bytes(z, rows), float32_angles=4 * z.rope_channels * rows if in_spans else 0
         )
