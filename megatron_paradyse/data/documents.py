@@ -117,12 +117,12 @@ class DocumentDataset:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         try:
-            read_index(f"{prefix}.idx")  # Megatron trusts it
+            index = read_index(f"{prefix}.idx")  # Megatron trusts it
             self._indexed = IndexedDataset(prefix, mmap=mmap)
         except OSError as error:
             raise UserError(f"{prefix} cannot be read ({error}): prepare it again") from error
         _check_index(prefix, self._indexed)
-        documents = _document_token_counts(self._indexed)
+        documents = index.document_lengths
         first, last = (round(share * len(documents)) for share in fraction)
         self._first_sequence = self._indexed.document_indices
         self.samples = build_sample_table(
@@ -207,12 +207,6 @@ def _targets(prefix: str, indexed, num_tokens: int) -> targets.TargetArray | Non
             f"{prefix}.targets cannot tell theirs: prepare it again"
         )
     return found
-
-
-def _document_token_counts(indexed) -> np.ndarray:
-    """Tokens per document; a document may be several sequences of the index."""
-    ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
-    return np.diff(ends[indexed.document_indices])
 
 
 class SampleStream:

@@ -124,18 +124,14 @@ def make_source(kind: str, inputs: tuple[str, ...], options: dict[str, Any]) -> 
         )
     if kind == "fasta":
         return fasta.FastaSource(inputs, split_bases=options["split_bases"])
-    key, prompt_key = options["key"], options["prompt_key"]
+    prompt_key = options["prompt_key"]
+    given = {} if options["key"] is None else {"key": options["key"]}
     if kind == "chat":
-        return supervised.ChatSource(
-            inputs,
-            key="messages" if key is None else key,
-            learn=options["learn"] or supervised.ASSISTANT,
-        )
+        learn = options["learn"] or supervised.ASSISTANT
+        return supervised.ChatSource(inputs, learn=learn, **given)
     if prompt_key is not None:
-        return supervised.PromptSource(
-            inputs, prompt_key=prompt_key, key="completion" if key is None else key
-        )
-    return sources.JsonlSource(inputs, key="text" if key is None else key)
+        return supervised.PromptSource(inputs, prompt_key=prompt_key, **given)
+    return sources.JsonlSource(inputs, **given)
 
 
 def make_tokenizer(kind: str, name: str, options: dict[str, Any]) -> Any:
