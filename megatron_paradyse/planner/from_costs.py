@@ -230,9 +230,12 @@ def stage_memory(costs_of: CostsOf, stage: Stage) -> StageMemory:
     )
 
 
-def model_seconds(costs_of: CostsOf, stage: Stage, s: int, b: int) -> float:
-    """All but the layers, forward and backward."""
-    return sum(n * costs_of(MODEL, part, s, b).time_seconds for part, n in stage.edges.items())
+def model_seconds(
+    costs_of: CostsOf, stage: Stage, s: int, b: int, *, forward_only: bool = False
+) -> float:
+    """All but the layers."""
+    costs = [(count, costs_of(MODEL, part, s, b)) for part, count in stage.edges.items()]
+    return sum(n * (c.forward_seconds if forward_only else c.time_seconds) for n, c in costs)
 
 
 def prediction_seconds(costs_of: CostsOf, stage: Stage, s: int, b: int) -> float:

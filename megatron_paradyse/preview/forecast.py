@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from megatron_paradyse.packing.load import Load
 from megatron_paradyse.packing.placement import alignment, place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
+from megatron_paradyse.planner.from_costs import model_seconds
 from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.planner.gain import is_single
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
@@ -106,11 +106,8 @@ def forecast_row(
 
     spread: over so many replicas; their tokens are then those of each.
     """
-    rows = setup.policy.rows
-    if rows is None:
-        raise UserError(f"{setup.policies.costs.file.path} tells nothing of packed documents")
     row = row_over(setup, documents, spread)
-    load = rows.load(row)
+    load = setup.rows.load(row)
     shape = (1, load.seq_length)
     barred = setup.policy.barred(1, row.group_length, row)
     found = _forecast(setup, row.group_length, shape, forward_only, True, load, barred)
@@ -161,9 +158,8 @@ def _forecast(
 
 def edge_seconds(setup: Setup, s: int, b: int, *, forward_only: bool = False) -> float:
     """Of all but the layers."""
-    of_model = functools.partial(setup.policies.model.operation, MODEL)
-    costs = [(count, of_model(part, s, b)) for part, count in setup.stage.edges.items()]
-    return sum(n * (c.forward_seconds if forward_only else c.time_seconds) for n, c in costs)
+    operation = setup.policies.model.operation
+    return model_seconds(operation, setup.stage, s, b, forward_only=forward_only)
 
 
 def alone(problem: Problem, names: Sequence[str] | None = None) -> dict[str, Outcome]:

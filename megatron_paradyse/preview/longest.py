@@ -49,6 +49,11 @@ class Longest:
     spread: int = 1
     wide: Limit | None = None
 
+    @property
+    def limits(self) -> list[Limit]:
+        """ParaDySe's, then the strategies', the furthest first."""
+        return [self.paradyse, *sorted(self.single, key=lambda limit: -limit.tokens)]
+
     def best(self, *, recompute: bool = True, offload: bool = True) -> Limit | None:
         """The single strategy that reaches furthest, of those that do neither, if told so."""
         found = [limit for limit in self.single if offload or not offloads(limit.strategy)]
@@ -107,12 +112,9 @@ def find_longest(setup: Setup, batch_size: int = 1, *, spread: int = 1) -> Longe
 
 def _longest_over(setup: Setup, replicas: int, step: int) -> Limit:
     """A document over the ranks of so many replicas: a wide row of its own."""
-    rows = setup.policy.rows
-    if rows is None:
-        raise UserError(f"{setup.policies.costs.file.path} tells nothing of packed documents")
 
     def planned(tokens: int) -> Outcome:
-        load = rows.load(row_over(setup, [tokens], replicas))
+        load = setup.rows.load(row_over(setup, [tokens], replicas))
         problem = setup.policy.problem(setup.layers, 1, load.seq_length, False, load)
         return setup.policy.planner.plan(problem)
 

@@ -27,7 +27,7 @@ def draw_longest(setup: Setup, found: Longest, path: str, measured: Measured | N
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    limits = [found.paradyse, *sorted(found.single, key=lambda limit: -limit.tokens)]
+    limits = found.limits
     unit, symbol = (1 << 20, "M") if limits[0].tokens >= 1 << 20 else (1 << 10, "K")
     figure = Figure(figsize=(8.6, 1.9 + 0.33 * len(limits)), layout="constrained")
     axes = figure.add_subplot()

@@ -27,10 +27,9 @@ def longest_report(setup: Setup, found: Longest, measured: Measured | None) -> s
 
 
 def _table(found: Longest) -> str:
-    ours = found.paradyse.tokens
-    limits = sorted(found.single, key=lambda limit: -limit.tokens)
-    rows = [_row("ParaDySe (optimal)", found.paradyse, ours)]
-    rows += [_row(limit.strategy, limit, ours) for limit in limits]
+    ours, *others = found.limits
+    rows = [_row("ParaDySe (optimal)", ours, ours.tokens)]
+    rows += [_row(limit.strategy, limit, ours.tokens) for limit in others]
     header = ["strategy on all layers", "longest, tokens", "of ParaDySe's", "seconds of layers"]
     return table(header, rows, left=[0])
 

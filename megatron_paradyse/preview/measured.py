@@ -203,7 +203,6 @@ def measured_limits(
     only: Sequence[str] | None = None,
 ) -> list[MeasuredLimit]:
     """ParaDySe's first, then each strategy's, in the order of the predictions; or some of them."""
-    predicted = [found.paradyse, *sorted(found.single, key=lambda limit: -limit.tokens)]
     return [
         search(
             limit.strategy,
@@ -212,7 +211,7 @@ def measured_limits(
             step=found.alignment,
             resolution=resolution,
         )
-        for limit in predicted
+        for limit in found.limits
         if only is None or limit.strategy in only
     ]
 

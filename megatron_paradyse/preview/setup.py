@@ -17,6 +17,7 @@ from megatron_paradyse.planner.from_file import RESERVE_SHARE, FilePolicies
 from megatron_paradyse.planner.peak import with_margin
 from megatron_paradyse.planner.pipeline import UNLIMITED, held_besides, in_flight, parameters
 from megatron_paradyse.planner.policies import CostPolicy
+from megatron_paradyse.planner.sources import RowSource
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.settings import Settings, make_settings
 from megatron_paradyse.units import parse_bytes
@@ -54,6 +55,13 @@ class Setup:
     @property
     def limited(self) -> bool:
         return self.stage.budget_bytes < UNLIMITED
+
+    @property
+    def rows(self) -> RowSource:
+        """What packed rows cost; UserError where the file does not tell it."""
+        if self.policy.rows is None:
+            raise UserError(f"{self.policies.costs.file.path} tells nothing of packed documents")
+        return self.policy.rows
 
     def with_budget(self, share: float) -> CostPolicy:
         """The same policy with that share of the memory."""
