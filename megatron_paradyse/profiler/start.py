@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -17,12 +16,11 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, errors_said, say_error
 from megatron_paradyse.ports import free_port
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
 from megatron_paradyse.train.ending import current_watchdog
 
-ERROR = r"error(?: \(rank \d+\))?: "
 PROGRESS_FD = "MEGATRON_PARADYSE_PROGRESS_FD"
 MAX_RESTARTS = 100
 
@@ -93,8 +91,8 @@ def _wait(processes: list[subprocess.Popen]) -> int:
 
 def _reason(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    errors = [re.sub(ERROR, "", line) for line in lines if re.match(ERROR, line)]
-    return errors[0] if errors else next((x for x in reversed(lines) if x.strip()), "a rank ended")
+    last = next((line for line in reversed(lines) if line.strip()), "a rank ended")
+    return next(iter(errors_said(lines)), last)
 
 
 def as_rank(
@@ -129,7 +127,7 @@ def as_rank(
         code = 0
     except UserError as error:
         if rank == 0:
-            os.write(2, f"error: {error}\n".encode())
+            say_error(str(error))
         code, failed = 2, str(error)
     except BaseException as error:
         traceback.print_exc()

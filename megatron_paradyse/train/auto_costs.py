@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import re
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import NoReturn
 import torch
 
 from megatron_paradyse.costs.cost_file import read_cost_file
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, errors_said
 from megatron_paradyse.planner.known import known_strategies, nothing_known
 from megatron_paradyse.policy import cost_policy_kind
 from megatron_paradyse.ports import free_port
@@ -41,7 +40,6 @@ LIMIT_SECONDS = 300  # until a quick profile that hangs is given up
 SIMULATION_SECONDS = 300
 SECONDS_FOR_OTHERS = 5
 REMEDY = "give --paradyse-cost-model FILE, or --paradyse-policy fixed:megatron_ts"
-SAID_ERROR = re.compile(r"error(?: \(rank \d+\))?: (.*)")
 
 
 def with_costs(args: argparse.Namespace) -> Settings:
@@ -177,7 +175,7 @@ class Search:
         if child.returncode == 0:
             return None
         lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
-        errors = [found[1] for line in lines if (found := SAID_ERROR.match(line))]
+        errors = errors_said(lines)
         deadline = time.monotonic() + SECONDS_FOR_OTHERS
         while not errors and time.monotonic() < deadline:  # another rank's child may say why
             if self._store.check(["failed"]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ import torch
 from megatron.core import mpu
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, say_error
 from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.row import of_each
 from megatron_paradyse.planner.policies import CostPolicy
@@ -87,7 +86,7 @@ class IterationLog:
     def _ends(self, code: int) -> None:
         """Tell of an iteration after which Megatron ends the job: it makes no step, and no line."""
         if torch.distributed.get_rank() == 0:
-            os.write(2, f"error: {ended_by_check(code)}\n".encode())
+            say_error(ended_by_check(code))
         microbatches = self._telemetry.take()
         self._summary.add(microbatches)
         if self._trace is not None:

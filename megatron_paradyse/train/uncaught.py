@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from megatron_paradyse.errors import UserError
+from megatron_paradyse.errors import UserError, say_error
 from megatron_paradyse.train.ending import (
     current_watchdog,
     is_lost_peer,
@@ -48,7 +48,7 @@ def show_user_errors_in_one_line() -> None:
             leave(2)  # other ranks may wait in a collective: do not wait for them
         elif issubclass(kind, KeyboardInterrupt):  # of all ranks at once, by Ctrl-C
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, b"error: interrupted\n")
+                say_error("interrupted")
         else:
             if is_lost_peer(error):
                 if dog is not None:
@@ -70,5 +70,4 @@ def _report(said_by: int, message: str) -> None:
     if os.environ.get("RANK", "0") != "0":
         together = not torch.distributed.is_initialized()
         time.sleep(SECONDS_TO_BE_ENDED if together else SECONDS_FOR_RANK_0)
-    name = f" (rank {said_by})" if said_by else ""
-    os.write(2, f"error{name}: {message}\n".encode())  # torch.distributed redirects sys.stderr
+    say_error(message, rank=said_by)

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from torch.distributed import Store
 
+from megatron_paradyse.errors import say_error
 from megatron_paradyse.train.ending import leave
 from megatron_paradyse.train.meeting import Line, ranks, served_by_a_rank, serves
 from megatron_paradyse.train.peers import Beat, own_beat, state_here
@@ -233,7 +234,7 @@ class Watchdog:
                 f"{'; '.join(missing)}, while rank {self._rank} was in {self._own.where}: {REMEDY}"
             )
             if speaks:
-                _write_error(self._rank, line)
+                say_error(line, rank=self._rank)
             time.sleep(self._seconds_for_others())
             leave(EXIT_CODE)
 
@@ -281,8 +282,3 @@ class Watchdog:
             seconds, where = self._own.still_seconds, self._own.where
             line = f"rank {self._rank} has waited {seconds:.0f} s in {where} for {'; '.join(slow)}"
             os.write(2, f"> paradyse: {line}\n".encode())
-
-
-def _write_error(rank: int, line: str) -> None:
-    name = f" (rank {rank})" if rank else ""
-    os.write(2, f"error{name}: {line}\n".encode())
