@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -53,12 +52,15 @@ def simulated(folder: Path, flags: list, p: int, **more) -> CostTable:
 def test_a_mixture_of_experts_is_refused_in_one_line(tmp_path):
     arguments = ["simulate", "--gpu", "a100-80g", "--ranks", 2, "--lengths", LENGTH, *LLAMA]
     arguments += ["--num-experts", 4, "-o", tmp_path / "x.json"]
-    run = subprocess.run(
-        [sys.executable, "-m", "megatron_paradyse", *map(str, arguments)],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert run.returncode == 1 and "error: --num-experts 4 is not simulated" in run.stderr
-    assert run.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+    code, _, stderr = run_forked(
+        "megatron_paradyse.__main__",
+        [str(argument) for argument in arguments],
+        ranks=1,
+        folder=tmp_path / "said",
+        timeout_seconds=100,
+    )
+    assert code == 1 and "error: --num-experts 4 is not simulated" in stderr
+    assert stderr.count("\n") == 1 and os.listdir(tmp_path) == ["said"]
 
 
 def _on_real_ranks(folder: Path, flags: list, p: int, tile_rows: int) -> list:

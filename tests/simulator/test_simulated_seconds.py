@@ -71,24 +71,21 @@ def test_an_exchange_takes_no_less_among_more_ranks(name):
 
 
 @pytest.mark.parametrize(
-    ("strategies", "heads", "tile_rows", "more"),
+    ("strategies", "p", "tile_rows", "more"),
     [
-        (RINGS, 9, TILE_ROWS, ()),
-        (RINGS, 9, TILE_ROWS, ("--window-size", "80,0")),  # wide: rings of all keys, few seen
-        (IN_TILES, 18, 2, ()),  # the 20 rows of a rank in 10 tiles
+        (RINGS, 8, TILE_ROWS, ()),
+        (RINGS, 8, TILE_ROWS, ("--window-size", "80,0")),  # wide: rings of all keys, few seen
+        (IN_TILES, 2, 2, ()),  # the 20 rows of a rank in 10 tiles, a block's 4 heads one by one
     ],
     ids=["rings", "windows", "tiles"],
 )
-def test_long_loops_give_what_walking_them_whole_gives(
-    strategies, heads, tile_rows, more, tmp_path
-):
+def test_long_loops_give_what_walking_them_whole_gives(strategies, p, tile_rows, more, tmp_path):
     """Bytes exactly; seconds but for what the ends of a loop overlap with."""
-    flags = [*GPT, "--hidden-size", 72, "--num-attention-heads", heads, "--paradyse-head-tile", 18]
-    flags += more
-    common = {"p": 9, "lengths": (180,), "strategies": strategies, "tile_rows": tile_rows}
+    flags = [*GPT, *more, "--paradyse-head-tile", 2 * p]
+    common = {"p": p, "lengths": (20 * p,), "strategies": strategies, "tile_rows": tile_rows}
     short = simulated(tmp_path / "short", flags, **common)
     whole = simulated(tmp_path / "whole", flags, whole_loops=True, **common)
-    assert short_loops.WHOLE < 9
+    assert short_loops.WHOLE < 8
     for a, b in zip(short.measurements, whole.measurements, strict=True):
         for name in BYTE_QUANTITIES:
             assert getattr(a, name) == getattr(b, name), (a, b)
