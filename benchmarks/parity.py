@@ -22,11 +22,10 @@ import torch
 from benchmarks.common import finish, options
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.strategies import get_strategy, parse_strategy_name, strategy_names
-from tests.strategies.cases import MASKS, AttentionCase, MlpCase
+from tests.strategies.cases import FLOAT32_TOLERANCE, MASKS, AttentionCase, MlpCase
 from tests.strategies.deviations import Deviation, combine
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import errors_of_one_process, run_case
-from tests.strategies.test_parity import FLOAT32_TOLERANCE
 
 BFLOAT16_TOLERANCE = 2.0
 SEED = 3

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -27,30 +26,9 @@ from megatron_paradyse.submodules import (
     SwitchableLayer,
     SwitchableMLP,
 )
+from tests.fused_linear import FusedLinear, parameter_under_ddp
 
 FUSED = SimpleNamespace(gradient_accumulation_fusion=True)
-
-
-class _FusedLinear(torch.autograd.Function):
-    """Adds the weight's gradient to main_grad itself, marks that, and returns a dummy.
-
-    overwrites: it does not add it, but sets it.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, overwrites):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.overwrites = weight, overwrites
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        if ctx.overwrites:
-            ctx.weight.main_grad.zero_()
-        ctx.weight.main_grad.add_(grad.t() @ x)
-        ctx.weight.grad_added_to_main_grad = True
-        return grad @ ctx.weight, torch.full_like(ctx.weight, float("nan")), None
 
 
 class _EngineLinear(torch.nn.Module):
@@ -62,7 +40,7 @@ class _EngineLinear(torch.nn.Module):
 
     def forward(self, x):
         overwrites, self.is_first_microbatch = self.is_first_microbatch, False
-        return _FusedLinear.apply(x, self.weight, overwrites)
+        return FusedLinear.apply(x, self.weight, overwrites)
 
 
 def _in_a_layer(linear, monkeypatch):
@@ -93,25 +71,11 @@ def test_the_projection_of_a_prediction_adds_from_the_start_too(monkeypatch):
     assert layer.mtp_model_layer.self_attention.plan_number == 6
 
 
-def _parameter_under_ddp() -> torch.nn.Parameter:
-    """With main_grad and the very hook of Megatron's DistributedDataParallel."""
-    weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
-    weight.main_grad = torch.zeros_like(weight)
-    weight.grad_added_to_main_grad = False
-    ddp = SimpleNamespace(
-        param_to_bucket_group={weight: None},
-        ddp_config=SimpleNamespace(overlap_grad_reduce=False),
-    )
-    hook = DistributedDataParallel._make_backward_post_hook(ddp, weight)
-    weight.register_post_accumulate_grad_hook(hook)
-    return weight
-
-
 @pytest.mark.parametrize("order", ["fs", "sf", "ffssf", "sfsfs"])
 def test_gradients_of_fused_linears_and_of_strategies_add_up(order, monkeypatch):
     """f: a fused linear of a layer, s: a strategy; microbatch after microbatch."""
     torch.manual_seed(0)
-    weight, expected = _parameter_under_ddp(), torch.zeros(3, 4, dtype=torch.float64)
+    weight, expected = parameter_under_ddp(), torch.zeros(3, 4, dtype=torch.float64)
     linear = _in_a_layer(_EngineLinear(weight), monkeypatch)
     for step in order:
         x, grad = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
@@ -127,7 +91,7 @@ def test_gradients_of_fused_linears_and_of_strategies_add_up(order, monkeypatch)
 
 
 def test_without_the_strategys_mark_its_gradient_would_be_lost():
-    weight = _parameter_under_ddp()
+    weight = parameter_under_ddp()
     weight.grad_added_to_main_grad = True  # left by a fused linear in an earlier microbatch
     (torch.ones(1, 4, dtype=torch.float64) @ weight.t()).sum().backward()
     assert weight.main_grad.abs().max() == 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import threading
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from megatron_paradyse.data.writer import DatasetWriter
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.whole_file import append_whole, whole_file, write_whole
+from tests.full_disk import largest_file
 
 
 def test_two_that_write_one_file_at_once_do_not_meet(tmp_path, monkeypatch):
@@ -74,17 +73,6 @@ def test_what_is_no_file_stays_what_it_is(kind, tmp_path):
     names = ("st_ino", "st_mode", "st_mtime_ns", "st_ctime_ns")  # a link that is read is accessed
     assert [getattr(after, name) for name in names] == [getattr(before, name) for name in names]
     assert set(os.listdir(tmp_path)) <= {"pipe", "x.json"}
-
-
-@contextlib.contextmanager
-def largest_file(size):
-    """As on a full disk, of which a part of what is written is taken."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_what_a_full_disk_has_no_room_for_leaves_no_part_of_a_line(tmp_path):

@@ -29,7 +29,7 @@ from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.costs.synthetic import DESCRIPTION
 from tests.packing.rows import zigzag
 from tests.strategies.cases import AttentionCase
-from tests.strategies.test_accounting import measure_rank, on_fake_ranks
+from tests.strategies.fake_ranks import measure_rank, on_fake_ranks
 
 S, N, D = 128, 8, 16
 LENGTHS = (64, 96, 128, 192, 512)

@@ -13,7 +13,7 @@ from megatron_paradyse.costs.table import BYTE_QUANTITIES, CostTable, Measuremen
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.costs.step_by_step import hybrid_value
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION, make_table
-from tests.simulator.test_simulated_bytes import GPT, simulated
+from tests.simulator.small_models import GPT, simulated
 
 EDGE_TILE = 2000
 LAYER_TILE = TILE_ROWS * DESCRIPTION.p

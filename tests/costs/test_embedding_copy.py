@@ -14,7 +14,7 @@ from megatron_paradyse.costs.fit_values import read_model, write_model
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.table import Constants, CostTable, Measurement
 from tests.costs.synthetic import DESCRIPTION
-from tests.simulator.test_simulated_bytes import GPT, simulated
+from tests.simulator.small_models import GPT, simulated
 
 TOKEN = 256 * 4  # bytes of h values
 

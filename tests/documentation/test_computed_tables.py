@@ -9,7 +9,7 @@ from megatron_paradyse.simulator.network import ANY, LINKS
 from megatron_paradyse.strategies import sizes as sizes_module
 from megatron_paradyse.strategies.accounting import operation_costs
 from megatron_paradyse.strategies.sizes import LayerSizes
-from tests.documentation.test_tables import check, table, tables
+from tests.documentation.tables import check, table, tables
 
 NAMES = {
     "MegatronTS": "megatron_ts",

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 
 import pytest
 
 from tests.documentation.markdown import ROOT
-
-
-@cache
-def record(benchmark: str, hardware: str = "cpu-2-cores") -> dict:
-    path = ROOT / "benchmarks/results" / f"{benchmark}-{hardware}.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+from tests.documentation.tables import record
 
 
 @cache

@@ -7,8 +7,8 @@ import torch
 
 from megatron_paradyse.edges.cross_entropy import tiled_cross_entropy
 from megatron_paradyse.model_edges import _take_weight_gradient
+from tests.fused_linear import FusedLinear, parameter_under_ddp
 from tests.strategies.harness import run_ranks
-from tests.test_submodules import _FusedLinear, _parameter_under_ddp
 
 S, H, V = 12, 4, 3  # the parameter is [v, h]
 
@@ -19,7 +19,7 @@ def _microbatch(group, weight, kind: str, tied: bool) -> torch.Tensor:
     labels = torch.randint(V, (1, S))
     hidden = x + torch.nn.functional.embedding(labels.t(), weight) if tied else x * 1.0
     if kind == "f":
-        logits = _FusedLinear.apply(hidden.flatten(0, 1), weight)
+        logits = FusedLinear.apply(hidden.flatten(0, 1), weight, False)
         loss = torch.nn.functional.cross_entropy(logits, labels[0], reduction="sum")
     else:
         loss = tiled_cross_entropy(
@@ -37,7 +37,7 @@ def _microbatch(group, weight, kind: str, tied: bool) -> torch.Tensor:
 def _accumulate(group, case):
     order, tied = case
     torch.manual_seed(0)
-    weight = _parameter_under_ddp()
+    weight = parameter_under_ddp()
     weight.zero_out_wgrad = tied
     expected = torch.zeros_like(weight)
     for kind in order:
@@ -50,6 +50,7 @@ CASES = {
     "tiles": ("t", False),
     "tiles after tiles": ("tt", False),
     "tied": ("tt", True),
+    "tiles and Megatron's own head in turn": ("tftf", False),
 }
 
 
@@ -60,7 +61,7 @@ def test_gradients_of_microbatches_add_up_in_main_grad():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_dummy_gradient_is_zero_where_an_embedding_adds_its_own(tied):
-    weight = _parameter_under_ddp()
+    weight = parameter_under_ddp()
     weight.zero_out_wgrad = tied
     dummy = _take_weight_gradient(weight, torch.ones_like(weight), fused=True)
     assert dummy.shape == weight.shape and weight.grad_added_to_main_grad

@@ -14,15 +14,12 @@ from megatron_paradyse.costs.layers import half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train.model_layers import ModelLayers
 from tests.costs.synthetic import DESCRIPTION
-from tests.profiler.test_profile import MODEL, RANKS, run_profile
+from tests.profiler.profiling import LATENT, MODEL, RANKS, ROPE, run_profile
 from tests.train.harness import run_forked
 
 LENGTH = 128
-ROPE = {"--position-embedding-type": "rope", "--no-rope-fusion": ""}
 WINDOWS = {"--window-size": "31,0"}
 EXPERTS = {"--num-experts": 4, "--moe-router-topk": 2, "--disable-bias-linear": ""}
-LATENT = {"--multi-latent-attention": "", "--q-lora-rank": 24, "--kv-lora-rank": 16}
-LATENT |= {"--qk-head-dim": 12, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 16, **ROPE}
 # flags, and the layers that differ from the first
 MODELS = {
     "windows": (

@@ -15,8 +15,7 @@ from megatron_paradyse.packing.load import load_of
 from megatron_paradyse.packing.placement import place
 from megatron_paradyse.profiler.row_points import point_of_key, row_points, rows_of
 from tests.costs.synthetic import DESCRIPTION
-from tests.profiler.test_layers import LATENT, ROPE
-from tests.profiler.test_profile import run_profile
+from tests.profiler.profiling import LATENT, ROPE, run_profile
 
 LENGTHS = (64, 128, 256)
 NAMES = ("megatron_cz", "ulysses_z", "megatron_ts")

@@ -8,20 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.layers import LAYER, half_of, layer_of
 from megatron_paradyse.costs.recomputed import recomputed_layer
-from megatron_paradyse.costs.table import CostTable
 from megatron_paradyse.profiler.flags import megatron_flags
-from megatron_paradyse.profiler.run import strategies_to_profile
 from megatron_paradyse.strategies import recomputes
 from megatron_paradyse.strategies.sizes import TILE_ROWS
+from tests.simulator.small_models import COMMON, GPT, LENGTH, simulated
 from tests.train.harness import run_forked
 
-LENGTH = 128
 TOLERANCE = 0.01
-GPT = ["--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 8, "--vocab-size", 96]
-GPT += ["--paradyse-head-tile", 32]  # in several tiles
 LLAMA = [
     *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 8, "--vocab-size", 96),
     *("--group-query-attention", "--num-query-groups", 2, "--ffn-hidden-size", 96, "--swiglu"),
@@ -32,21 +27,6 @@ BERT = [*GPT, "--paradyse-model", "bert"]
 DIFFERING = [*LLAMA, "--num-layers", 4, "--window-size", "31,0"]
 DIFFERING += ["--window-attn-skip-freq", "[0,1,0,1]", "--no-rope-freq", "[0,0,1,0]"]
 PREDICTING = ["--mtp-num-layers", 2]
-COMMON = ["--seq-length", 512, "--max-position-embeddings", 512]
-COMMON += ["--attention-dropout", 0, "--hidden-dropout", 0]
-
-
-def simulated(folder: Path, flags: list, p: int, **more) -> CostTable:
-    """The table of a small model, of eager kernels in float32 unless told."""
-    output = folder / "simulated.json"
-    options = {"output": str(output), "p": p, "lengths": (LENGTH,), "dtype": "float32"}
-    options |= {"strategies": strategies_to_profile(None), "fused": False}
-    options |= {"flags": [str(flag) for flag in [*flags, *COMMON]], **more}
-    code, _, stderr = run_forked(
-        "tests.simulator.driver", [json.dumps(options)], ranks=1, folder=folder, timeout_seconds=100
-    )
-    assert code == 0, stderr[-4000:]
-    return read_cost_file(output).table
 
 
 def test_a_mixture_of_experts_is_refused_in_one_line(tmp_path):

@@ -16,7 +16,7 @@ from megatron_paradyse.simulator.rows import ranks_of_row
 from megatron_paradyse.strategies import RECOMPUTE
 from megatron_paradyse.strategies.contract import AttentionShape
 from tests.strategies.cases import AttentionCase
-from tests.strategies.test_accounting import measure_rank, on_fake_ranks
+from tests.strategies.fake_ranks import measure_rank, on_fake_ranks
 from tests.train.harness import run_forked
 
 FLAGS = ["--num-layers", 2, "--num-attention-heads", 8, "--swiglu", "--disable-bias-linear",

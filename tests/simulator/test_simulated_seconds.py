@@ -11,7 +11,7 @@ from megatron_paradyse.simulator import short_loops
 from megatron_paradyse.simulator.clock import Clock
 from megatron_paradyse.simulator.network import find_network
 from megatron_paradyse.strategies.sizes import TILE_ROWS
-from tests.simulator.test_simulated_bytes import GPT, simulated
+from tests.simulator.small_models import GPT, simulated
 
 RINGS = ("megatron_cz", "colossal_z", "metp")
 IN_TILES = ("metp+recompute", "ulysses_z+recompute", "megatron_ts+recompute")

@@ -15,7 +15,7 @@ from megatron_paradyse.simulator import measured_clock
 from megatron_paradyse.simulator.measure_network import FASTEST, fit_alpha_beta
 from megatron_paradyse.simulator.network import AlphaBeta, find_network, write_network
 from megatron_paradyse.simulator.traffic import fill_with_own
-from tests.simulator.test_simulated_bytes import COMMON, GPT, LENGTH, simulated
+from tests.simulator.small_models import COMMON, GPT, LENGTH, simulated
 from tests.train.harness import run_forked
 
 STRATEGIES = ("megatron_ts", "ulysses_z", "ulysses_z+recompute", "metp", "metp+recompute")

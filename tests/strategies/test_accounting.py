@@ -7,13 +7,10 @@ for exactly as long as the code holds it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import fields, replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_paradyse.errors import UserError
@@ -24,11 +21,12 @@ from megatron_paradyse.strategies.accounting import (
     operation_costs,
     packed_attention_sent,
 )
-from megatron_paradyse.strategies.contract import LatentSizes, Wide
-from megatron_paradyse.strategies.memory import Measured, measure
+from megatron_paradyse.strategies.contract import LatentSizes
+from megatron_paradyse.strategies.memory import Measured
 from megatron_paradyse.strategies.sizes import LayerSizes
 from megatron_paradyse.strategies.walks import WALKS
 from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.fake_ranks import measure_rank, on_fake_ranks, sizes_of
 from tests.strategies.layers import rank_layer
 
 TOLERANCE = 0.02
@@ -39,27 +37,6 @@ def _by_rank(case: AttentionCase | MlpCase, job) -> list:
     """job(group, case) as each rank of p, one after the other; as the last where it decides."""
     differ = case.strategy.startswith(("metp", "megatron_cz")) and isinstance(case, AttentionCase)
     return on_fake_ranks(case, job, range(case.p) if differ else (case.p - 1,))
-
-
-def on_fake_ranks(case: AttentionCase | MlpCase, job, ranks: Iterable[int]) -> list:
-    """job(group, case) as each of these ranks of p."""
-    results = []
-    for rank in ranks:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.p)
-        try:
-            results.append(job(dist.new_group(list(range(case.p))), case))
-        finally:
-            dist.destroy_process_group()
-    return results
-
-
-def measure_rank(group, case: AttentionCase | MlpCase, *, wide: Wide | None = None) -> Measured:
-    layer = rank_layer(group, case, wide=wide)
-    has_rope = isinstance(case, AttentionCase) and case.rope is not None
-    others = [layer.microbatch.rope] if has_rope else []
-    x, weights = layer.x, layer.weights
-    parameters = [t for f in fields(weights) if (t := getattr(weights, f.name)) is not None]
-    return measure(lambda: layer.run(x, weights), x, parameters, layer.grad, others=others)
 
 
 def _worst(case: AttentionCase | MlpCase) -> Measured:
@@ -126,24 +103,6 @@ def _odd_cases(strategy: str, operation: str):
         yield AttentionCase(strategy, 3, "causal", g=2, bias=True, gate=True, **shared)
 
 
-def _sizes(case: AttentionCase | MlpCase) -> LayerSizes:
-    common = {"s": case.s, "b": case.b, "h": case.h, "p": case.p, "bias": case.bias}
-    common["element_bytes"] = case.dtype.itemsize
-    if isinstance(case, MlpCase):
-        return LayerSizes(n=1, g=1, d=1, f=case.f, gated=case.gated, **common)
-    return LayerSizes(
-        n=case.n,
-        g=case.g,
-        d=case.d,
-        f=1,
-        causal=case.mask == "causal",
-        rope_channels=0 if case.rope is None else case.d,
-        gate=case.gate,
-        head_norm=case.qk_norm,
-        **common,
-    )
-
-
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 @pytest.mark.parametrize(("strategy", "operation"), WALKS, ids=map("-".join, WALKS))
 def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(p, strategy, operation):
@@ -152,7 +111,7 @@ def test_formulas_give_sent_bytes_exactly_and_memory_within_two_percent(p, strat
         if operation == "attention":
             get_strategy(strategy).check(case.shape, case.p)
         measured = _worst(case)
-        costs = operation_costs(strategy, operation, _sizes(case))
+        costs = operation_costs(strategy, operation, sizes_of(case))
         for name in ("forward_sent_bytes", "backward_sent_bytes"):
             if getattr(measured, name) != getattr(costs, name):
                 wrong.append((case.name, name, getattr(costs, name), getattr(measured, name)))
@@ -189,7 +148,7 @@ _NORMED = {  # name -> of all that a norm and the rest of the layer may be, an e
 def test_norms_of_heads_hold_what_the_walk_says(strategy, normed):
     """Of heads as wide as models have them, whose statistics are a small part."""
     case = replace(_NORMED[normed], strategy=strategy + _NORMED[normed].strategy)
-    measured, costs = _worst(case), operation_costs(case.strategy, "attention", _sizes(case))
+    measured, costs = _worst(case), operation_costs(case.strategy, "attention", sizes_of(case))
     copies_of_weights = 4 * 4 * case.d  # in float32, of a norm in half types
     assert 0 <= measured.kept_bytes - costs.kept_bytes <= copies_of_weights
     assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
@@ -202,7 +161,7 @@ def test_recompute_keeps_only_the_input_and_pays_in_the_backward(p, strategy, op
     name = f"{strategy}+recompute"
     every = {4: 2, 8: 3}.get(p, 1)  # of rings, each rank walked, a case takes seconds
     for case in itertools.islice(_cases(name, operation, p), None, None, every):
-        measured, costs = _worst(case), operation_costs(name, operation, _sizes(case))
+        measured, costs = _worst(case), operation_costs(name, operation, sizes_of(case))
         assert measured.kept_bytes == costs.kept_bytes
         assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
         assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
@@ -217,10 +176,10 @@ def test_an_mlp_in_tiles_costs_what_its_tiles_do(p, rows, strategy, monkeypatch)
     name = f"{strategy}+recompute"
     for plain in _cases(name, "mlp", p):
         case = replace(plain, tile_rows=rows)
-        whole = operation_costs(name, "mlp", _sizes(case))
+        whole = operation_costs(name, "mlp", sizes_of(case))
         with monkeypatch.context() as patch:
             patch.setattr(sizes_module, "TILE_ROWS", rows)
-            measured, costs = _worst(case), operation_costs(name, "mlp", _sizes(case))
+            measured, costs = _worst(case), operation_costs(name, "mlp", sizes_of(case))
             flops = _by_rank(case, _flops)[-1]
         assert measured.kept_bytes == costs.kept_bytes == whole.kept_bytes
         assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
@@ -238,7 +197,7 @@ def test_a_long_attention_of_metp_holds_what_the_walk_says(p, name, monkeypatch)
     monkeypatch.setattr(sizes_module, "TILE_ROWS", 8)
     for plain in itertools.islice(_cases(name, "attention", p), None, None, 2 if p == 4 else 1):
         case = replace(plain, tile_rows=8)
-        measured, costs = _worst(case), operation_costs(name, "attention", _sizes(case))
+        measured, costs = _worst(case), operation_costs(name, "attention", sizes_of(case))
         assert measured.kept_bytes == costs.kept_bytes
         assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
         assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
@@ -249,9 +208,9 @@ def test_a_long_attention_of_metp_holds_what_the_walk_says(p, name, monkeypatch)
 @pytest.mark.parametrize("strategy", [name for name, half in WALKS if half == "attention"])
 def test_a_gate_of_a_long_sequence_goes_in_tiles(strategy, dtype, monkeypatch):
     case = AttentionCase(strategy, 2, n=8, d=16, h=16, s=128, dtype=dtype, gate=True)
-    whole = operation_costs(strategy, "attention", _sizes(case))
+    whole = operation_costs(strategy, "attention", sizes_of(case))
     monkeypatch.setattr(sizes_module, "TILE_ROWS", 8)
-    costs = operation_costs(strategy, "attention", _sizes(case))
+    costs = operation_costs(strategy, "attention", sizes_of(case))
     measured = _worst(replace(case, tile_rows=8))
     for name in ("kept_bytes", "forward_bytes", "backward_bytes"):
         assert getattr(measured, name) == getattr(costs, name) <= getattr(whole, name)
@@ -261,11 +220,11 @@ def test_a_gate_of_a_long_sequence_goes_in_tiles(strategy, dtype, monkeypatch):
 def test_offload_keeps_nothing_and_brings_the_input_back(strategy, operation):
     name = f"{strategy}+offload"
     case = next(_cases(name, operation, 2))
-    measured, costs = _worst(case), operation_costs(name, operation, _sizes(case))
+    measured, costs = _worst(case), operation_costs(name, operation, sizes_of(case))
     assert measured.kept_bytes == costs.kept_bytes == 0
     assert costs.forward_bytes == pytest.approx(measured.forward_bytes, rel=TOLERANCE)
     assert costs.backward_bytes == pytest.approx(measured.backward_bytes, rel=TOLERANCE)
-    again = operation_costs(f"{strategy}+recompute", operation, _sizes(case))
+    again = operation_costs(f"{strategy}+recompute", operation, sizes_of(case))
     assert costs.backward_bytes == again.backward_bytes + again.kept_bytes
 
 
@@ -274,8 +233,8 @@ def test_offload_keeps_nothing_and_brings_the_input_back(strategy, operation):
 def test_bytes_of_attention_are_those_of_the_ranks_that_hold_most(strategy, p):
     for name in (strategy, f"{strategy}+recompute"):
         for case in itertools.islice(_cases(name, "attention", p), None, None, 3):
-            costs = operation_costs(name, "attention", _sizes(case))
-            assert attention_bytes(name, _sizes(case)) == (
+            costs = operation_costs(name, "attention", sizes_of(case))
+            assert attention_bytes(name, sizes_of(case)) == (
                 costs.kept_bytes,
                 costs.forward_bytes,
                 costs.backward_bytes,
@@ -326,7 +285,7 @@ def test_flops_are_those_of_the_counted_products(p, strategy, operation):
         cases = [case for case in _cases(name, operation, p) if case.dtype == torch.float32]
         for case in cases[:: 2 if p == 4 else 1]:
             forward, backward = (max(flops) for flops in zip(*_by_rank(case, _flops), strict=True))
-            costs = operation_costs(name, operation, _sizes(case))
+            costs = operation_costs(name, operation, sizes_of(case))
             assert forward == costs.forward_flops, case.name
             assert backward == costs.backward_flops, case.name
 

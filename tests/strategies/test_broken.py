@@ -18,11 +18,10 @@ from megatron_paradyse.strategies.collectives import Pending, exchange_async, sw
 from megatron_paradyse.strategies.output_gate import gate_gradients, with_gate
 from megatron_paradyse.strategies.ring import TravellingGradient
 from megatron_paradyse.strategies.tiled_mlp import tiles
-from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.cases import FLOAT32_TOLERANCE, AttentionCase, MlpCase
 from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import run_case
-from tests.strategies.test_parity import FLOAT32_TOLERANCE
 
 PACKAGE = "megatron_paradyse.strategies"
 

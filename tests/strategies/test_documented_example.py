@@ -7,11 +7,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests import latent_layers
-from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.cases import FLOAT32_TOLERANCE, AttentionCase, MlpCase
 from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import run_case
-from tests.strategies.test_parity import FLOAT32_TOLERANCE
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 

@@ -27,18 +27,13 @@ from megatron_paradyse.strategies.kernels import (
     choose_kernel,
 )
 from tests.strategies import test_packed_rows
-from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.cases import FLOAT32_TOLERANCE, AttentionCase, MlpCase, can_run
 from tests.strategies.deviations import Deviation, combine
 from tests.strategies.harness import run_every_case
 from tests.strategies.layers import errors_of_one_process, run_case
 from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces
 from tests.strategies.staging import staged
-from tests.strategies.test_parity import (
-    CASES,
-    FLOAT32_TOLERANCE,
-    LARGE_CASES,
-    can_run,
-)
+from tests.strategies.test_parity import CASES, LARGE_CASES
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

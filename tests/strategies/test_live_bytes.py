@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.strategies.walks import WALKS
 from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.fake_ranks import measure_rank
 from tests.strategies.harness import run_ranks
-from tests.strategies.test_accounting import measure_rank
 
 P, REPEATS = 4, 3
 

@@ -20,7 +20,7 @@ from megatron_paradyse.strategies.blocks import balanced_spans, plan_blocks, rin
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.sizes import is_narrow
 from tests.strategies.cases import AttentionCase
-from tests.strategies.test_accounting import _sizes, measure_rank, on_fake_ranks
+from tests.strategies.fake_ranks import measure_rank, on_fake_ranks, sizes_of
 
 RINGS = ("megatron_cz", "metp", "colossal_z")
 S = 96
@@ -48,13 +48,13 @@ def test_ranks_send_what_the_window_leaves(strategy, p, window):
     assert sent == [
         packed_attention_sent(
             case.strategy,
-            _sizes(case),
+            sizes_of(case),
             keys_sent=case.b * sum(moved[rank]),
             keys_received=case.b * sum(line[rank] for line in moved),
         )
         for rank in range(p)
     ]
-    whole_ring = operation_costs(strategy, "attention", _sizes(case))
+    whole_ring = operation_costs(strategy, "attention", sizes_of(case))
     assert max(sent) < (whole_ring.forward_sent_bytes, whole_ring.backward_sent_bytes)
 
 
@@ -72,7 +72,7 @@ def test_no_rank_needs_more_than_those_that_are_simulated(strategy, p, window):
 def test_a_wide_window_leaves_the_ring_as_it_is(strategy):
     case = case_of(strategy, 4, 3 * S // 8 + 1)
     assert is_narrow(case.window - 1, S, 4)
-    costs = operation_costs(strategy, "attention", _sizes(case))
+    costs = operation_costs(strategy, "attention", sizes_of(case))
     for quantity in ("forward_sent_bytes", "backward_sent_bytes"):
         found = max(getattr(measured, quantity) for measured in by_rank(case))
         assert found == getattr(costs, quantity)

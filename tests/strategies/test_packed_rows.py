@@ -20,12 +20,11 @@ from megatron_paradyse.strategies.collectives import Communication, count_commun
 from megatron_paradyse.strategies.contract import Microbatch
 from megatron_paradyse.strategies.sizes import LayerSizes
 from tests.packing.rows import SPREAD
-from tests.strategies.cases import AttentionCase
+from tests.strategies.cases import FLOAT32_TOLERANCE, AttentionCase, can_run
 from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import rank_layer, run_case
 from tests.strategies.staging import staged
-from tests.strategies.test_parity import FLOAT32_TOLERANCE, can_run
 
 NAMES = strategy_names(packed=True)
 ROWS = {

@@ -9,29 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_paradyse.errors import UserError
-from megatron_paradyse.strategies import get_strategy, strategy_names
-from tests.strategies.cases import MASKS, AttentionCase, MlpCase
+from megatron_paradyse.strategies import strategy_names
+from tests.strategies.cases import FLOAT32_TOLERANCE, MASKS, AttentionCase, MlpCase, can_run
 from tests.strategies.deviations import Deviation, combine
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import errors_of_one_process, run_case
 
-# Sums of some hundred float32 products, rounded at 6e-8 each, err by at most 1.7e-6 in these cases:
-# 1e-5 leaves a factor of five.
-FLOAT32_TOLERANCE = 1e-5
 # A log-sum-exp of 1e4 is a multiple of 1e-3 in float32, and probabilities are exp(score - lse).
 LARGE_SCORE_TOLERANCE = 2e-3
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 BIAS_AND_ROPE = list(itertools.product((False, True), (None, "half", "interleaved", "partial")))
-
-
-def can_run(case: AttentionCase) -> bool:
-    try:
-        get_strategy(case.strategy).check(case.shape, case.p)
-    except UserError:
-        return False
-    return True
 
 
 def _attention_grid(strategy: str, p: int):

@@ -16,12 +16,11 @@ from megatron_paradyse.strategies import (
     transport,
 )
 from megatron_paradyse.strategies.sizes import is_narrow
-from tests.strategies.cases import AttentionCase, MlpCase
+from tests.strategies.cases import FLOAT32_TOLERANCE, AttentionCase, MlpCase, can_run
 from tests.strategies.deviations import combine
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import run_case
 from tests.strategies.staging import staged
-from tests.strategies.test_parity import FLOAT32_TOLERANCE, can_run
 
 
 def _cases():

@@ -27,7 +27,7 @@ from megatron_paradyse.strategies.accounting import packed_attention_sent
 from megatron_paradyse.strategies.collectives import Communication, count_communication
 from megatron_paradyse.strategies.contract import Wide
 from megatron_paradyse.strategies.sizes import LayerSizes
-from tests.strategies.cases import AttentionCase, positions_of
+from tests.strategies.cases import FLOAT32_TOLERANCE, AttentionCase, positions_of
 from tests.strategies.deviations import combine, deviation
 from tests.strategies.harness import run_ranks
 from tests.strategies.layers import (
@@ -39,7 +39,6 @@ from tests.strategies.layers import (
 )
 from tests.strategies.staging import staged
 from tests.strategies.test_packed_rows import random_row
-from tests.strategies.test_parity import FLOAT32_TOLERANCE
 
 RANKS = 4
 ROWS = {

@@ -21,9 +21,9 @@ from megatron_paradyse.settings import FIELDS, Settings
 from megatron_paradyse.simulator.models import model_flags
 from megatron_paradyse.train import agreement, auto_costs, cost_cache, plugin
 from megatron_paradyse.train.megatron_version import megatron_version
-from megatron_paradyse.train.model_kind import GPT
 from tests.train.harness import with_defaults, write_documents
 from tests.train.parsing import parsed, validated
+from tests.train.searching import search
 from tests.train.synthetic_costs import write_costs
 
 # Of the fields that shape a model and its buffers: what its weights begin as, and what is logged.
@@ -74,24 +74,6 @@ def test_a_learning_rate_leaves_costs_as_they_are(name, names):
 def test_the_help_tells_when_a_quick_profile_is_given_up():
     about = FIELDS["profile"].metadata["about"]
     assert f"given up after {auto_costs.LIMIT_SECONDS} s" in about
-
-
-def search(folder, monkeypatch, **settings) -> auto_costs.Search:
-    """Of a run of one rank, with a settings file."""
-    monkeypatch.setenv("MEGATRON_PARADYSE_CACHE", str(folder))
-    monkeypatch.setattr(cost_cache, "cost_key", lambda *_: "key")
-    flags = ["--num-layers", "4", "--vocab-size", "9", "--paradyse-config", "settings.yaml"]
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags])
-    args = argparse.Namespace(
-        world_size=1,
-        tensor_model_parallel_size=2,
-        params_dtype=torch.bfloat16,
-        seq_length=4096,
-        micro_batch_size=1,
-        paradyse_model=GPT,
-        use_checkpoint_args=False,
-    )
-    return auto_costs.Search(args, Settings(**settings))
 
 
 def test_costs_are_of_the_loss_head_and_sequences_that_the_settings_file_says(

@@ -13,8 +13,8 @@ from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train import auto_costs, cost_cache, memory_record
+from tests.train.searching import search
 from tests.train.synthetic_costs import write_costs
-from tests.train.test_auto_costs import search
 
 
 def test_jobs_that_measure_the_same_at_once_write_files_of_their_own(tmp_path, monkeypatch):

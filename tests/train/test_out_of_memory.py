@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megatron_paradyse.train import plugin
-from tests.test_whole_file import largest_file
+from tests.full_disk import largest_file
 from tests.train.harness import attempt, write_documents
 from tests.train.synthetic_costs import write_costs
 
