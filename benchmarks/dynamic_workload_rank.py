@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
-from benchmarks.iterations import start_rank
+from benchmarks.iterations import end_rank, say, seconds_of, start_rank, strategies_of
+from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.policy import FixedPolicy
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.strategies import RECOMPUTE, strategy_names
+from megatron_paradyse.strategies import RECOMPUTE
 
 METP = "metp"
 CHOOSING = "optimal", "heuristic"  # the policies that do
@@ -23,13 +23,7 @@ CHOOSING = "optimal", "heuristic"  # the policies that do
 def main() -> None:
     task = json.loads(os.environ["DYNAMIC_WORKLOAD"])
     start_rank()
-    import torch
-
-    workload = Workload(task["costs"])
-    result = workload.run(task)
-    if torch.distributed.get_rank() == 0:
-        Path(task["output"]).write_text(json.dumps(result))
-    torch.distributed.destroy_process_group()
+    end_rank(task["output"], Workload(task["costs"]).run(task))
 
 
 class Workload:
@@ -54,14 +48,14 @@ class Workload:
 
     def run(self, task: dict) -> dict:
         documents = [self.padded(length) for length in task["lengths"]]
-        names = _profiled_strategies(self._costs)
+        names = strategies_of(read_cost_file(self._costs).require_model())
         bases = [name for name in names if not name.endswith(RECOMPUTE)]
         self.policies = {name: FixedPolicy(name) for name in names}
-        _say(f"{len(documents)} documents of {min(documents)} to {max(documents)} tokens")
+        say(f"{len(documents)} documents of {min(documents)} to {max(documents)} tokens")
         fastest = self._fastest(bases, documents)
         limit = self.padded(int(task["share"] * max(documents)))
         self.budget = self.peak(fastest, limit)
-        _say(f"fastest {fastest}; budget {self.budget:,.0f} bytes, its peak at {limit} tokens")
+        say(f"fastest {fastest}; budget {self.budget:,.0f} bytes, its peak at {limit} tokens")
         runs = {name: self._longest(name, documents) for name in names}
         self.policies |= {
             "optimal": self.chooser("optimal"),
@@ -122,14 +116,7 @@ class Workload:
 
     def seconds(self, policy: str, length: int) -> float:
         """One iteration on a document, the choice included; the slowest rank's."""
-        import torch
-
-        from megatron_paradyse.profiler.model import largest_over_ranks
-
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        self._step(policy, length)
-        return largest_over_ranks([time.perf_counter() - start])[0]
+        return seconds_of(functools.partial(self._step, policy, length))
 
     def peak(self, policy: str, length: int) -> float:
         """Bytes alive at most during an iteration, everything included; the largest rank's."""
@@ -167,7 +154,7 @@ class Workload:
             else:
                 high = middle - 1
         longest = lengths[low - 1] if low else 0
-        _say(f"{name} runs up to {longest} tokens")
+        say(f"{name} runs up to {longest} tokens")
         return longest
 
     def _train(self, documents: list[int], runs: dict, rounds: int) -> dict:
@@ -185,7 +172,7 @@ class Workload:
                 for name in order[shift:] + order[:shift]:
                     if length <= runs.get(name, length):
                         seconds[name][index].append(self.seconds(name, length))
-            _say(f"round {turn + 1} of {rounds}")
+            say(f"round {turn + 1} of {rounds}")
         return seconds
 
     def _compare(self, documents, runs, seconds, fastest, bases) -> dict:
@@ -267,7 +254,7 @@ class Workload:
             self._choose("operation", length)
             row["plan"] = self.chosen_runs()
             rows.append(row)
-            _say(json.dumps(row))
+            say(json.dumps(row))
         return {
             "tail_ratio_to_simple_rule": _ratio(rows, "operation", "rule"),
             "tail_mixing_ratio": _ratio(rows, "operation", "sequence"),
@@ -282,15 +269,6 @@ class Workload:
             if name in self.policies and self.peak(name, length) <= self.budget:
                 return name
         return None
-
-
-def _profiled_strategies(costs: str) -> list[str]:
-    """The strategies of the cost file, in the registry's order."""
-    from megatron_paradyse.costs.cost_file import read_cost_file
-
-    known = read_cost_file(costs).require_model().strategies("attention")
-    ordered = [name for base in strategy_names() for name in (base, base + RECOMPUTE)]
-    return [name for name in ordered if name in known]
 
 
 def _sum(values: list[float | None]) -> float | None:
@@ -325,11 +303,6 @@ def _ratio(rows: list[dict], name: str, other: str) -> list[float | None]:
         a, b = row[f"{name}_seconds"], row[f"{other}_seconds"]
         found.append(None if "oom" in (a, b) else a / b)
     return found
-
-
-def _say(text: str) -> None:
-    if os.environ["RANK"] == "0":
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,15 @@ import functools
 import json
 import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
+from benchmarks.iterations import end_rank, say
 from megatron_paradyse.train import plugin
 
 
 def main() -> None:
     task = json.loads(os.environ["OVERHEAD"])
     plugin.install()
-    import torch
     from megatron.training import training
     from megatron.training.argument_utils import (
         gpt_config_from_args,
@@ -53,11 +51,8 @@ def main() -> None:
                 "stock_seconds": statistics.median(seconds["stock"]),
             }
         )
-        if torch.distributed.get_rank() == 0:
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    if torch.distributed.get_rank() == 0:
-        Path(task["output"]).write_text(json.dumps(rows))
-    torch.distributed.destroy_process_group()
+        say(json.dumps(rows[-1]))
+    end_rank(task["output"], rows)
 
 
 def _stock_spec(config, vp_stage=None):

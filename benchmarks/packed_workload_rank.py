@@ -7,13 +7,11 @@ import gc
 import json
 import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.iterations import start_rank
+from benchmarks.iterations import end_rank, say, seconds_of, start_rank, strategies_of
 from benchmarks.packed_workload_ratios import PACKED, UNPACKED, ratios
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.row_costs import RowCosts
@@ -22,7 +20,6 @@ from megatron_paradyse.packing.load import load_of
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.policy import FixedPolicy
 from megatron_paradyse.settings import Settings
-from megatron_paradyse.strategies import RECOMPUTE, strategy_names
 from megatron_paradyse.units import parse_bytes
 
 # A strategy of which one operation alone is predicted to need more than this many budgets is not
@@ -34,12 +31,7 @@ LOCAL = "local_z"  # runs rows of which no document is on two ranks
 def main() -> None:
     task = json.loads(os.environ["PACKED_WORKLOAD"])
     start_rank()
-    import torch
-
-    result = Workload(task).run()
-    if torch.distributed.get_rank() == 0:
-        Path(task["output"]).write_text(json.dumps(result))
-    torch.distributed.destroy_process_group()
+    end_rank(task["output"], Workload(task).run())
 
 
 class Documents:
@@ -86,7 +78,7 @@ class Workload:
     def run(self) -> dict:
         solve = [self._solve_seconds(lengths) for lengths in self.task["solved"]]
         costs = self._costs()
-        names = self.task["fixed"] or self._strategies()
+        names = self.task["fixed"] or strategies_of(self._costs_file.require_model())
         self.policies = {name: FixedPolicy(name) for name in names}
         self.policies |= {UNPACKED: self._optimal(), PACKED: self._optimal()}
         batches = self.task["lengths"]
@@ -98,7 +90,7 @@ class Workload:
         }
         peaks = {name: self._peak(name, shares) for name in self.policies}
         running = [name for name, peak in peaks.items() if peak is not None and peak <= self.budget]
-        _say(f"running {running}; peaks {peaks}")
+        say(f"running {running}; peaks {peaks}")
         seconds = self._train(running, shares)
         return {
             **ratios(seconds, peaks),
@@ -145,7 +137,7 @@ class Workload:
             start = time.perf_counter(), time.process_time()
             packing = self._pack(lengths, None, costs)
             spent = time.perf_counter() - start[0], time.process_time() - start[1]
-            _say(f"{len(lengths)} documents packed by {packing.tokens} tokens: {spent}")
+            say(f"{len(lengths)} documents packed by {packing.tokens} tokens: {spent}")
         torch.distributed.barrier()
         return spent
 
@@ -193,12 +185,6 @@ class Workload:
     def _optimal(self):
         return self._cost_policies().policy_of(self._chunks[0].decoder, self._chunks)
 
-    def _strategies(self) -> list[str]:
-        """The strategies of the cost file, in the registry's order."""
-        known = self._costs_file.require_model().strategies(ATTENTION)
-        ordered = [name for base in strategy_names() for name in (base, base + RECOMPUTE)]
-        return [name for name in ordered if name in known]
-
     # -- iterations
 
     def _step(self, name: str, share) -> None:
@@ -210,14 +196,7 @@ class Workload:
 
     def _seconds(self, name: str, share) -> float:
         """One iteration on a global batch, planning included; the slowest rank's."""
-        import torch
-
-        from megatron_paradyse.profiler.model import largest_over_ranks
-
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        self._step(name, share)
-        return largest_over_ranks([time.perf_counter() - start])[0]
+        return seconds_of(functools.partial(self._step, name, share))
 
     def _peak(self, name: str, shares: dict) -> float | None:
         """Bytes alive at most, the largest rank's; None where it cannot run the microbatches."""
@@ -260,13 +239,8 @@ class Workload:
                 for name in names:
                     share = shares.get(name, shares[PACKED])[number]
                     seconds[name][number].append(self._seconds(name, share))
-            _say(f"round {turn + 1} of {self.task['rounds']}")
+            say(f"round {turn + 1} of {self.task['rounds']}")
         return seconds
-
-
-def _say(text: str) -> None:
-    if os.environ["RANK"] == "0":
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

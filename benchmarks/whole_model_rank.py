@@ -8,11 +8,9 @@ import gc
 import json
 import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
-from benchmarks.iterations import start_rank
+from benchmarks.iterations import end_rank, say, seconds_of, start_rank
 from megatron_paradyse.costs.table import MODEL, OperationCosts
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner import evaluate
@@ -27,7 +25,6 @@ TURN_SECONDS = 0.3
 def main() -> None:
     task = json.loads(os.environ["WHOLE_MODEL"])
     args = start_rank()
-    import torch
 
     from megatron_paradyse.live_bytes import make_meter
     from megatron_paradyse.profiler import model as profiled
@@ -51,12 +48,8 @@ def main() -> None:
         plans = plans_at(index, num_layers, task["plans"])
         for row in check.compare(length, plans, task["rounds"]):
             rows.append(row)
-            if torch.distributed.get_rank() == 0:
-                print(json.dumps(row), file=sys.stderr, flush=True)
-    if torch.distributed.get_rank() == 0:
-        error = own / static_bytes - 1
-        Path(task["output"]).write_text(json.dumps({"rows": rows, "static_error": error}))
-    torch.distributed.destroy_process_group()
+            say(json.dumps(row))
+    end_rank(task["output"], {"rows": rows, "static_error": own / static_bytes - 1})
 
 
 def plans_at(index: int, num_layers: int, count: int) -> list[Plan]:
@@ -212,11 +205,11 @@ class Check:
                 operation, count = operations.get(key[1], key[0]), self._runs[key]
                 run = functools.partial(seconds_of_runs, operation, count)
                 times[key].append(self._busy(busy[key], run, count + 1))
-            empty = functools.partial(self._timed, self._empty_step)
+            empty = functools.partial(seconds_of, self._empty_step)
             steps.append(self._busy(busy["step"], empty))
             for number, plan in enumerate(plans):
                 step = functools.partial(self._step, plan, length)
-                timed = functools.partial(self._timed, step)
+                timed = functools.partial(seconds_of, step)
                 iterations[number].append(self._busy(busy[number], timed))
         medians = {
             key: (statistics.median(f for f, _ in pairs), statistics.median(b for _, b in pairs))
@@ -238,16 +231,6 @@ class Check:
         torch.distributed.all_reduce(spent)
         series.append(float(spent))
         return result
-
-    def _timed(self, run) -> float:
-        import torch
-
-        from megatron_paradyse.profiler.model import largest_over_ranks
-
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        run()
-        return largest_over_ranks([time.perf_counter() - start])[0]
 
     def _empty_step(self) -> None:
         from megatron_paradyse.profiler.model import step_without_microbatches

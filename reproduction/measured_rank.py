@@ -11,8 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dynamic_workload_rank import Workload, _say
-from benchmarks.iterations import start_rank
+from benchmarks.dynamic_workload_rank import Workload
+from benchmarks.iterations import end_rank, say, start_rank
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.policy import FixedPolicy
@@ -32,14 +32,10 @@ CHOOSING, CHOICES = "optimal", 16  # the policy whose choices are timed, and how
 def main() -> None:
     task = json.loads(os.environ["REPRODUCTION"])
     start_rank()
-    import torch
 
     trained = Trained(task)
     result = getattr(trained, task["what"])()
-    if torch.distributed.get_rank() == 0:
-        Path(task["output"]).write_text(json.dumps(result))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end_rank(task["output"], result)
 
 
 class Trained(Workload):
@@ -61,7 +57,7 @@ class Trained(Workload):
             every = next(iter(self._documents.values()))
             fastest = self._fastest(list(strategy_names()), every)
             self.budget = self.peak(fastest, self.padded(int(FASTEST_REACHES * every[-1])))
-            _say(f"fastest {fastest}; memory {self.budget:,.0f} bytes")
+            say(f"fastest {fastest}; memory {self.budget:,.0f} bytes")
 
     # -- figure 2
 
@@ -83,7 +79,7 @@ class Trained(Workload):
         fits = {name: self._fitting(name, documents) for name in self.policies}
         for name, lengths in fits.items():
             running = sum(length in lengths for length in documents)
-            _say(f"{name} runs {running} of {len(documents)} documents")
+            say(f"{name} runs {running} of {len(documents)} documents")
             for length in list(lengths)[:2]:
                 self.seconds(name, length)  # warm up
         rows = []
@@ -102,7 +98,7 @@ class Trained(Workload):
                     chooses = fitting and not isinstance(self.policies[name], FixedPolicy)
                     row["plan"] = self.chosen_runs() if chooses else ""
                     rows.append(row)
-            _say(f"{order}: {len(sequence)} documents")
+            say(f"{order}: {len(sequence)} documents")
         return rows
 
     def _fitting(self, name: str, documents: list[int]) -> dict[int, float | None]:
@@ -153,7 +149,7 @@ class Trained(Workload):
             for planned in plans.values()
             for index, plan in enumerate(planned)
         }
-        _say(f"{len(wanted)} plans of {len(documents)} documents")
+        say(f"{len(wanted)} plans of {len(documents)} documents")
         peaks = {
             key: self._peak_of(plan, documents[key[0]]) if self._enforced else 0
             for key, plan in wanted.items()
@@ -163,7 +159,7 @@ class Trained(Workload):
             for key, plan in wanted.items():
                 if peaks[key] <= self.budget:
                     times[key].append(self._seconds_of(plan, documents[key[0]]))
-            _say(f"round {turn + 1} of {REPETITIONS}")
+            say(f"round {turn + 1} of {REPETITIONS}")
         seconds = {key: statistics.median(found) for key, found in times.items() if found}
         per_document = {
             name: [seconds.get((i, plan.runs())) for i, plan in enumerate(planned)]
