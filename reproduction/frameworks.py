@@ -16,7 +16,7 @@ from typing import Any
 from megatron_paradyse.costs.hybrid import HybridFit
 from megatron_paradyse.costs.model import HYBRID, PAPER, CostModel
 from megatron_paradyse.planner import evaluate
-from megatron_paradyse.planner.from_file import ALIGNMENT
+from megatron_paradyse.planner.from_file import ALIGNMENT, planned_length
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.problem import Outcome
 from megatron_paradyse.preview.forecast import alone, edge_seconds
@@ -108,7 +108,7 @@ class Runner:
 
     def _ran(self, policy: CostPolicy, tokens: int) -> Ran:
         outcome = policy.outcome(1, tokens, self.setup.layers)
-        planned = aligned(tokens)
+        planned = planned_length(tokens)
         real = outcome if self.framework.knows_costs else self._judge(outcome, planned)
         # A margin is kept when planning; a plan made by other costs may use it up.
         fits = outcome.fits and real.peak_bytes <= self.truth.stage.budget_bytes
@@ -130,7 +130,7 @@ class FixedRunner:
 
     def run(self, tokens: int) -> dict[str, Ran]:
         """By strategy, those with +recompute too."""
-        planned = aligned(tokens)
+        planned = planned_length(tokens)
         problem = self.setup.policy.problem(self.setup.layers, 1, planned, False)
         edges = edge_seconds(self.setup, planned, 1)
         counted = {
@@ -139,11 +139,6 @@ class FixedRunner:
         }
         beyond = Ran(tokens, None, None)
         return {name: counted.get(name, beyond) for name in self.setup.policy.strategies}
-
-
-def aligned(tokens: int) -> int:
-    """The length that is planned for."""
-    return -(-tokens // ALIGNMENT) * ALIGNMENT
 
 
 def without_forest(model: CostModel) -> CostModel:

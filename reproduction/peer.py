@@ -26,7 +26,7 @@ from pathlib import Path
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.description import ELEMENT_BYTES, Description
 from megatron_paradyse.costs.fitting import fit_table
-from megatron_paradyse.planner.from_file import ALIGNMENT
+from megatron_paradyse.planner.from_file import ALIGNMENT, planned_length
 from megatron_paradyse.planner.pipeline import parameters
 from megatron_paradyse.planner.problem import Outcome
 from megatron_paradyse.preview.forecast import alone, edge_seconds
@@ -36,7 +36,7 @@ from megatron_paradyse.simulator.network import COLLECTIVES, AlphaBeta, Network,
 from megatron_paradyse.strategies import RECOMPUTE
 from reproduction import costs
 from reproduction.documents import document_lengths, in_order
-from reproduction.frameworks import MOST_TOKENS, Runner, aligned, ours, until_out_of_memory
+from reproduction.frameworks import MOST_TOKENS, Runner, ours, until_out_of_memory
 from reproduction.names import SHUFFLED, SIMULATED
 from reproduction.tables import of_panels, origin, update_table
 
@@ -161,7 +161,7 @@ class Peer:
     def _document_seconds(self, tokens: int, size: int) -> float:
         if size > SIZES[-1]:
             return self._document_seconds(tokens, SIZES[-1]) * SIZES[-1] / size
-        key = (aligned(tokens), size)
+        key = (planned_length(tokens), size)
         if key not in self._seconds:
             setup = self.setups[size]
             outcome = self._alone(setup, key[0])

@@ -22,6 +22,7 @@ from megatron_paradyse.data.synthesize import synthesize
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.planner import evaluate
+from megatron_paradyse.planner.from_file import planned_length
 from reproduction import headlines, measured, published, results, table3
 from reproduction.compared import compare, least, most
 from reproduction.costs import HEADS, ModelCosts, published_profile
@@ -30,7 +31,6 @@ from reproduction.frameworks import (
     FixedRunner,
     Ran,
     Runner,
-    aligned,
     as_published,
     ours,
     without_forest,
@@ -90,7 +90,7 @@ def test_plans_by_other_costs_are_judged_by_the_packages_own(costs):
     runner = Runner(costs, as_published())
     setup = FixedRunner(costs, "untiled").setup
     for ran in runner.run(DOCUMENTS[:6]):
-        problem = setup.policy.problem(setup.layers, 1, aligned(ran.tokens), False)
+        problem = setup.policy.problem(setup.layers, 1, planned_length(ran.tokens), False)
         real = evaluate(problem, parse_runs(ran.plan))
         assert real is not None and ran.peak_bytes == real.peak_bytes
         assert ran.seconds is not None and ran.seconds > real.seconds  # and the edges

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from megatron_paradyse.data.balance import Seconds, deal
+from megatron_paradyse.packing.row import aligned
 
 WorkerStart = Callable[[int], None] | None  # called in a worker of the loader with its number
 
@@ -30,11 +31,6 @@ class Samples(Protocol):
     def length(self, position: int) -> int: ...
 
     def tokens(self, position: int) -> np.ndarray: ...
-
-
-def aligned(length: int, alignment: int) -> int:
-    """The smallest multiple of alignment that is at least length."""
-    return -(-length // alignment) * alignment
 
 
 def collate(samples: list[np.ndarray], alignment: int) -> dict[str, torch.Tensor]:

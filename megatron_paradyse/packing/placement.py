@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.packing.row import Row, aligned, contiguous
 from megatron_paradyse.packing.work import scores_between
 
 MOST_PADDING = 1 / 32  # of a row, for which no document has to cross ranks
@@ -75,7 +75,7 @@ def _whole(
         load, scores, rank = heap[0]
         held[rank].append(number)
         heapq.heapreplace(heap, (load + lengths[number], scores + total[number], rank))
-    size = -(-max(load for load, _, _ in heap) * p // alignment) * alignment // p
+    size = aligned(max(load for load, _, _ in heap) * p, alignment) // p
     even = max(scores for _, scores, _ in heap) * p <= EVEN * sum(total)
     if not even or size * p > most:
         return None
@@ -100,7 +100,7 @@ class _Ranks:
     ):
         """size: s/p; None: the least."""
         self._lengths, self._p, self._causal, self._window = lengths, p, causal, window
-        self.size = size or -(-sum(lengths) // alignment) * alignment // p
+        self.size = size or aligned(sum(lengths), alignment) // p
         self.room = [self.size] * p
         self.scores = [0] * p
         self._ranges: list[list[tuple[int, int, int]]] = [[] for _ in range(p)]

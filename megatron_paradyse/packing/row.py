@@ -173,6 +173,11 @@ def _by_rows(row: Row, of_positions: np.ndarray) -> np.ndarray:
     return np.concatenate([of_positions[a:b] for shard in row.shards for a, b in shard])
 
 
+def aligned(length: int, alignment: int) -> int:
+    """The smallest multiple of alignment that is at least length."""
+    return -(-length // alignment) * alignment
+
+
 def contiguous(lengths: Sequence[int], p: int, *, alignment: int | None = None) -> Row:
     """The documents one after the other, rank r holding the r-th chunk of them.
 
@@ -180,5 +185,5 @@ def contiguous(lengths: Sequence[int], p: int, *, alignment: int | None = None) 
     """
     alignment = alignment or p
     assert alignment % p == 0
-    size = -(-sum(lengths) // alignment) * alignment // p
+    size = aligned(sum(lengths), alignment) // p
     return Row(tuple(lengths), tuple(((r * size, (r + 1) * size),) for r in range(p)))

@@ -14,6 +14,7 @@ from megatron_paradyse.costs.layers import HALVES, MLP
 from megatron_paradyse.costs.packed import LOCAL
 from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.packing.row import aligned
 from megatron_paradyse.planner.cost_settings import Costs, ablations
 from megatron_paradyse.planner.from_costs import (
     Correct,
@@ -38,6 +39,10 @@ from megatron_paradyse.units import bytes_text, parse_bytes
 ALIGNMENT = 64
 DEFAULT_GAMMA = 0.05  # smoothing of the heuristic, as in the paper
 RESERVE_SHARE = 0.05  # of a GPU: communicators, libraries, fragmentation
+
+
+def planned_length(seq_length: int) -> int:
+    return aligned(seq_length, ALIGNMENT)
 
 
 class FilePolicies:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megatron_paradyse.costs.layers import ALIKE, ATTENTION, MLP, Operations
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load
-from megatron_paradyse.packing.row import Row, of_each
+from megatron_paradyse.packing.row import Row, aligned, of_each
 from megatron_paradyse.plan import Plan, uniform_plan
 from megatron_paradyse.planner.cache import CAPACITY, CachedPlanner, SmoothedPlanner
 from megatron_paradyse.planner.gain import GainPlanner
@@ -131,7 +131,7 @@ class CostPolicy:
     ) -> Outcome | None:
         """Seconds and peak of a microbatch's given plan; None if its costs are not known."""
         load = None if row is None else self._rows.load(row)
-        s = -(-seq_length // self.alignment) * self.alignment if load is None else load.seq_length
+        s = aligned(seq_length, self.alignment) if load is None else load.seq_length
         problem = self.problem(tuple(plan.layers), batch_size, s, False, load)
         return evaluate(problem, plan)
 

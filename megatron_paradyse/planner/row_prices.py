@@ -23,7 +23,7 @@ from megatron_paradyse.costs.row_costs import RowTerms, like, row_terms
 from megatron_paradyse.costs.table import OperationCosts
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.load import Load, fullest_buffers, rounded_up, unpacked
-from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.row import Row, aligned
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.pipeline import UNLIMITED
 from megatron_paradyse.planner.policies import CostPolicy
@@ -90,7 +90,7 @@ class RowPrices:
 
     def seconds_of(self, load: Load) -> float | None:
         """As seconds, of a row that is known by its load."""
-        s = -(-load.seq_length // self._alignment) * self._alignment
+        s = aligned(load.seq_length, self._alignment)
         key = (s, load.p, load.groups, *self._documents(load))
         found, fastest = _remembered(self._lengths, key, self._length).seconds(load)
         if found is not None and found <= FAR * fastest:
@@ -134,7 +134,7 @@ class RowPrices:
         """Made for the next of a few lengths above s: what fits there fits here."""
         s, p, groups, documents, fullest = key
         step = math.ceil(math.log2(s) * PLANS_PER_DOUBLING - 1e-9)
-        longer = -(-round(2 ** (step / PLANS_PER_DOUBLING)) // self._alignment) * self._alignment
+        longer = aligned(round(2 ** (step / PLANS_PER_DOUBLING)), self._alignment)
         above: Key = (max(longer, s), p, groups, documents, fullest)
         if above not in self._plans:
             self._plans[above] = self._pool(above)

@@ -14,7 +14,7 @@ from megatron_paradyse.packing.placement import alignment, place
 from megatron_paradyse.packing.row import Row
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.from_costs import model_seconds
-from megatron_paradyse.planner.from_file import ALIGNMENT
+from megatron_paradyse.planner.from_file import planned_length
 from megatron_paradyse.planner.gain import is_single
 from megatron_paradyse.planner.heuristic import HeuristicPlanner
 from megatron_paradyse.planner.peak import evaluate
@@ -94,13 +94,13 @@ def forecast(
     rivals: bool = True,
 ) -> Forecast:
     """Ask the policy's planner, as training does for a microbatch of this shape."""
-    planned = -(-seq_length // ALIGNMENT) * ALIGNMENT
-    load, barred = None, setup.policy.barred(batch_size, seq_length)
-    return _forecast(setup, seq_length, (batch_size, planned), forward_only, rivals, load, barred)
+    shape = batch_size, planned_length(seq_length)
+    barred = setup.policy.barred(batch_size, seq_length)
+    return _forecast(setup, seq_length, shape, forward_only, rivals, None, barred)
 
 
 def forecast_row(
-    setup: Setup, documents: Sequence[int], *, forward_only: bool, spread: int = 1
+    setup: Setup, documents: Sequence[int], *, forward_only: bool, spread: int
 ) -> Forecast:
     """The same for one microbatch of these documents, placed as training places them.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_paradyse.plan import LayerChoice
-from megatron_paradyse.planner.from_file import ALIGNMENT
+from megatron_paradyse.planner.from_file import planned_length
 from megatron_paradyse.report.content import Content
 from megatron_paradyse.report.records import plan_of
 from megatron_paradyse.report.style import MUTED, OURS, Look, Style, grid, styles_of, token_axis
@@ -39,7 +39,7 @@ def plans_by_length(
 ) -> tuple[list[int], dict[int, dict[int, LayerChoice]]]:
     """The columns' lengths, and for each column the layers of its most frequent plans."""
     rows = [row for trace in content.traces for row in trace.microbatches.rows if row.plan]
-    aligned = [-(-row.seq_length // ALIGNMENT) * ALIGNMENT for row in rows]
+    aligned = [planned_length(row.seq_length) for row in rows]
     columns = column_lengths(aligned, most)
     counts: defaultdict[tuple[int, tuple[int, ...]], Counter[str]] = defaultdict(Counter)
     for row, length in zip(rows, aligned, strict=True):

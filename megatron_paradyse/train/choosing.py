@@ -28,7 +28,7 @@ from megatron_paradyse.planner.from_costs import (
     model_seconds,
     prediction_seconds,
 )
-from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies
+from megatron_paradyse.planner.from_file import ALIGNMENT, FilePolicies, planned_length
 from megatron_paradyse.planner.pipeline import UNLIMITED, held_besides, in_flight
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.row_prices import RowPrices
@@ -158,7 +158,7 @@ class CostPolicies:
     def microbatch_seconds(self, batch_size: int, seq_length: int) -> float:
         """Predicted for the whole model, all pipeline stages together; alike on every rank."""
         layers = range(1, self._num_layers + 1)
-        aligned = _aligned(seq_length)
+        aligned = planned_length(seq_length)
         seconds = self._whole_policy().outcome(batch_size, aligned, layers).seconds
         return seconds + self._edge_seconds(aligned, batch_size)
 
@@ -227,7 +227,7 @@ class CostPolicies:
             self._of_file.model,
             operations=self._of_file.kinds.operations,
             rows=self._of_file.rows(),
-            aligned=_aligned,
+            aligned=planned_length,
             static_bytes=lambda: self.made[0][0].static_bytes,
             beside=self._seconds_beside,
             margin=self.settings.memory_margin,
@@ -237,7 +237,7 @@ class CostPolicies:
     def _seconds_beside(self, planned: Planned) -> float:
         """Predicted of what is observed with the layers and is none of them."""
         stage = next(stage for stage, policy in self.made if policy is planned.policy)
-        s, b = _aligned(planned.seq_length), planned.batch_size
+        s, b = planned_length(planned.seq_length), planned.batch_size
         return prediction_seconds(self._of_file.model.operation, stage, s, b)
 
     @property
@@ -262,11 +262,6 @@ class CostPolicies:
                 f"{self.settings.cost_model} differs between ranks (here {mine:x}): copy one file "
                 "to every machine"
             )
-
-
-def _aligned(seq_length: int) -> int:
-    """The length that a length is planned as."""
-    return -(-seq_length // ALIGNMENT) * ALIGNMENT
 
 
 def _schedule(args) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_paradyse.packing.load import Load
+from megatron_paradyse.packing.row import aligned
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.planner.policies import CostPolicy
 from megatron_paradyse.planner.problem import TooLargeError
@@ -304,4 +305,4 @@ def _shape(
         return b, s, layers
     if load is not None:
         return b, load.seq_length, layers, load
-    return b, -(-s // policy.alignment) * policy.alignment, layers
+    return b, aligned(s, policy.alignment), layers

@@ -11,11 +11,10 @@ import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.planner.from_file import ALIGNMENT
 from megatron_paradyse.report.trace_file import read_trace
 from megatron_paradyse.train import trace as trace_module
 from megatron_paradyse.train.trace import Trace
-from tests.train.harness import estimates, train, write_documents
+from tests.train.harness import data_flags, estimates, train
 from tests.train.synthetic_costs import write_costs
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -24,9 +23,8 @@ MICROBATCHES = ["--micro-batch-size", 1, "--global-batch-size", 2, "--train-iter
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, [40, 60, 30, 64] * 10)
-    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", *TP2, *MICROBATCHES]
+    data = data_flags(tmp_path_factory.mktemp("data"), [40, 60, 30, 64] * 10)
+    return [*data, *TP2, *MICROBATCHES]
 
 
 def test_a_trace_says_first_what_runs_and_the_report_reads_all_of_it(data, tmp_path):
@@ -145,9 +143,3 @@ def trace_of_one_grid(folder, monkeypatch):
         monkeypatch.setattr(trace_module.mpu, f"get_{name}_world_size", lambda: 1)
     monkeypatch.setattr(trace_module.mpu, "get_tensor_model_parallel_rank", lambda: 0)
     return folder / "trace.jsonl"
-
-
-def test_the_report_aligns_lengths_as_training_does():
-    from megatron_paradyse.train import choosing
-
-    assert choosing.ALIGNMENT == ALIGNMENT
