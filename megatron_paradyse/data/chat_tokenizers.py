@@ -59,7 +59,7 @@ class TemplateTokenizer(MegatronTokenizer):
     is what a turn adds to the text of the turns before it and the words that ask for an answer.
     """
 
-    def __init__(self, *, model: str | None, chat_template: str | None = None) -> None:
+    def __init__(self, *, model: str | None, chat_template: str | None) -> None:
         """chat_template: the text of one to use in place of the tokenizer's own.
 
         Raises UserError where there is none, or where tokens do not tell their place in the text.

@@ -126,7 +126,7 @@ class _GlobalBatches(torch.utils.data.Sampler):
 def packed_shares(
     shares: PackedShares,
     *,
-    consumed: int = 0,
+    consumed: int,
     stop: int | None = None,
     sizes: BatchSizes,
     num_workers: int,

@@ -200,7 +200,7 @@ def measured_limits(
     trials_of: Callable[[str], Trials],
     *,
     resolution: float,
-    only: Sequence[str] | None = None,
+    only: Sequence[str] | None,
 ) -> list[MeasuredLimit]:
     """ParaDySe's first, then each strategy's, in the order of the predictions; or some of them."""
     return [

@@ -67,8 +67,8 @@ class Network:
 class Link:
     """One device's way to the others, in one direction.
 
-    efficiency: the share of the rate that large messages reach. hop_seconds: of a step of a ring;
-    start_seconds: of beginning any communication. max_ranks: how many devices it joins.
+    efficiency: the share of the rate that large messages reach. hop_seconds: of a step of a ring.
+    max_ranks: how many devices it joins.
     """
 
     bytes_per_second: float
@@ -76,7 +76,6 @@ class Link:
     efficiency: float
     max_ranks: int
     source: str
-    start_seconds: float = 8e-6
 
     @property
     def rate(self) -> float:
@@ -85,6 +84,7 @@ class Link:
 
 
 NODE, ANY = 8, 1 << 20
+START_SECONDS = 8e-6  # of beginning any communication
 # Rates are the makers'; hops and efficiencies are what public NCCL benchmarks commonly show.
 LINKS: dict[str, Link] = {
     "nvlink3": Link(300e9, 2e-6, 0.75, NODE, "NVIDIA A100 datasheet: 600 GB/s both ways"),
@@ -145,15 +145,15 @@ def _network_of_links(name: str, within: Link, between: Link, p: int) -> Network
         inside, outside = (within.max_ranks - 1) / (p - 1), (p - fewest) / (p - 1)
         to_all = min(within.rate / inside, between.rate / outside)
     used = (within,) if nodes == 1 else (within, between)
-    start = used[-1].start_seconds
     around = (p - nodes) * within.hop_seconds + (nodes - 1) * between.hop_seconds
-    ring = AlphaBeta(start + around, rings)
+    ring = AlphaBeta(START_SECONDS + around, rings)
     others = {
-        "all_to_all": AlphaBeta(start + around, to_all),
+        "all_to_all": AlphaBeta(START_SECONDS + around, to_all),
         "exchange": AlphaBeta(
-            start + 2 * max(link.hop_seconds for link in used), min(link.rate for link in used)
+            START_SECONDS + 2 * max(link.hop_seconds for link in used),
+            min(link.rate for link in used),
         ),
-        "all_reduce": AlphaBeta(start + 2 * around, rings),
+        "all_reduce": AlphaBeta(START_SECONDS + 2 * around, rings),
     }
     return Network(name, p, used[-1].source, {c: others.get(c, ring) for c in COLLECTIVES})
 

@@ -18,7 +18,7 @@ from megatron_paradyse.strategies.ring_attention import ring_attention
 
 
 def head_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, task: AttentionTask, offset: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, task: AttentionTask, offset: Tensor | None
 ) -> Tensor:
     """q [s, b, n/p, d], k and v [s, b, m, d] -> [s, b, n/p, d], in the order of positions.
 

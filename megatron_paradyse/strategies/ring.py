@@ -11,7 +11,7 @@ from megatron_paradyse.strategies.collectives import Pending, ring_exchange_asyn
 
 
 def ring_chunks(
-    own: Tensor, group: ProcessGroup, *, own_last: bool = False
+    own: Tensor, group: ProcessGroup, *, own_last: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, its chunk) for r, r-1, ..., r+1, or own_last r-1, ..., r+1, r.
 
