@@ -246,3 +246,9 @@ def write_documents(prefix: Path, lengths: list[int], *, vocab_size: int = 63, s
         tokens = (start + step * np.arange(length)) % vocab_size
         builder.add_document(torch.from_numpy(tokens), [length])
     builder.finalize(str(prefix) + ".idx")
+
+
+def data_flags(folder: Path, lengths: list[int], split: str = "100,0,0") -> list[object]:
+    """The flags of a training on documents of these token counts, which are written there."""
+    write_documents(folder / "corpus", lengths)
+    return ["--data-path", folder / "corpus", "--split", split, "--paradyse"]

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.harness import attempt, run_bounded, train_under_torchrun, write_documents
+from tests.train.harness import attempt, data_flags, run_bounded, train_under_torchrun
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, [20] * 10 + [200])
-    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse"]
+    return data_flags(tmp_path_factory.mktemp("data"), [20] * 10 + [200])
 
 
 CASES = {

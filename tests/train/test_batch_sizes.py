@@ -12,7 +12,7 @@ import pytest
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.train import plugin
-from tests.train.harness import attempt, train, write_documents
+from tests.train.harness import attempt, data_flags, train
 
 SCHEDULE = "--step-batch-size-schedule"
 
@@ -166,9 +166,8 @@ def test_training_does_not_begin_with_a_schedule_that_would_end_it(given, tmp_pa
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, np.random.default_rng(7).integers(2, 60, size=120).tolist())
-    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3",
+    lengths = np.random.default_rng(7).integers(2, 60, size=120).tolist()
+    return [*data_flags(tmp_path_factory.mktemp("data"), lengths), "--lr", "1e-3",
             "--micro-batch-size", 1, "--seq-length", 64]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron_paradyse.data.targets import NO_LABEL
 from megatron_paradyse.strategies import strategy_names
 from megatron_paradyse.train.masking import Masking, mask_tokens
-from tests.train.harness import attempt, run_forked, train, with_defaults, write_documents
+from tests.train.harness import attempt, data_flags, run_forked, train, with_defaults
 from tests.train.synthetic_costs import write_costs
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -58,9 +58,8 @@ def test_masks_are_of_the_published_shares_and_of_the_tokens_alone():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, np.random.default_rng(3).integers(2, 90, size=200).tolist())
-    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3",
+    lengths = np.random.default_rng(3).integers(2, 90, size=200).tolist()
+    return [*data_flags(tmp_path_factory.mktemp("data"), lengths), "--lr", "1e-3",
             "--paradyse-mask-token", 63, "--micro-batch-size", 2]  # fmt: skip
 
 

@@ -16,12 +16,12 @@ from megatron_paradyse.preview.setup import Grid, make_setup
 from megatron_paradyse.report.trace_file import read_trace
 from tests.train.harness import (
     attempt,
+    data_flags,
     estimates,
     run_forked,
     train,
     train_under_torchrun,
     with_defaults,
-    write_documents,
 )
 from tests.train.synthetic_costs import with_seconds_scaled, write_costs
 
@@ -35,9 +35,8 @@ BUDGET = ["--paradyse-memory-budget", "52MB"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, np.random.default_rng(3).integers(2, 257, size=200).tolist())
-    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", *ONE_EACH]
+    lengths = np.random.default_rng(3).integers(2, 257, size=200).tolist()
+    return [*data_flags(tmp_path_factory.mktemp("data"), lengths), *ONE_EACH]
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +244,7 @@ def test_memory_that_ran_out_is_traced_and_teaches_the_next_start(data, tmp_path
 
 def test_evaluation_plans_forwards_alone(tmp_path, costs):
     """Where training must save memory, an evaluation of the same lengths need not."""
-    write_documents(tmp_path / "corpus", [200] * 60)
-    flags = ["--data-path", tmp_path / "corpus", "--split", "50,50,0", "--paradyse", *ONE_EACH]
+    flags = [*data_flags(tmp_path, [200] * 60, "50,50,0"), *ONE_EACH]
     flags += [*TP2, *by_cost(costs), *BUDGET, "--eval-iters", 2, "--eval-interval", 2]
     trace = tmp_path / "trace.jsonl"
     run = train(tmp_path, *flags, "--paradyse-trace", trace, ranks=2)

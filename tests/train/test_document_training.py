@@ -7,7 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.harness import LLAMA, attempt, run_forked, train, with_defaults, write_documents
+from tests.train.harness import (
+    LLAMA,
+    attempt,
+    data_flags,
+    run_forked,
+    train,
+    with_defaults,
+    write_documents,
+)
 
 LENGTHS = np.random.default_rng(5).integers(2, 90, size=60).tolist()
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -15,9 +23,7 @@ TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, LENGTHS)
-    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3"]
+    return [*data_flags(tmp_path_factory.mktemp("data"), LENGTHS), "--lr", "1e-3"]
 
 
 @pytest.fixture(scope="module")

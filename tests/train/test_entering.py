@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.harness import ROOT, attempt, run_bounded, train, with_defaults, write_documents
+from tests.train.harness import ROOT, attempt, data_flags, run_bounded, train, with_defaults
 
 PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.0.patch"
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
@@ -68,9 +68,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, np.random.default_rng(2).integers(2, 90, size=60).tolist())
-    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", *TP2]
+    lengths = np.random.default_rng(2).integers(2, 90, size=60).tolist()
+    return [*data_flags(tmp_path_factory.mktemp("data"), lengths), *TP2]
 
 
 @pytest.fixture(scope="module")

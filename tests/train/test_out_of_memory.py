@@ -7,9 +7,10 @@ import json
 
 import pytest
 
+from megatron_paradyse.settings import Settings
 from megatron_paradyse.train import plugin
 from tests.full_disk import largest_file
-from tests.train.harness import attempt, write_documents
+from tests.train.harness import attempt, data_flags
 from tests.train.synthetic_costs import write_costs
 
 
@@ -18,10 +19,9 @@ def test_a_restart_without_a_trace_plans_otherwise_for_what_ran_out_of_memory(tm
 
     With a smaller margin too, with which the plan would fit a budget that was lowered by the first.
     """
-    write_documents(tmp_path / "corpus", [1500] * 20)
     costs = write_costs(tmp_path / "costs.json", scale_bytes=1e-3, static_bytes=1e6)
     saved = tmp_path / "saved"
-    flags = ["--data-path", tmp_path / "corpus", "--split", "100,0,0", "--paradyse"]
+    flags = data_flags(tmp_path, [1500] * 20)
     flags += ["--micro-batch-size", 1, "--seq-length", 2048, "--save", saved, "--load", saved]
     flags += ["--save-interval", 100]
     flags += ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -44,9 +44,8 @@ def test_a_restart_without_a_trace_plans_otherwise_for_what_ran_out_of_memory(tm
 
 def test_a_document_that_no_plan_fits_is_not_helped_by_another_start(tmp_path):
     """The plan of least peak is tried, with a warning; another start would try it again."""
-    write_documents(tmp_path / "corpus", [1500] * 20)
     costs = write_costs(tmp_path / "costs.json", scale_bytes=10, static_bytes=1e6)
-    flags = ["--data-path", tmp_path / "corpus", "--split", "100,0,0", "--paradyse"]
+    flags = data_flags(tmp_path, [1500] * 20)
     flags += ["--micro-batch-size", 1, "--seq-length", 2048]
     flags += ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
     flags += ["--paradyse-policy", "optimal", "--paradyse-cost-model", costs]
@@ -62,10 +61,9 @@ def test_what_corrections_had_raised_is_not_chosen_again_by_a_start_without_them
 
     The checkpoint lies between, so that the restart meets the long one before it has learnt.
     """
-    write_documents(tmp_path / "corpus", [100] * 8 + [1500] * 8)
     costs = write_costs(tmp_path / "costs.json", scale_bytes=1e-4, static_bytes=1e6)
     saved = tmp_path / "saved"
-    flags = ["--data-path", tmp_path / "corpus", "--split", "100,0,0", "--paradyse"]
+    flags = data_flags(tmp_path, [100] * 8 + [1500] * 8)
     flags += ["--micro-batch-size", 1, "--global-batch-size", 1, "--train-iters", 12]
     flags += ["--seq-length", 2048, "--paradyse-order", "short-to-long"]
     flags += ["--save", saved, "--load", saved, "--save-interval", 8]
@@ -88,6 +86,18 @@ def failed(folder):
     return [json.loads(line) for line in lines]
 
 
+@pytest.fixture
+def budget(monkeypatch):
+    """The module, as on the only rank of a grid of H100s."""
+    plugin.install()
+    from megatron_paradyse.train import budget
+
+    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
+    monkeypatch.setattr(budget.torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(budget.torch.distributed, "all_reduce", lambda *_: None)
+    return budget
+
+
 @pytest.mark.parametrize(
     ("line", "budgets"),
     [
@@ -107,10 +117,7 @@ def failed(folder):
         ({"memory_bytes": None}, [980]),
     ],
 )
-def test_only_what_holds_for_this_start_lowers_the_budget(line, budgets, tmp_path):
-    plugin.install()
-    from megatron_paradyse.train import budget
-
+def test_only_what_holds_for_this_start_lowers_the_budget(line, budgets, budget, tmp_path):
     record = {"kind": "out_of_memory", "predicted_peak_bytes": 800, "memory_margin": 0.25} | line
     path = tmp_path / "records.jsonl"
     path.write_text('{"kind": "out_of_memory", "pred\n' + json.dumps(record) + "\n")
@@ -123,10 +130,7 @@ def here(memory_bytes: int | None = None):
     return Start(["H100", 4, 1], "abc", memory_bytes)
 
 
-def test_what_an_enforced_budget_was_too_small_for_teaches_nothing_without_one(tmp_path):
-    plugin.install()
-    from megatron_paradyse.train import budget
-
+def test_what_an_enforced_budget_was_too_small_for_teaches_nothing_without_one(budget, tmp_path):
     record = {"kind": "out_of_memory", "predicted_peak_bytes": 800, "memory_bytes": 1000}
     path = tmp_path / "records.jsonl"
     path.write_text(json.dumps(record) + "\n")
@@ -169,35 +173,24 @@ def test_a_record_for_which_there_was_no_room_spoils_no_later_one(tmp_path, monk
 
 
 @pytest.mark.parametrize(("elsewhere", "told"), [(700, True), (1 << 62, False)])
-def test_a_budget_that_another_rank_lowers_is_told_of(elsewhere, told, capsys, monkeypatch):
+def test_a_budget_that_another_rank_lowers_is_told_of(elsewhere, told, budget, capsys, monkeypatch):
     """Its trace is a file of its own, which the first rank does not read; so may be --save."""
-    plugin.install()
-    from megatron_paradyse.settings import Settings
-    from megatron_paradyse.train import budget
 
     def with_others(values, operation):
         values.copy_(values.minimum(values.new_tensor([900, elsewhere])))
 
-    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
     monkeypatch.setattr(budget.torch.distributed, "all_reduce", with_others)
-    monkeypatch.setattr(budget.torch.cuda, "current_device", lambda: "cpu")
     found = budget.budget_bytes(Settings(memory_budget="1000"), costs="abc")
     assert found == (700 if told else 900)
     said = "what another rank reads, its trace or its folder of checkpoints, tells of plans that"
     assert (said in capsys.readouterr().out) == told
 
 
-def test_the_budget_of_a_gpu_is_what_is_free_less_a_reserve(monkeypatch):
+def test_the_budget_of_a_gpu_is_what_is_free_less_a_reserve(budget, monkeypatch):
     """With what this process has reserved of it before."""
-    plugin.install()
-    from megatron_paradyse.settings import Settings
-    from megatron_paradyse.train import budget
-
-    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
     cuda = {"is_available": True, "mem_get_info": (700, 1000), "memory_reserved": 100}
-    for name, value in (cuda | {"current_device": "cpu"}).items():
+    for name, value in cuda.items():
         monkeypatch.setattr(budget.torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(budget.torch.distributed, "all_reduce", lambda *_: None)
     assert budget.budget_bytes(Settings(), costs="abc") == 700 + 100 - 50
     assert budget.budget_bytes(Settings(memory_budget="900"), costs="abc") == 900
 
@@ -206,32 +199,18 @@ def test_the_budget_of_a_gpu_is_what_is_free_less_a_reserve(monkeypatch):
     ("peaks", "told"), [((800, 800), "1 plan that"), ((800, 700, 800), "2 plans that")]
 )
 def test_a_plan_counts_once_though_each_of_its_ranks_has_left_a_record(
-    peaks, told, tmp_path, capsys, monkeypatch
+    peaks, told, budget, tmp_path, capsys
 ):
-    plugin.install()
-    from megatron_paradyse.settings import Settings
-    from megatron_paradyse.train import budget
-
     path = tmp_path / "records.jsonl"
     records = [{"kind": "out_of_memory", "predicted_peak_bytes": peak} for peak in peaks]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
-    monkeypatch.setattr(budget.torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(budget.torch.distributed, "all_reduce", lambda *_: None)
     budget.budget_bytes(Settings(memory_budget="900"), costs="abc", records=[path])
     assert f"{path} tells of {told} ran out of memory" in capsys.readouterr().out
 
 
-def test_a_damaged_record_of_more_bytes_than_there_can_be_lowers_no_budget(tmp_path, monkeypatch):
-    plugin.install()
-    from megatron_paradyse.settings import Settings
-    from megatron_paradyse.train import budget
-
+def test_a_damaged_record_of_more_bytes_than_there_can_be_lowers_no_budget(budget, tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text('{"kind": "out_of_memory", "predicted_peak_bytes": 1e30}\n')
-    monkeypatch.setattr(budget, "grid", lambda: ["H100", 4, 1])
-    monkeypatch.setattr(budget.torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(budget.torch.distributed, "all_reduce", lambda *_: None)
     settings = Settings(memory_budget="900")
     assert budget.budget_bytes(settings, costs="abc", records=[path]) == 900
 
@@ -240,7 +219,6 @@ def test_a_damaged_record_of_more_bytes_than_there_can_be_lowers_no_budget(tmp_p
 def test_what_can_run_out_on_a_cpu_is_the_budget_that_is_enforced(budget, size, monkeypatch):
     """Else a start with a larger one would be held to what the smaller one could not run."""
     plugin.install()
-    from megatron_paradyse.settings import Settings
     from megatron_paradyse.train import memory_record
 
     monkeypatch.setattr(memory_record.torch.cuda, "is_available", lambda: False)
@@ -262,11 +240,8 @@ def start(name: str, tensor: int) -> dict:
         ([start("H100", 2), start("H100", 4)], [980]),
     ],
 )
-def test_a_trace_goes_on_from_starts_on_other_grids(starts, budgets, tmp_path):
+def test_a_trace_goes_on_from_starts_on_other_grids(starts, budgets, budget, tmp_path):
     """What 2 ranks could not hold lowered the budget of 4 that go on with their trace."""
-    plugin.install()
-    from megatron_paradyse.train import budget
-
     record = {"kind": "out_of_memory", "predicted_peak_bytes": 800, "memory_margin": 0.25}
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in [*starts, record]))

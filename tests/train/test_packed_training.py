@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.train.harness import LLAMA, train, write_documents
+from tests.train.harness import LLAMA, data_flags, train
 from tests.train.synthetic_costs import write_costs
 
 ITERATIONS, SAVED = 6, 4
@@ -21,10 +21,8 @@ BY_FLAG = [*PACKED, "--paradyse-pack-tokens", TOKENS]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, LENGTHS)
-    flags = ["--data-path", prefix, "--split", "80,20,0", "--paradyse", "--lr", "1e-3", *LLAMA]
-    flags += ["--mtp-num-layers", 1]  # whose tokens weigh as in documents one by one
+    flags = [*data_flags(tmp_path_factory.mktemp("data"), LENGTHS, "80,20,0"), *LLAMA]
+    flags += ["--lr", "1e-3", "--mtp-num-layers", 1]  # tokens weigh as in documents one by one
     flags += ["--micro-batch-size", 1, "--global-batch-size", 16, "--seq-length", 96]
     return [*flags, "--train-iters", ITERATIONS, "--eval-iters", 1, "--eval-interval", ITERATIONS]
 

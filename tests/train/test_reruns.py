@@ -11,7 +11,7 @@ import torch
 
 from megatron_paradyse.report.trace_file import read_trace
 from megatron_paradyse.train import plugin
-from tests.train.harness import attempt, write_documents
+from tests.train.harness import attempt, data_flags
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +97,8 @@ def test_an_iteration_after_which_megatron_ends_is_in_the_trace(tmp_path):
 
     Both run the random plans that the iteration had: others would round otherwise.
     """
-    write_documents(tmp_path / "corpus", [30] * 20)
     trace = tmp_path / "trace.jsonl"
-    flags = ["--data-path", tmp_path / "corpus", "--split", "100,0,0", "--paradyse"]
+    flags = data_flags(tmp_path, [30] * 20)
     flags += ["--micro-batch-size", 1, "--global-batch-size", 2, "--paradyse-trace", trace]
     flags += ["--save", tmp_path / "kept", "--load", tmp_path / "kept", "--save-interval", 100]
     flags += ["--paradyse-policy", "random:1"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_paradyse.strategies import strategy_names
-from tests.train.harness import LATENT, LLAMA, run_forked, train, with_defaults, write_documents
+from tests.train.harness import LATENT, LLAMA, data_flags, run_forked, train, with_defaults
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", 4, "--sequence-parallel"]
@@ -51,9 +51,8 @@ def test_every_plan_gives_the_same_loss_and_gradients(model, tmp_path):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, np.random.default_rng(3).integers(2, 90, size=200).tolist())
-    return ["--data-path", prefix, "--split", "100,0,0", "--paradyse", "--lr", "1e-3"]
+    lengths = np.random.default_rng(3).integers(2, 90, size=200).tolist()
+    return [*data_flags(tmp_path_factory.mktemp("data"), lengths), "--lr", "1e-3"]
 
 
 RANDOM = ["--paradyse-policy", "random:1"]

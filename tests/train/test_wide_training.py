@@ -10,7 +10,7 @@ import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.report.trace_file import read_trace
-from tests.train.harness import LATENT, LLAMA, attempt, estimates, train, write_documents
+from tests.train.harness import LATENT, LLAMA, attempt, data_flags, estimates, train
 from tests.train.synthetic_costs import write_costs
 
 ITERATIONS = 2
@@ -21,9 +21,7 @@ TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_documents(prefix, LENGTHS)
-    flags = ["--data-path", prefix, "--split", "80,20,0", "--paradyse", "--lr", "1e-3"]
+    flags = [*data_flags(tmp_path_factory.mktemp("data"), LENGTHS, "80,20,0"), "--lr", "1e-3"]
     flags += ["--micro-batch-size", 1, "--global-batch-size", 8, "--seq-length", 320]
     return [*flags, "--train-iters", ITERATIONS, "--eval-iters", 1, "--eval-interval", ITERATIONS]
 
