@@ -44,8 +44,6 @@ def _names(node: ast.AST) -> set[str]:
         values += node.value.keys
     elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
         values += node.iter.elts
-    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-        values.append(node.targets[0].slice)
     return {v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)}
 
 
