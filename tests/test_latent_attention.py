@@ -46,9 +46,7 @@ def _takes(case: LatentCase) -> bool:
     takes = get_strategy(case.strategy).takes
     if takes is None:
         return True
-    row = case.row
-    if row is None:
-        return False
+    row = case.row  # all that strategies of packed rows alone are given
     microbatch = Microbatch(row.seq_length, 1, documents=case.documents, shards=row.shards)
     return takes(microbatch, case.p)
 

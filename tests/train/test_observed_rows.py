@@ -9,7 +9,7 @@ import pytest
 from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.planner.cost_settings import read_costs
-from megatron_paradyse.planner.from_file import FilePolicies
+from megatron_paradyse.planner.from_file import FilePolicies, planned_length
 from megatron_paradyse.settings import Settings
 from megatron_paradyse.train.correcting import WARM_UP, OnlineCorrection
 from megatron_paradyse.train.summary import Summary
@@ -47,7 +47,7 @@ def correction_of(policies, static_bytes=0):
         policies.model,
         operations=policies.kinds.operations,
         rows=policies.rows(),
-        aligned=lambda s: -(-s // 64) * 64,
+        aligned=planned_length,
         static_bytes=lambda: static_bytes,
         beside=lambda planned: planned.seq_length / 1024,
         margin=0.03,
@@ -101,8 +101,8 @@ def test_fixed_strategies_are_estimated_by_the_costs_of_the_row(policy):
     summary, row = Summary([policy]), contiguous((16,) * 16, 4)
     summary.add([microbatch(policy, row, 0.5)])
     alone = policy.uniforms(1, 256, LAYERS, policy.rows.load(row))
-    for estimate in summary.fixed_estimates():
-        assert estimate.seconds == pytest.approx(alone[estimate.name].seconds)
+    found = {estimate.name: estimate.seconds for estimate in summary.fixed_estimates()}
+    assert found == pytest.approx({name: one.seconds for name, one in alone.items()})
 
 
 @pytest.mark.parametrize("refuses", ["packed rows", "what is shorter than 150"])
