@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 TILE_ELEMENTS = 8192
+# What differs from length to length: another kernel for each would be compiled in training.
+OF_LENGTHS = ("sq", "lse_b", "lse_n", "block_lse_b", "block_lse_n")
 
 
 def can_merge(out: Tensor, block_out: Tensor) -> bool:
@@ -53,7 +55,7 @@ def _kernel():
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=OF_LENGTHS, do_not_specialize_on_alignment=("lse", "block_lse"))
     def merge(
         out, lse, block_out, block_lse, sq, d,
         out_s, out_b, out_n, lse_b, lse_n, lse_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_paradyse.strategies import fused_merge
 from tests.strategies.interpreted import interpreted
 
 
@@ -43,6 +44,29 @@ def merged_both_ways(device: str) -> None:
 def test_the_kernel_merges_as_float64_does_by_the_interpreter():
     pytest.importorskip("triton")
     assert interpreted("test_fused_merge", "merged_both_ways('cpu')") == "merged\n"
+
+
+def test_every_length_runs_the_same_kernel(monkeypatch):
+    """Triton compiles one for each kind of numbers and addresses, which takes about a second."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel, kinds = fused_merge._kernel(), set()
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    kinds_of = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *given, **fixed: kinds.add(tuple(kinds_of(*given, **fixed)[1]))
+
+    monkeypatch.setattr(fused_merge, "_kernel", Launch)
+    for rows, first in ((16, 0), (48, 16), (17, 0), (100, 3), (2, 1), (1, 0)):
+        out, lse = torch.zeros(rows + first, 2, 3, 64), torch.zeros(2, 3, rows + first)
+        block = torch.zeros(2, rows, 3, 64, dtype=torch.bfloat16).permute(1, 0, 2, 3)
+        fused_merge.merge_on_device_(out[first:], lse[:, :, first:], block, torch.zeros(2, 3, rows))
+    assert len(kinds) == 1, kinds
 
 
 @pytest.mark.gpu
