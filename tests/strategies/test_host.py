@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -70,20 +69,31 @@ def test_pieces_are_powers_of_two_but_for_a_small_last_one(length):
 
 @pytest.mark.parametrize("shape", [(37, 5), (64, 4)])
 def test_pinned_pieces_hold_all_of_the_tensor(shape, monkeypatch):
-    """The copy of a GPU with streams that do nothing and memory that is not pinned."""
-    empty, stream = torch.empty, MagicMock()
+    """The copy of a GPU with streams that do nothing and memory that is not pinned.
+
+    Copies begin after the kernels before them, and what runs after finish() waits for them.
+    """
+    empty, copy, calls = torch.empty, Tensor.copy_, MagicMock()
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **o: empty(*size, **o))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(host, "_copy_stream", lambda device: stream)
+    monkeypatch.setattr(Tensor, "copy_", lambda *given, **o: (calls.copy(), copy(*given, **o))[1])
+    monkeypatch.setattr(torch.cuda, "stream", calls.use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: calls.kernels)
+    monkeypatch.setattr(host, "_copy_stream", lambda device: calls.copies)
     monkeypatch.setattr(host, "SMALLEST_PIECE", 32)
     x = torch.randn(2 * shape[0], shape[1])[::2]  # not contiguous
-    truth, copy = x.clone(), host.PinnedCopy(x)
-    copy.finish()
+    truth, waiting = x.clone(), host.PinnedCopy(x)
+    waiting.finish()
     x.zero_()
-    back = copy.back()
+    back = waiting.back()
     assert torch.equal(back, truth) and back.is_contiguous()
-    assert stream.wait_stream.called and stream.wait_event.called
+    names = [name for name, *_ in calls.mock_calls]
+    copies = ["copy"] * (names.count("copy") // 2)
+    used = ["use", "use().__enter__", *copies, "use().__exit__"]
+    ended = ["copies.record_event", "kernels.wait_event"]
+    assert names == ["copies.wait_stream", *used, *ended, *copies], names
+    calls.copies.wait_stream.assert_called_once_with(calls.kernels)
+    calls.use.assert_called_once_with(calls.copies)
+    calls.kernels.wait_event.assert_called_once_with(calls.copies.record_event.return_value)
 
 
 def test_the_input_leaves_the_device_and_returns_for_the_backward():
