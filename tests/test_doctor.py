@@ -30,7 +30,7 @@ def found(monkeypatch):
                 raise metadata.PackageNotFoundError(name)
             return "1.0"
 
-        hidden = {"transformer-engine", "apex", "flash-attn"} - set(extra)
+        hidden = {"transformer-engine", "apex", "flash-attn", "triton"} - set(extra)
         without = {*without, *hidden}
         monkeypatch.setattr(checks.metadata, "version", version)
         megatron = None if "megatron-core" in without else ("0.19.2", WHEELS)
@@ -63,7 +63,7 @@ def test_words_of_another_program_need_not_be_utf_8(found, tmp_path, monkeypatch
 
 def test_on_a_cpu_the_packages_of_gpus_are_no_lack(found):
     states = found(CPU)
-    assert {states[n].state for n in ("transformer-engine", "apex", "flash-attn")} == {OK}
+    assert {states[n].state for n in ("transformer-engine", "apex", "flash-attn", "triton")} == {OK}
     assert states["GPUs"].state == LACK and "slow" in states["GPUs"].cost
 
 
@@ -81,6 +81,15 @@ def test_a_package_that_is_installed_and_does_not_load_says_why(found):
     broken = {**GPU, "flash-attn": {"error": "ImportError: undefined symbol"}}
     check = found(broken, extra=["flash-attn"])["flash-attn"]
     assert check.state == LACK and "cannot be imported: ImportError: undefined" in check.found
+
+
+def test_triton_without_a_compiler_is_a_lack_on_a_gpu_alone(found):
+    answer = {"triton": {"error": "RuntimeError: Failed to find C compiler"}}
+    check = found({**GPU, **answer}, extra=["triton"])["triton"]
+    assert check.state == LACK and "does not run: RuntimeError: Failed to find C" in check.found
+    assert "gcc" in check.remedy
+    check = found({**CPU, **answer}, extra=["triton"])["triton"]
+    assert (check.state, check.found) == (OK, "1.0")
 
 
 def test_a_package_at_which_megatrons_import_ends_is_mended_as_its_error_says(found):

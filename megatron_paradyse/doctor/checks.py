@@ -14,6 +14,7 @@ from typing import Any
 from megatron_paradyse import __version__
 from megatron_paradyse.doctor import FAULT, LACK, OK, Check, machine
 from megatron_paradyse.doctor.links import links
+from megatron_paradyse.doctor.probe import COMPILED
 from megatron_paradyse.train.megatron_version import (
     PACKAGE,
     SUPPORTED,
@@ -42,6 +43,11 @@ ON_GPUS = {
     "flash-attn": (
         "PyTorch's CUDA kernels run the attention",
         "pip install 'flash-attn>=2.7,<3' --no-build-isolation",
+    ),
+    "triton": (
+        "attention with dropout, windows in float32, and rings run slower PyTorch operations",
+        "install gcc or clang and Python's headers (apt install gcc python3-dev), and pip install "
+        "triton where it is missing",
     ),
 }
 
@@ -177,7 +183,11 @@ def _on_gpus(name: str, answers: dict[str, Any], gpus: bool) -> Check:
     error = answers.get(name, {}).get("error", "")
     if version and not error:
         return Check(name, OK, version)
-    found = f"{version}, which cannot be imported: {error}" if version else "not installed"
+    builds = COMPILED[name] is None  # on a GPU alone
+    fault = "does not run" if builds else "cannot be imported"
+    found = f"{version}, which {fault}: {error}" if version else "not installed"
+    if not gpus and version and builds:
+        found = version
     if not gpus:
         return Check(name, OK, found, "used on GPUs only")
     return Check(name, LACK, found, cost, remedy)

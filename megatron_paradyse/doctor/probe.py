@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 # Compiled packages that may be installed and yet not load; what is imported of each.
-COMPILED = {
+COMPILED: dict[str, str | None] = {
     "transformer-engine": "transformer_engine.pytorch",
     "apex": "fused_weight_gradient_mlp_cuda",
     "flash-attn": "flash_attn.flash_attn_interface",
+    "triton": None,  # it compiles itself, with the compiler of the machine
 }
 
 
@@ -73,9 +74,14 @@ def _megatron() -> dict[str, Any]:
     return {"file": str(megatron.training.training.__file__)}
 
 
-def _imported(module: str) -> dict[str, Any]:
-    importlib.import_module(module)
-    return {}
+def _imported(module: str | None) -> dict[str, Any]:
+    if module is not None:
+        importlib.import_module(module)
+        return {}
+    from megatron_paradyse.strategies.with_triton import why_not
+
+    reason = why_not()
+    return {"error": reason} if reason else {}
 
 
 if __name__ == "__main__":

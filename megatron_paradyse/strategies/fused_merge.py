@@ -1,16 +1,18 @@
 """Merging by log-sum-exp on a CUDA device in one kernel: each value is read once and written once.
 
 Twice as many bytes as a copy of the output; PyTorch's operations, one after the other, move some
-five times as many. Needs Triton, which PyTorch's CUDA builds for Linux bring with them.
+five times as many. Needs Triton (with_triton.py), which PyTorch's CUDA builds for Linux bring
+along.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 from torch import Tensor
+
+from megatron_paradyse.strategies.with_triton import has_triton
 
 TILE_ELEMENTS = 8192
 # What differs from length to length: another kernel for each would be compiled in training.
@@ -28,7 +30,7 @@ def can_merge(out: Tensor, block_out: Tensor) -> bool:
         and out.dtype == torch.float32
         and out.stride(-1) == block_out.stride(-1) == 1
         and out.numel() > 0
-        and _has_triton()
+        and has_triton()
     )
 
 
@@ -43,11 +45,6 @@ def merge_on_device_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Ten
     _kernel()[(triton.cdiv(sq, rows), n, b)](
         out, lse, block_out, block_lse, sq, d, *strides, ROWS=rows, WIDTH=width
     )
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

@@ -5,18 +5,17 @@ scores is ever in memory. Three kernels: outputs with their log-sum-exp; gradien
 the rows' sums of out times gradient; gradients of k and v, of all heads that share them. No two
 programs add to one place: results are the same every time.
 
-Needs Triton, which PyTorch's CUDA builds for Linux bring with them.
+Needs Triton (with_triton.py), which PyTorch's CUDA builds for Linux bring along.
 """
 
 from __future__ import annotations
-
-import importlib.util
 
 import torch
 from torch import Tensor
 
 from megatron_paradyse.strategies.dropout import FIRST_KEY, row_base
 from megatron_paradyse.strategies.tiled_kernel import BlockRule
+from megatron_paradyse.strategies.with_triton import has_triton
 
 MOST_CHANNELS = 256
 LEAST_CAPABILITY = (8, 0)  # whose tensor cores know bfloat16
@@ -24,8 +23,7 @@ LEAST_CAPABILITY = (8, 0)  # whose tensor cores know bfloat16
 
 def can_fuse(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
     """Whether a CUDA device of this compute capability runs the kernels, here."""
-    known = are_written_for(capability, dtype, head_dim)
-    return known and importlib.util.find_spec("triton") is not None
+    return are_written_for(capability, dtype, head_dim) and has_triton()
 
 
 def are_written_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
