@@ -42,6 +42,23 @@ def count(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """What an option has: 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text[:40]!r}")
+    return int(text)
+
+
+def made_folder(text: str) -> Path:
+    """What an option has: a folder that is there, or can be made."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]}: {error.strerror}") from error
+    return path
+
+
 def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     """What an option has: some of the names, comma-separated."""
 

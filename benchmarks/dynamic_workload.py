@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import count, finish, fitted_costs, options, spawn
+from benchmarks.common import count, finish, fitted_costs, options, seed, spawn
 from megatron_paradyse.data.distributions import draw_lengths
 
 MODEL = {
@@ -53,7 +53,7 @@ TAIL = (1.2, 1.6, 2.2, 2.8)  # of what the fastest strategy can run
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--documents", type=count, default=60)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--rounds", type=count, default=3, help="times each policy runs a document")
     told = "a fitted cost file of this model and ranks, no profile"
     parser.add_argument("--costs", type=fitted_costs, help=told)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import finish, names_of, options
+from benchmarks.common import finish, made_folder, names_of, options
 from benchmarks.dynamic_workload import MODEL
 from benchmarks.max_length_real import SHAPES
 
@@ -46,10 +46,10 @@ RIVALS = ("megatron_ts", "ulysses_z")
 
 
 def main() -> None:
-    import torch
-
     parser = options(__doc__.splitlines()[0])
-    parser.add_argument("--folder", help="keep the costs and trials here, and go on from them")
+    parser.add_argument(
+        "--folder", type=made_folder, help="keep the costs and trials here, and go on from them"
+    )
     parser.add_argument(
         "--models", type=names_of(LENGTHS), default="gpt,llama,bert", help="comma-separated"
     )
@@ -59,11 +59,12 @@ def main() -> None:
     parser.add_argument("--resolution", type=float, default=0.02, help="of a limit; default 0.02")
     parser.add_argument("--most-seconds", type=float, default=60.0, help="of a trial; default 60")
     arguments = parser.parse_args()
+    import torch
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     models = arguments.models[: 1 if arguments.quick else None]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.folder or temporary).resolve()  # commands run in the checkout
-        folder.mkdir(parents=True, exist_ok=True)
         found = {name: _model(folder, name, gpu, arguments) for name in models}
     memory = arguments.memory or (MEMORY if gpu else TOY_MEMORY)
     configuration = {"ranks": RANKS if gpu else TOY_RANKS, "memory": memory}

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.common import finish, options
+from benchmarks.common import finish, made_folder, options
 from megatron_paradyse.data.distributions import draw_lengths
 from megatron_paradyse.packing.pack import Costs, Grid, pack
 from megatron_paradyse.packing.placement import place
@@ -54,7 +54,9 @@ LOGNORMAL = {"low": 128, "high": 8192, "mean": 1024, "sigma": 1.5}
 
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="with simulated cost files kept from before")
+    parser.add_argument(
+        "--folder", type=made_folder, help="with simulated cost files kept from before"
+    )
     arguments = parser.parse_args()
     if arguments.quick and arguments.folder is None:
         result = quick_estimate()

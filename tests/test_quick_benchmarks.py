@@ -158,6 +158,9 @@ def test_limits_keep_their_trials_in_a_folder_of_where_they_were_started(monkeyp
     [
         (dynamic_workload, "--costs", "none.json", "none.json does not exist"),
         (dynamic_workload, "--documents", "0", "expected 1 or more, got '0'"),
+        (dynamic_workload, "--seed", "-1", "expected 0 or more, got '-1'"),
+        (gpu_limits, "--folder", "/dev/null/x", "/dev/null/x: Not a directory"),
+        (hybrid_cp, "--folder", "/dev/null/x", "/dev/null/x: Not a directory"),
         (gpu_limits, "--models", "gpt,gtp", "none is named 'gtp': use some of gpt, llama, bert"),
         (loss_curves, "--grids", "tp8", "none is named 'tp8': use some of tp4"),
         (max_length, "--costs", "none.json", "none.json does not exist"),
