@@ -31,10 +31,11 @@ class RowSizes:
     with the fewest. pieces: of documents, on a rank; 0: unknown. padded: whether documents leave
     room, at the end; or unknown. keys_first to gradients_sent: see Moments; 0: none, or unknown.
 
-    Within a window, else 0 or unknown, and held is of one piece of a document of which its rank has
-    another: call: in one call of a flash kernel, of all tokens; call_here: of a rank's, and
-    call_beside: in one that does not fill it; crossing: queries in a call over another rank's keys.
-    call_rows, call_here_rows, crossing_rows: that the backward of such calls sums.
+    In one call of a flash kernel, 0: none, or unknown: call: of all tokens; call_here: of a rank's,
+    and call_beside: in one that does not fill it; crossing: queries in one over another rank's
+    keys. call_rows, call_here_rows, crossing_rows: that the backward of such calls sums.
+
+    Within a window held is of one piece, of a document of which the rank has another.
     """
 
     longest: int = 0
