@@ -172,7 +172,8 @@ class Crossing:
 
     def add(self, calls: Calls) -> None:
         """Of a document."""
-        before = {receiver: self._open.pop(receiver, (0, 0)) for receiver, _ in calls}
+        receivers = {receiver for receiver, _ in calls}
+        before = {receiver: self._open.pop(receiver, (0, 0)) for receiver in receivers}
         for (receiver, _), (queries, parts, whole) in calls.items():
             joined, joined_parts = before[receiver]
             found = joined + queries, joined_parts + parts

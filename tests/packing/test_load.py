@@ -19,6 +19,7 @@ from megatron_paradyse.packing.load import (
     rounded_up,
     unpacked,
 )
+from megatron_paradyse.packing.placement import place
 from megatron_paradyse.packing.row import contiguous
 from megatron_paradyse.packing.traffic import microbatch_of
 from megatron_paradyse.packing.work import keys_at_once, keys_received, scores_per_rank
@@ -104,11 +105,22 @@ def test_within_a_window_a_load_is_what_blocks_and_routes_of_strategies_are(seed
 def test_buffers_within_a_window_are_no_smaller_than_calls_and_steps_of_strategies_are(
     seed, p, window
 ):
-    row = random_row(random.Random(seed), p)
-    buffers, microbatch = (
-        load_of(row, causal=True, window=window).within.buffers,
-        microbatch_of(row),
-    )
+    rng = random.Random(seed)
+    row = random_row(rng, p)
+    if rng.random() < 0.5:
+        row = place(row.lengths, p, causal=True, alignment=row.seq_length, window=window)
+    holds_calls_and_steps(row, window)
+
+
+def test_documents_join_in_calls_over_keys_of_each_of_several_ranks():
+    """Of documents that are longer than the window."""
+    row = place((66, 99, 66, 19), 4, causal=True, alignment=256, window=33)
+    holds_calls_and_steps(row, 33)
+
+
+def holds_calls_and_steps(row, window):
+    p, buffers = row.p, load_of(row, causal=True, window=window).within.buffers
+    microbatch = microbatch_of(row)
     mask = (microbatch.documents, 1, True, window)
     spans = tuple(contiguous_spans(microbatch, p, rank) for rank in range(p))
     whole = (Span(0, 0, row.seq_length),)
@@ -122,14 +134,12 @@ def test_buffers_within_a_window_are_no_smaller_than_calls_and_steps_of_strategi
         most = max(map(num_queries, here[rank]), default=0)
         assert most <= buffers.call_beside or most == row.seq_length // p
         steps = _steps(spans, rank, p - 1, *mask)
-        assert (
-            max((sum(b - a for a, b in step.rows) for step in steps), default=0)
-            <= buffers.keys_sent
-        )
+        sent = max((sum(b - a for a, b in step.rows) for step in steps), default=0)
+        assert sent <= buffers.keys_sent
         for step in steps:
             for call in join_documents(plan_blocks(own, step.spans, *mask)):
                 assert num_queries(call) <= buffers.crossing
-                assert summed(call) <= max(buffers.crossing_rows, buffers.call_here_rows)
+                assert summed(call) <= buffers.crossing_rows
         for number, start, stop in row.pieces[rank]:
             if sum(other == number for other, _, _ in row.pieces[rank]) > 1:
                 assert stop - start <= buffers.held
