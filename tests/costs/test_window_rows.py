@@ -31,6 +31,7 @@ ROWS = [  # and whether they lie one after the other
     ((200, 33, 34, 7, 30, 128, 64), True),
     ((200, 33, 34, 7, 30, 128, 64), False),
     ((300, 17, 120), False),
+    ((30, 126, 126, 100, 30, 34, 66), True),  # a forward's peak: results that become float32
 ]
 NAMES = ("ulysses_z", "megatron_cz", "colossal_z", "metp", "local_z")
 

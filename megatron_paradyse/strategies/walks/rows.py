@@ -40,7 +40,8 @@ def routed_forward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, 
     m.touch(max(first, in_use if not row.call else 0) + _merged(z, row.held, q=q, lse=lse))
     m.touch(first + of_tokens(z, q + lse, row.piece_beside))
     m.touch(in_use + _merged(z, row.crossing, q=q, lse=lse))
-    m.touch(in_use + (q if z.half_type else 0))  # room that was narrow
+    crossing = of_tokens(z, q + lse, row.crossing or row.held)
+    m.touch(in_use + (crossing + q if z.half_type else 0))  # room that was narrow
     m.touch(q if z.half_type else 0)
     m.drop("wide_out")
     m.hold(out=q)
