@@ -279,22 +279,22 @@ def _buffers_up(buffers: RowSizes, one: Load) -> RowSizes:
     """No less of anything, but of what the rank with the fewest keys gets no more."""
     s, rows = one.seq_length, one.seq_length // one.p
     return RowSizes(
-        longest=min(_step_up(buffers.longest, s), s),
-        piece=min(_step_up(buffers.piece, rows), rows),
-        piece_beside=min(_step_up(buffers.piece_beside, rows), rows),
-        held=min(_step_up(buffers.held, rows), rows),
+        longest=_part_up(buffers.longest, s),
+        piece=_part_up(buffers.piece, rows),
+        piece_beside=_part_up(buffers.piece_beside, rows),
+        held=_part_up(buffers.held, rows),
         keys_sent=min(_step_up(buffers.keys_sent, rows), rows),
         keys_at_once=_step_up(buffers.keys_at_once, rows),
         fewest_keys=_step_down(buffers.fewest_keys, rows),
         pieces=_step_up(buffers.pieces, 1),
         padded=buffers.padded,
-        crossing=min(_step_up(buffers.crossing, rows), rows),
+        crossing=_part_up(buffers.crossing, rows),
         crossing_rows=_step_up(buffers.crossing_rows, rows),
-        call=min(_step_up(buffers.call, s), s),
+        call=_part_up(buffers.call, s),
         call_rows=_step_up(buffers.call_rows, s),
-        call_here=min(_step_up(buffers.call_here, rows), rows),
+        call_here=_part_up(buffers.call_here, rows),
         call_here_rows=_step_up(buffers.call_here_rows, rows),
-        call_beside=min(_step_up(buffers.call_beside, rows), rows),
+        call_beside=_part_up(buffers.call_beside, rows),
         keys_first=_step_up(buffers.keys_first, rows),
         keys_in_use=_step_up(buffers.keys_in_use, rows),
         gradients_in_use=_step_up(buffers.gradients_in_use, rows),
@@ -308,6 +308,11 @@ def fullest_buffers(seq_length: int, p: int, keys_received: int) -> RowSizes:
     sent = rows if keys_received else 0
     at_once = min(keys_received, 2 * rows) + sent
     return RowSizes(seq_length, rows, rows, rows, sent, at_once)
+
+
+def _part_up(value: int, whole: int) -> int:
+    """All only where it is: of all there is no room beside, nor a copy."""
+    return whole if value >= whole else min(_step_up(value, whole), whole - 1)
 
 
 def _step_down(value: int, unit: int) -> int:

@@ -268,6 +268,17 @@ def test_rounding_makes_nothing_less_and_leaves_one_document_alone(window, group
     assert rounded_up(one, alignment=64, causal=True, window=window) == one
 
 
+@pytest.mark.parametrize("lengths", [(7, 505), (505, 7), (512,)])
+def test_no_part_is_rounded_up_to_a_whole_beside_which_no_room_is_held(lengths):
+    load = load_of(contiguous(lengths, 4), causal=True, window=16)
+    rounded = rounded_up(load, alignment=64, causal=True, window=16)
+    for exact, up in ((load, rounded), (load.within, rounded.within)):
+        for name in ("longest", "call"):
+            assert (getattr(up.buffers, name) < 512) == (getattr(exact.buffers, name) < 512)
+        for name in ("piece", "piece_beside", "held", "crossing", "call_here", "call_beside"):
+            assert (getattr(up.buffers, name) < 128) == (getattr(exact.buffers, name) < 128)
+
+
 def test_of_a_doubling_sixteen_sizes_stand_for_all():
     """Of the fewest keys those below, of all else those above: else like rows share no plan."""
     one = load_of_one(1 << 16, 4, causal=True)
