@@ -24,7 +24,7 @@ from megatron_paradyse.strategies.sizes import LayerSizes
 from megatron_paradyse.strategies.walks.rows import index_bytes
 
 TILE = 64  # queries at a time, in strategies/tiled_kernel.py
-FORWARD_TILES, BACKWARD_TILES = 3, 5  # of scores and what is made of them, that it holds at once
+FORWARD_TILES, BACKWARD_TILES = 3, 4  # of scores and what is made of them, that it holds at once
 
 
 def with_row_bytes(

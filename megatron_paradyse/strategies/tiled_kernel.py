@@ -46,10 +46,12 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Ten
         tile_lse = scores.logsumexp(-1)
         lse[:, :, rows] = tile_lse
         probs = _probabilities(scores, tile_lse)
+        del scores
         keep = _keep(probs, rule, rows, keys)
         if keep is not None:
             probs = probs * keep
         out[:, :, rows] = per_query_head(probs, v[:, :, keys])
+        del probs, keep  # before the next tile's come
     return out, lse
 
 
@@ -79,6 +81,7 @@ def tiled_backward(
         grad_scores = probs * (grad_probs - delta) * rule.scale
         grad_q[:, :, rows] = per_query_head(grad_scores, k_tile)
         grad_k[:, :, keys] += per_kv_head(grad_scores, q_tile, k_tile)
+        del probs, grad_probs, keep, grad_scores
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 

@@ -219,9 +219,9 @@ def test_where_flash_kernels_run_documents_within_a_window_need_room_beside_padd
 
 
 def test_a_tile_of_the_tiled_kernel_holds_what_is_counted():
-    """In its forward three tensors of scores, in its backward five, and little else."""
+    """In its forward three tensors of scores, in its backward four, and little else."""
     assert row_bounds.TILE == tiled_kernel.TILE
-    n, d, rows, window = 16, 8, 192, 65
+    n, d, rows, window = 16, 2, 192, 65  # three tiles, the last two as large as any
     q, k, v = (torch.randn(1, n, rows, d) for _ in range(3))
     rule = tiled_kernel.BlockRule(scale=1.0, causal=True, window=window)
     scores = n * tiled_kernel.TILE * (window + tiled_kernel.TILE - 1) * 4
@@ -232,7 +232,7 @@ def test_a_tile_of_the_tiled_kernel_holds_what_is_counted():
         before = meter.live_bytes
         tiled_kernel.tiled_backward(torch.ones_like(q), q, k, v, out, lse, rule)
         backward = meter.peak_bytes - before
-    others = 10 * q.nbytes  # gradients, copies of the queries of a tile, one mask for all heads
+    others = 5 * q.nbytes  # gradients, copies of the queries of a tile, one mask for all heads
     assert forward <= row_bounds.FORWARD_TILES * scores + others
     assert backward <= row_bounds.BACKWARD_TILES * scores + others
     assert forward > (row_bounds.FORWARD_TILES - 1) * scores
