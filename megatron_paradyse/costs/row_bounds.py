@@ -126,15 +126,18 @@ def extra_bytes(
 def _beyond_narrow(z: LayerSizes, load: Load, of_one: Load, rings: int) -> int:
     """Of a forward, beside one document within a narrow window, whose ranks hold a chunk each.
 
-    Angles of rows are copied together, in float32. And of that document few queries meet keys that
-    come; of a row's pieces as many as a rank holds have results to be merged.
+    Angles of rows are copied together, in float32. Beside the room for all results is that of a
+    piece. And of that document few queries meet keys that come; of a row's pieces as many as a rank
+    holds have results to be merged.
     """
     angles = 4 * z.rope_channels * z.rows
+    block = load.buffers.piece_beside if load.buffers else z.rows
+    room = (z.q + z.lse) * block // (z.rows * rings)
     if not load.keys_received:
-        return angles
+        return angles + room
     queries = max(0, z.rows - of_one.keys_received)
     out, lse = (whole * queries // (z.rows * rings) for whole in (z.q, z.lse))
-    return angles + out + 3 * lse + (z.wide(out) if z.half_type else 0)
+    return angles + max(room, out + 3 * lse + (z.wide(out) if z.half_type else 0))
 
 
 def _of_documents(z: LayerSizes, heads: int, load: Load, tokens: int) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from tests.costs.counted_rows import (
 )
 from tests.costs.synthetic import DESCRIPTION
 from tests.packing.rows import zigzag
+from tests.strategies.cases import AttentionCase
 
 
 @pytest.mark.parametrize("strategy", NAMES)
@@ -102,6 +103,29 @@ def test_forwards_of_rows_hold_what_chunks_within_a_narrow_window_do_not(strateg
     peak = truth.kept_bytes + truth.forward_bytes
     excess = (found.kept_bytes + found.forward_bytes) / peak - 1
     assert -TOLERANCE < excess < 0.25
+
+
+@pytest.mark.parametrize("strategy", ["megatron_cz", "metp"])
+def test_room_for_several_documents_is_counted_beside_a_chunk_within_a_narrow_window(strategy):
+    """Of a chunk alone the kernel's result is all; and tiles of scores are there beside either."""
+    p, s, window = 2, 512, 16
+    row = contiguous((256, 128, 128), p)
+    sizes = {"n": 2, "g": 1, "d": 32, "h": 128}
+    case = AttentionCase(strategy, p, "causal", **sizes, s=s, b=1, window=window)
+    one, truth = (
+        OperationCosts(0.0, 0.0, *(measured.__wrapped__(of)[q] for q in BYTES))
+        for of in (case, dataclasses.replace(case, row=row))
+    )
+    loads = (
+        load_of(row, causal=True, window=window).within,
+        load_of_one(s, p, causal=True, window=window).within,
+    )
+    found = row_bounds.with_row_bytes(
+        strategy, one, LayerSizes(s=s, b=1, **sizes, f=1, p=p, element_bytes=4), *loads,
+        least=None, tiled_window=window, windowed=True,
+    )  # fmt: skip
+    assert found.forward_bytes >= truth.forward_bytes
+    assert found.backward_bytes >= truth.backward_bytes
 
 
 @pytest.mark.parametrize("strategy", ["megatron_cz", "metp"])
