@@ -24,7 +24,8 @@ from megatron_paradyse.strategies.sizes import LayerSizes
 from megatron_paradyse.strategies.walks.rows import index_bytes
 
 TILE = 64  # queries at a time, in strategies/tiled_kernel.py
-FORWARD_TILES, BACKWARD_TILES = 3, 4  # of scores and what is made of them, that it holds at once
+# Of scores and what is made of them, that it holds at once, forward and backward: and with dropout.
+TILES, TILES_WITH_DROPOUT = (3, 4), (7, 8)
 
 
 def with_row_bytes(
@@ -56,7 +57,7 @@ def with_row_bytes(
             strategy, one, sizes, load, more_columns, least, drops=drops
         )
     more_kept, more_forward, more_backward = extra_bytes(
-        strategy, sizes, load, of_one, tiled_window, like
+        strategy, sizes, load, of_one, tiled_window, like, drops=drops
     )
     if in_one_call:
         base = base_name(strategy)
@@ -77,6 +78,8 @@ def extra_bytes(
     of_one: Load,
     tiled_window: float | None = None,
     like: str | None = None,
+    *,
+    drops: bool = False,
 ) -> tuple[int, int, int]:
     """What a row keeps, and its forward and backward hold above that, beyond one document."""
     base = base_name(strategy)
@@ -116,8 +119,11 @@ def extra_bytes(
             forward, backward = forward + room, backward + sums
     if tiled_window is not None and base not in (*SPLIT_HEADS, *WHOLE_COLUMNS):
         of_tiles = _more_of_tiles(z, base, base_name(like or strategy), of_one, tiled_window)
-        tiles = int(of_tiles * z.wide_bytes)
-        forward, backward = forward + FORWARD_TILES * tiles, backward + BACKWARD_TILES * tiles
+        counts = TILES_WITH_DROPOUT if drops else TILES
+        forward, backward = (
+            held + int(count * of_tiles * z.wide_bytes)
+            for held, count in zip((forward, backward), counts, strict=True)
+        )
     if not recomputes(strategy):
         return kept, forward, backward
     return 0, kept + forward, kept + max(forward, backward)
