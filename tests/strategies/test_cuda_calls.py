@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_paradyse.packing.row import Row, contiguous
-from megatron_paradyse.strategies import document_kernels, kernels, small_calls
+from megatron_paradyse.strategies import document_kernels, fused_tiles, kernels, small_calls
 from megatron_paradyse.strategies.kernels import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
@@ -27,6 +27,12 @@ from tests.strategies.pieces import HEADS, MASKS, attend_in_pieces, attend_in_ro
 SHUFFLED = Row((6, 4, 5), (((3, 6), (6, 15), (15, 16), (0, 3)),))
 
 CASES = [(n, g, mask) for n, g in HEADS for mask in MASKS]
+
+
+@pytest.fixture(autouse=True)
+def has_triton(monkeypatch):
+    """As on the machine whose kernels are chosen, where this one has no driver for it."""
+    monkeypatch.setattr(fused_tiles, "has_triton", lambda: True)
 
 
 def _kernel_cases():
