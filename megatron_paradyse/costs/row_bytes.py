@@ -28,8 +28,7 @@ from megatron_paradyse.strategies.walks.rings import swaps
 OF_NORM = 2  # activations
 TRUSTED = 0.02  # of what is measured of one document, by which a walk of it may be off
 
-
-Peaks = tuple[float, float, float]
+Peaks = tuple[float, float, float]  # kept bytes, and with them the peaks of forward and backward
 
 
 def walked_row_bytes(
@@ -126,7 +125,7 @@ def _most(measured: Peaks, walked: Peaks) -> Peaks:
     return kept, forward, backward
 
 
-def _holds(measured: tuple[float, ...], walked: tuple[float, ...]) -> bool:
+def _holds(measured: Peaks, walked: Peaks) -> bool:
     """Whether what was measured of one document is as it is walked, or more."""
     pairs = zip(measured, walked, strict=True)
     return all(found >= (1 - TRUSTED) * told for found, told in pairs)
@@ -139,7 +138,7 @@ def _let_go(like: str, z: LayerSizes) -> int:
 
 
 def _peaks(kept: float, forward: float, backward: float) -> Peaks:
-    """Kept bytes, and with them the peaks of forward and backward."""
+    """Of workspaces above what is kept."""
     return kept, kept + forward, kept + backward
 
 

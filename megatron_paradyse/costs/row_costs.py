@@ -183,7 +183,8 @@ class RowCosts:
         one = replace(terms.one, forward_seconds=forward, backward_seconds=backward)
         packed = self._model.packed
         assert packed is not None
-        windowed, tiled_window = operation in packed.windows, packed.tiled_window(operation)
+        window, tiled_window = packed.windows.get(operation), packed.tiled_window(operation)
+        windowed = window is not None
         load = self._load
         if packed.joined:
             load = joined(strategy, load, windowed=windowed)
@@ -195,7 +196,7 @@ class RowCosts:
                 packed.sizes,
                 load.seen(windowed),
                 in_one_call=packed.joined,
-                window=packed.windows.get(operation),
+                window=window,
             )
             if found is not None:
                 return found

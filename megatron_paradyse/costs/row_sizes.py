@@ -76,14 +76,13 @@ def of_length(sizes: LayerSizes, load: Load) -> LayerSizes:
     return replace(sizes, s=-(-load.seq_length // sizes.p) * sizes.p)
 
 
-def with_kernel_bytes(of_row: LayerSizes, base: str, load: Load) -> LayerSizes:
+def with_kernel_bytes(z: LayerSizes, base: str, load: Load) -> LayerSizes:
     """With what the backward of a flash kernel holds, of the largest calls of a rank: see sizes.py.
 
     With several query heads to a key's, each has gradients of keys and values of its own.
     """
     if base in WHOLE_COLUMNS:
-        return of_row
-    z = of_row
+        return z
     heads, key_heads = _heads(base, z)
     expanded = 2 * heads * z.d * z.element_bytes if key_heads < heads else 0
     tokens, rows = _largest_call(base, z, load)
@@ -91,7 +90,7 @@ def with_kernel_bytes(of_row: LayerSizes, base: str, load: Load) -> LayerSizes:
     if load.buffers is not None:
         keys = min(load.keys_received, load.buffers.keys_sent)
         crossing = _summed_bytes(z, heads, load.buffers.crossing_rows) + expanded * keys
-    return replace(of_row, kernel_bytes=own, crossing_kernel_bytes=crossing)
+    return replace(z, kernel_bytes=own, crossing_kernel_bytes=crossing)
 
 
 def row_sum_bytes(base: str, z: LayerSizes) -> int:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_paradyse.packing.work import at_once, moments
+from megatron_paradyse.packing.work import moments
 from megatron_paradyse.strategies.row_sizes import Moments
 from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS
 
@@ -45,16 +45,12 @@ class Exchange:
         if self._moved:
             self._add_moved(pieces, tokens, causal)
 
-    def add_within(self, pieces: Pieces, window: int) -> None:
+    def add_within(self, pieces: Pieces, tokens: dict[int, int], window: int) -> None:
         """Those that are no farther away than a window."""
         _, _, length = pieces[-1]
         if length <= window:
-            tokens: dict[int, int] = {}
-            for rank, start, stop in pieces:
-                tokens[rank] = tokens.get(rank, 0) + stop - start
-            if len(tokens) > 1:
-                self.add(pieces, tokens, causal=True)
-                self.crossing.add_whole(tokens, _most_pieces(pieces))
+            self.add(pieces, tokens, causal=True)
+            self.crossing.add_whole(tokens, max(pieces_by_rank(pieces).values()))
             return
         calls: Calls = {}
         for seen in seen_within(pieces, window):
@@ -85,19 +81,18 @@ class Exchange:
         """Of the rank that has the most."""
         return max(map(len, self._sharing.values()), default=1) - 1
 
-    def keys_at_once(self, received: list[int]) -> int:
-        """received: tokens whose keys a rank needs of others, by rank."""
-        if not self.peers:
-            return 0
-        if self._moved:
-            return max(at_once(self._moved))
-        most = min(self.peers, 2) * max(self.sent)
-        return max(min(come, most) + go for come, go in zip(received, self.sent, strict=True))
+    def moments(self, received: list[int], rows: int) -> Moments:
+        """Of ranks that are not told, as of what is not known, but the most of all moments.
 
-    def moments(self, rows: int) -> Moments:
-        """rows: of a rank."""
-        told = self._moved and self.peers
-        return moments(self._moved, rows) if told else Moments(0, 0, 0, 0)
+        received: tokens whose keys a rank needs of others, by rank. rows: of a rank.
+        """
+        if not self.peers:
+            return Moments(0, 0, 0, 0, 0)
+        if self._moved:
+            return Moments(*map(max, *moments(self._moved, rows)))
+        most = min(self.peers, 2) * max(self.sent)
+        at_once = max(min(come, most) + go for come, go in zip(received, self.sent, strict=True))
+        return Moments(0, 0, 0, 0, at_once)
 
 
 def _hidden(pieces: Pieces) -> int:
@@ -111,8 +106,9 @@ def _hidden(pieces: Pieces) -> int:
     return hidden
 
 
-def _most_pieces(pieces: Pieces) -> int:
-    return max(Counter(rank for rank, _, _ in pieces).values())
+def pieces_by_rank(pieces: Pieces) -> Counter[int]:
+    """How many there are."""
+    return Counter(rank for rank, _, _ in pieces)
 
 
 class Seen(NamedTuple):
@@ -161,14 +157,10 @@ class Crossing:
     def add_whole(self, tokens: dict[int, int], parts: int) -> None:
         """Of a document of which all queries may see all keys: so many parts on a rank, at most."""
         for rank, count in tokens.items():
-            queries, parts_before = self._open.get(rank, (0, 0))
-            found = queries + count, parts_before + parts
+            joined, joined_parts = self._open.get(rank, (0, 0))
+            found = joined + count, joined_parts + parts
             self._open[rank] = found
-            if found[0] > self.most:
-                self.most = found[0]
-            rows = summed_rows(*found)
-            if rows > self.most_rows:
-                self.most_rows = rows
+            self._note(*found)
 
     def add(self, calls: Calls) -> None:
         """Of a document."""
@@ -177,10 +169,13 @@ class Crossing:
         for (receiver, _), (queries, parts, whole) in calls.items():
             joined, joined_parts = before[receiver]
             found = joined + queries, joined_parts + parts
-            self.most = max(self.most, found[0])
-            self.most_rows = max(self.most_rows, summed_rows(*found))
+            self._note(*found)
             if whole:
                 self._open[receiver] = max(found, self._open.get(receiver, (0, 0)))
+
+    def _note(self, queries: int, parts: int) -> None:
+        self.most = max(self.most, queries)
+        self.most_rows = max(self.most_rows, summed_rows(queries, parts))
 
 
 def summed_rows(tokens: int, documents: int) -> int:

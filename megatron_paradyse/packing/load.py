@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from megatron_paradyse.packing.exchange import Exchange, Pieces, largest_call
+from megatron_paradyse.packing.exchange import Exchange, Pieces, largest_call, pieces_by_rank
 from megatron_paradyse.packing.row import Row, contiguous
 from megatron_paradyse.packing.work import scores_between, scores_up_to
 from megatron_paradyse.strategies.row_sizes import RowSizes
@@ -117,7 +116,8 @@ def _load_of(row: Row, causal: bool, within: int | None) -> Load:
             documents[rank] += 1
         if within is not None:
             most_held = max(most_held, _of_several(pieces))
-            exchange.add_within(pieces, within)
+            if len(held) > 1:
+                exchange.add_within(pieces, tokens, within)
             continue
         for rank, size in tokens.items():  # pieces of which are one block
             sizes[rank].append(size)
@@ -153,11 +153,10 @@ def _load_of(row: Row, causal: bool, within: int | None) -> Load:
             piece_beside=piece_beside,
             held=most_held,
             keys_sent=max(exchange.sent),
-            keys_at_once=exchange.keys_at_once(missing),
             fewest_keys=min(missing),
             pieces=max(num_pieces),
             padded=sum(row.lengths) < row.seq_length,
-            **exchange.moments(rows)._asdict(),
+            **exchange.moments(missing, rows)._asdict(),
             **_calls(row, sizes, exchange, window),
         ),
     )
@@ -188,8 +187,8 @@ def _calls(row: Row, sizes: list[list[int]], exchange: Exchange, window: int) ->
 
 def _of_several(pieces: Pieces) -> int:
     """Tokens of the largest piece of which its rank holds another."""
-    pieces_of = Counter(rank for rank, _, _ in pieces)
-    return max((stop - a for rank, a, stop in pieces if pieces_of[rank] > 1), default=0)
+    counts = pieces_by_rank(pieces)
+    return max((stop - a for rank, a, stop in pieces if counts[rank] > 1), default=0)
 
 
 def _documents(row: Row) -> Iterator[tuple[int, Pieces]]:
@@ -238,16 +237,15 @@ def unpacked(load: Load, window: int | None) -> Load:
         return load
     names = ("fullest_scores", "keys_received", "peers")
     within = replace(load.within, **{name: getattr(alone, name) for name in names})
-    if is_narrow(window, load.seq_length, load.p):
+    if window is not None and is_narrow(window, load.seq_length, load.p):
         within = replace(within, buffers=load_in_chunks(load.seq_length, load.p, window).buffers)
     return replace(load, within=within)
 
 
 @lru_cache(maxsize=256)
-def load_in_chunks(seq_length: int, p: int, window: int | None) -> Load:
+def load_in_chunks(seq_length: int, p: int, window: int) -> Load:
     """Of one document in a chunk a rank: what the window leaves of it."""
-    row = contiguous((seq_length,), p)
-    return load_of(row, causal=True, window=window).seen(window is not None)
+    return load_of(contiguous((seq_length,), p), causal=True, window=window).seen(windowed=True)
 
 
 def rounded_up(load: Load, *, alignment: int, causal: bool, window: int | None) -> Load:

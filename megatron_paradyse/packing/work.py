@@ -78,53 +78,40 @@ def keys_moved(row: Row, *, causal: bool = False, window: int | None = None) -> 
 
 def keys_at_once(row: Row, *, causal: bool = False, window: int | None = None) -> list[int]:
     """Per rank, most tokens of keys, or of their gradients, that are there in a step."""
-    return at_once(list(zip(*keys_moved(row, causal=causal, window=window), strict=True)))
+    received = list(zip(*keys_moved(row, causal=causal, window=window), strict=True))
+    return [of_rank.keys_at_once for of_rank in moments(received, row.seq_length // row.p)]
 
 
-def at_once(received: Sequence[Sequence[int]]) -> list[int]:
+def moments(received: Sequence[Sequence[int]], rows: int) -> list[Moments]:
     """Per rank the most in a step of an exchange, of [p][p] tokens: rank i gets those of rank j.
 
     Rank r uses what came of the step before while that of rank r - i comes and that of rank r + i
     is sent. In the backward gradients of the last are made while those of the step before go
-    back, and others come for what was sent in it.
+    back, and others come for what was sent in it. rows: of a rank, which are sent as they lie, not
+    copied, if all of them are.
     """
     p, found = len(received), []
     for r, into in enumerate(received):
-        used, went, most = 0, 0, 0
-        for i in range(1, p):
-            comes, goes = into[r - i], received[r + i - p][r]
-            now = used + comes + (goes if goes > went else went)
+        comes, goes = into[r - 1], received[r + 1 - p][r]
+        first, most = comes + (goes if goes < rows else 0), comes + goes
+        in_use = made = sent = before = 0
+        for i in range(2, p + 1):
+            used, went = comes, goes
+            comes, goes = (into[r - i], received[r + i - p][r]) if i < p else (0, 0)
+            keys = used + comes
+            now = keys + (goes if goes > went else went)
             if now > most:
                 most = now
-            used, went = comes, goes
-        found.append(most)
+            keys += goes if goes < rows else 0
+            if keys > in_use:
+                in_use = keys
+            if used + before > made:
+                made = used + before
+            before = used + went
+            if before > sent:
+                sent = before
+        found.append(Moments(first, in_use, made, sent, most))
     return found
-
-
-def moments(received: Sequence[Sequence[int]], rows: int) -> Moments:
-    """The most of any rank, of tokens as at_once has them.
-
-    rows: of a rank, which are sent as they lie, not copied, if all of them are.
-    """
-    p, most_first, most_used, most_made, most_sent = len(received), 0, 0, 0, 0
-    for r, into in enumerate(received):
-        comes, goes = into[r - 1], received[r + 1 - p][r]
-        first = comes + (goes if goes < rows else 0)
-        if first > most_first:
-            most_first = first
-        before = 0
-        for i in range(2, p + 1):
-            used, back = comes, goes
-            comes, goes = (into[r - i], received[r + i - p][r]) if i < p else (0, 0)
-            keys = used + comes + (goes if goes < rows else 0)
-            if keys > most_used:
-                most_used = keys
-            if used + before > most_made:
-                most_made = used + before
-            before = used + back
-            if before > most_sent:
-                most_sent = before
-    return Moments(most_first, most_used, most_made, most_sent)
 
 
 def _keys_seen(start: int, stop: int, queries: list[tuple[int, int]], window: int | None) -> int:

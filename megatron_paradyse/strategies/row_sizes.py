@@ -11,13 +11,14 @@ class Moments(NamedTuple):
 
     keys_first: that come and that are sent while the own are used; keys_in_use: then, with those
     that are used. gradients_in_use: of keys that are used, and of the step before, which are sent
-    and come; gradients_sent: when those are sent.
+    and come; gradients_sent: when those are sent. keys_at_once: in all of these, at most.
     """
 
     keys_first: int
     keys_in_use: int
     gradients_in_use: int
     gradients_sent: int
+    keys_at_once: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,9 @@ class RowSizes:
     longest: of a document, of a wide row in one group; 0 where one is all that there is, without
     padding. piece: of a document, in one piece on a rank; piece_beside: in one that does not fill
     its rank; held: on a rank, in all its pieces. keys_sent: of a rank, those whose keys others
-    need. keys_at_once: in all moments of an exchange, at most. fewest_keys: that come to the rank
-    with the fewest. pieces: of documents, on a rank; 0: unknown. padded: whether documents leave
-    room, at the end; or unknown. keys_first to gradients_sent: see Moments; 0: none, or unknown.
+    need. fewest_keys: that come to the rank with the fewest. pieces: of documents, on a rank; 0:
+    unknown. padded: whether documents leave room, at the end; or unknown. keys_at_once, and
+    keys_first to gradients_sent: see Moments; 0: none, or but the first unknown.
 
     In one call of a flash kernel, 0: none, or unknown: call: of all tokens; call_here: of a rank's,
     and call_beside: in one that does not fill it; crossing: queries in one over another rank's
@@ -62,7 +63,6 @@ class RowSizes:
     @property
     def moments(self) -> Moments:
         """Where they are not known, no more than they can be."""
-        found = Moments(
-            self.keys_first, self.keys_in_use, self.gradients_in_use, self.gradients_sent
-        )
-        return found if any(found) else Moments(*[self.keys_at_once] * len(found))
+        found = self.keys_first, self.keys_in_use, self.gradients_in_use, self.gradients_sent
+        most = self.keys_at_once
+        return Moments(*found, most) if any(found) else Moments(most, most, most, most, most)

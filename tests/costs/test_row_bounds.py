@@ -89,20 +89,23 @@ def test_forwards_of_rows_hold_what_chunks_within_a_narrow_window_do_not(strateg
         model_of(4, "causal", "weights").packed.sizes, p=p, s=p, g=4, rope_channels=D
     )
     with flash_kernel():
-        one, truth = (
-            OperationCosts(0.0, 0.0, *(measured.__wrapped__(of)[q] for q in BYTES))
-            for of in (case, dataclasses.replace(case, row=row))
-        )
-    loads = (
-        load_of(row, causal=True, window=window).within,
-        load_of_one(s, p, causal=True, window=window).within,
-    )
+        one, truth, loads = within_window(case, row)
     found = row_bounds.with_row_bytes(
         strategy, one, sizes, *loads, least=None, tiled_window=None, in_one_call=True
     )
     peak = truth.kept_bytes + truth.forward_bytes
     excess = (found.kept_bytes + found.forward_bytes) / peak - 1
     assert -TOLERANCE < excess < 0.25
+
+
+def within_window(case, row):
+    """Costs as counted, of one document and of the row, and the loads of the row and of one."""
+    one, truth = (
+        OperationCosts(0.0, 0.0, *(measured.__wrapped__(of)[q] for q in BYTES))
+        for of in (case, dataclasses.replace(case, row=row))
+    )
+    seen = {"causal": True, "window": case.window}
+    return one, truth, (load_of(row, **seen).within, load_of_one(case.s, case.p, **seen).within)
 
 
 @pytest.mark.parametrize("strategy", ["megatron_cz", "metp"])
@@ -112,14 +115,7 @@ def test_room_for_several_documents_is_counted_beside_a_chunk_within_a_narrow_wi
     row = contiguous((256, 128, 128), p)
     sizes = {"n": 2, "g": 1, "d": 32, "h": 128}
     case = AttentionCase(strategy, p, "causal", **sizes, s=s, b=1, window=window)
-    one, truth = (
-        OperationCosts(0.0, 0.0, *(measured.__wrapped__(of)[q] for q in BYTES))
-        for of in (case, dataclasses.replace(case, row=row))
-    )
-    loads = (
-        load_of(row, causal=True, window=window).within,
-        load_of_one(s, p, causal=True, window=window).within,
-    )
+    one, truth, loads = within_window(case, row)
     found = row_bounds.with_row_bytes(
         strategy, one, LayerSizes(s=s, b=1, **sizes, f=1, p=p, element_bytes=4), *loads,
         least=None, tiled_window=window, windowed=True,

@@ -29,3 +29,14 @@ def zigzag(lengths, p: int) -> Row:
 def random_row(rng: random.Random, p: int, *, longest: int = 40, most: int = 20) -> Row:
     lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, most))]
     return zigzag(lengths, p) if rng.random() < 0.5 else contiguous(lengths, p, alignment=2 * p)
+
+
+def keys_needed(row, rank, *, causal, window=1 << 40):
+    """Tokens that the rank does not hold and its queries see, one by one."""
+    mine = {(n, i) for n, start, stop in row.pieces[rank] for i in range(start, stop)}
+    seen = {
+        (n, key)
+        for n, query in mine
+        for key in range(max(0, query - window + 1), query + 1 if causal else row.lengths[n])
+    }
+    return seen - mine

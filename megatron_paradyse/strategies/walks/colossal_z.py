@@ -27,7 +27,7 @@ def forward(m: Ledger, z: LayerSizes) -> None:
         chunks = min(z.p - 1, 2) * one
     else:
         _scores_of_blocks(m, z, z.row)
-        first, in_use, _, _ = z.row.moments
+        first, in_use, *_ = z.row.moments
         chunks = of_tokens(z, one, max(first, in_use))
     if z.half_type:
         m.touch(scores)
@@ -66,7 +66,7 @@ def _scores_of_blocks(m: Ledger, z: LayerSizes, row: RowSizes) -> None:
     """Queries of a part of the rows are copied where several heads share a key's."""
     own = [(row.piece, row.piece)]
     coming = (row.crossing, keys_coming(z, row)) if row.crossing else (row.piece, row.held)
-    first, in_use, _, _ = row.moments
+    first, in_use, *_ = row.moments
     m.hold(chunks=of_tokens(z, z.kv // 2, max(first, in_use)))
     for queries, keys in (*own, coming):
         scores = z.n * queries * keys * z.element_bytes
@@ -136,7 +136,7 @@ def _rows_backward(m: Ledger, z: LayerSizes, row: RowSizes, scores: int) -> None
     of_key = z.rows * z.n * z.element_bytes
     chunk, coming = (of_key * tokens for tokens in (z.positions, keys_coming(z, row)))
     keys = of_tokens(z, one, keys_coming(z, row))
-    first, in_use, gradients, sent = (of_tokens(z, one, tokens) for tokens in row.moments)
+    first, in_use, gradients, sent, _ = (of_tokens(z, one, tokens) for tokens in row.moments)
     proj_backward(m, z)
     gate_of_input_backward(m, z)
     m.release(0 if z.narrow_values else z.q)

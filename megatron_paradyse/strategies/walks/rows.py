@@ -35,7 +35,7 @@ def routed_forward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, 
     if not z.keys_received:
         local_forward(m, z, q=q, lse=lse, block=row.piece_beside, rows=z.rows)
         return
-    first, in_use, _, _ = (of_tokens(z, kv, tokens) for tokens in row.moments)
+    first, in_use, *_ = (of_tokens(z, kv, tokens) for tokens in row.moments)
     m.hold(wide_out=z.wide(q), lse=lse)
     m.touch(max(first, in_use if not row.call else 0) + _merged(z, row.held, q=q, lse=lse))
     m.touch(first + of_tokens(z, q + lse, row.piece_beside))
@@ -69,7 +69,7 @@ def routed_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int,
 def _steps_backward(m: Ledger, z: LayerSizes, row: RowSizes, *, q: int, kv: int, lse: int) -> None:
     """Gradients of chunks: computed, being sent, and coming, in the accumulation dtype."""
     block = _block_over_keys(z, row, q=q, kv=kv, lse=lse)
-    first, in_use, gradients, sent = (of_tokens(z, kv, keys) for keys in row.moments)
+    first, in_use, gradients, sent, _ = (of_tokens(z, kv, keys) for keys in row.moments)
     m.hold(chunks=first)
     m.touch(of_tokens(z, q + kv + lse, row.piece) + z.kernel_bytes)
     m.drop("chunks")
