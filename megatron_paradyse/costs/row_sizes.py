@@ -13,6 +13,7 @@ from megatron_paradyse.costs.description import (
 )
 from megatron_paradyse.costs.packed import WHOLE_COLUMNS, Packed
 from megatron_paradyse.packing.load import Load
+from megatron_paradyse.packing.row import aligned
 from megatron_paradyse.strategies.accounting import SPLIT_HEADS
 from megatron_paradyse.strategies.contract import LatentSizes
 from megatron_paradyse.strategies.sizes import DOCUMENT_ROWS, LayerSizes, accumulated_head_dim
@@ -73,7 +74,7 @@ def _of_latents(d: Description) -> dict[str, Any]:
 
 def of_length(sizes: LayerSizes, load: Load) -> LayerSizes:
     """Of one document of the row's tokens, which p ranks share evenly."""
-    return replace(sizes, s=-(-load.seq_length // sizes.p) * sizes.p)
+    return replace(sizes, s=aligned(load.seq_length, sizes.p))
 
 
 def with_kernel_bytes(z: LayerSizes, base: str, load: Load) -> LayerSizes:

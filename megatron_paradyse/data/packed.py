@@ -15,7 +15,7 @@ import torch
 from megatron_paradyse.data.loader import BatchSizes, Samples, WorkerStart
 from megatron_paradyse.data.targets import NO_LABEL, ids_of
 from megatron_paradyse.packing.pack import Packing
-from megatron_paradyse.packing.row import Row
+from megatron_paradyse.packing.row import Row, aligned
 
 Packer = Callable[[Sequence[int]], Packing]  # of the lengths of a global batch
 # Inputs and labels [n] of a sample of n + 1 tokens, in the global batch that begins at a position.
@@ -79,7 +79,7 @@ class PackedShares(torch.utils.data.Dataset):
         microbatches, parts = [], []
         for made in self._pack(lengths).replicas[self._replica]:
             of_row = tuple(lengths[number] for number in made.documents)
-            s = -(-sum(of_row) // self._alignment) * self._alignment
+            s = aligned(sum(of_row), self._alignment)
             place = 0
             if made.row is not None:
                 s, place = made.row.group_length, self._replica % made.row.groups

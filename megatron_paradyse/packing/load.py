@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from megatron_paradyse.packing.exchange import Exchange, Pieces, largest_call, pieces_by_rank
-from megatron_paradyse.packing.row import Row, contiguous
+from megatron_paradyse.packing.row import Row, aligned, contiguous
 from megatron_paradyse.packing.work import scores_between, scores_up_to
 from megatron_paradyse.strategies.row_sizes import RowSizes
 from megatron_paradyse.strategies.sizes import is_narrow
@@ -254,7 +254,7 @@ def rounded_up(load: Load, *, alignment: int, causal: bool, window: int | None) 
     Scores and keys count against those of one document of that s, which stays what it is. None
     becomes less.
     """
-    s = -(-load.seq_length // alignment) * alignment
+    s = aligned(load.seq_length, alignment)
     return _rounded_up(load, load_of_one(s, load.p, causal=causal, window=window))
 
 
