@@ -171,8 +171,63 @@ def _patch_torch() -> None:
         setattr(cuda, name, getattr(torch, name))
     for name in ("LongTensor", "ByteTensor"):
         setattr(cuda, name, getattr(torch, name))
+    distributed = torch.distributed
+    distributed.all_to_all_single = _with_lists(distributed.all_to_all_single)
+    distributed.all_gather = _gather_uneven(distributed.all_gather)
+    distributed.reduce_scatter = _scatter_uneven(distributed.reduce_scatter)
     _CudaMeansCpu().__enter__()
     torch.autograd._engine_run_backward = _in_backwards(torch.autograd._engine_run_backward)
+
+
+def _with_lists(all_to_all_single):
+    """Takes numbers of rows as tensors too: Megatron's experts make arrays of a GPU's alone."""
+
+    @functools.wraps(all_to_all_single)
+    def with_lists(output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs):
+        splits = (
+            sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+            for sizes in (output_split_sizes, input_split_sizes)
+        )
+        return all_to_all_single(output, input, *splits, *args, **kwargs)
+
+    return with_lists
+
+
+def _gather_uneven(all_gather):
+    """Takes tensors of unlike numbers of rows too, which gloo refuses: the tokens of experts."""
+
+    @functools.wraps(all_gather)
+    def gather(tensor_list, tensor, *args, **kwargs):
+        if len({x.shape for x in tensor_list}) == 1:
+            return all_gather(tensor_list, tensor, *args, **kwargs)
+        rows = max(len(x) for x in tensor_list)
+        all_rows = [_padded(x, rows) for x in tensor_list]
+        all_gather(all_rows, _padded(tensor, rows), *args, **kwargs)
+        for into, x in zip(tensor_list, all_rows, strict=True):
+            into.copy_(x[: len(into)])
+
+    return gather
+
+
+def _scatter_uneven(reduce_scatter):
+    """As _gather_uneven, of a sum."""
+
+    @functools.wraps(reduce_scatter)
+    def scatter(output, input_list, *args, **kwargs):
+        if len({x.shape for x in input_list}) == 1:
+            return reduce_scatter(output, input_list, *args, **kwargs)
+        rows = max(len(x) for x in input_list)
+        all_rows = _padded(output, rows)
+        reduce_scatter(all_rows, [_padded(x, rows) for x in input_list], *args, **kwargs)
+        output.copy_(all_rows[: len(output)])
+
+    return scatter
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    padded = x.new_zeros(rows, *x.shape[1:])
+    padded[: len(x)] = x
+    return padded
 
 
 def _in_backwards(run_backward):

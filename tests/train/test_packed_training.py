@@ -54,12 +54,18 @@ EXPERTS = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-token-dispatcher-t
 EXPERTS += ["--moe-router-load-balancing-type", "none"]
 
 
-def test_experts_train_on_rows_as_on_documents_one_by_one(data, tmp_path):
-    alone = train(tmp_path / "alone", *data, *EXPERTS, "--train-iters", 2, ranks=1)
-    policy = ["--paradyse-policy", "random:1", *TP2]
-    rows = train(tmp_path / "rows", *data, *EXPERTS, *BY_FLAG, *policy, "--train-iters", 2, ranks=2)
+def test_experts_over_replicas_train_on_rows_as_one_replica_on_documents(data, tmp_path):
+    """From the same checkpoint: of 2 ranks each has all of 4 experts, of 4 ranks halves of 2."""
+    saved = tmp_path / "saved"
+    flags = [*data, *EXPERTS, "--train-iters", 2, "--save-interval", 1]
+    alone = ["--save", saved, *TP2, "--expert-tensor-parallel-size", 1]
+    documents = train(tmp_path / "documents", *flags, *alone, ranks=2)
+    (saved / "latest_checkpointed_iteration.txt").write_text("1")
+    policy = ["--paradyse-policy", "random:1", "--load", saved, "--no-load-rng", *TP2]
+    grid = ["--expert-model-parallel-size", 2]
+    rows = train(tmp_path / "rows", *flags, *BY_FLAG, *policy, *grid, ranks=4)
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(rows.values(name), alone.values(name), rtol=1e-5)
+        np.testing.assert_allclose(rows.values(name), documents.values(name)[1:], rtol=1e-5)
 
 
 STAGES = ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2]

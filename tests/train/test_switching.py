@@ -90,6 +90,11 @@ MACHINERY = {
         *TP2, "--num-experts", 4, "--moe-router-topk", 2, "--moe-token-dispatcher-type", "alltoall",
         "--moe-router-load-balancing-type", "none", "--disable-bias-linear",
     ]),
+    "experts over replicas": (4, [
+        *TP2, "--num-experts", 4, "--moe-router-topk", 2, "--moe-token-dispatcher-type", "alltoall",
+        "--expert-model-parallel-size", 4, "--expert-tensor-parallel-size", 1,
+        "--moe-router-load-balancing-type", "none", "--disable-bias-linear", *FOUR_MICROBATCHES,
+    ]),
     "selective recomputation": (2, [
         *TP2, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp",
     ]),
