@@ -1,11 +1,10 @@
-"""Seconds and bytes of one operation on the ranks of a tensor-parallel group."""
+"""Seconds and bytes of one operation, of all ranks: those of replicas measure the same."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from megatron.core import mpu
 
 from megatron_paradyse.live_bytes import Meter
 from megatron_paradyse.moments import moment, seconds_between
@@ -66,7 +65,7 @@ def measure_seconds(operation: Operation, *, bound_seconds: float) -> tuple[floa
     MAX_REPETITIONS times; all ranks alike. Ranks are not held together between repetitions, as
     they are not between the layers of an iteration.
     """
-    torch.distributed.barrier(group=mpu.get_tensor_model_parallel_group())
+    torch.distributed.barrier()
     seconds = [_timed(operation)]
     once = largest_over_ranks([sum(seconds[0])])[0]
     repetitions = min(MAX_REPETITIONS, int(bound_seconds / once))
@@ -93,11 +92,11 @@ def _of_all_ranks(runs: list[tuple[float, float]]) -> tuple[float, float]:
     if len(runs) == 1:
         forward, backward = largest_over_ranks(runs[0])
         return forward, backward
-    group = mpu.get_tensor_model_parallel_group()
     device = torch.cuda.current_device()
     seconds = torch.tensor(runs, dtype=torch.float64, device=device)  # [runs, 2]
-    torch.distributed.all_reduce(seconds, group=group)
-    forward, backward = (seconds / group.size()).quantile(0.5, dim=0).tolist()
+    torch.distributed.all_reduce(seconds)
+    seconds /= torch.distributed.get_world_size()
+    forward, backward = seconds.quantile(0.5, dim=0).tolist()
     return forward, backward
 
 

@@ -235,10 +235,8 @@ def _only_finalize(config, **arguments) -> list[dict]:
 
 
 def largest_over_ranks(values: Sequence[float]) -> list[float]:
-    """The largest of each value over the tensor-parallel group."""
+    """The largest of each value over all ranks: experts may lie over several replicas."""
     device = torch.cuda.current_device()
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(
-        tensor, torch.distributed.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group()
-    )
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
     return tensor.tolist()

@@ -206,10 +206,15 @@ def initialize(args) -> None:
 
 
 def make_agreement(wait_seconds: float) -> Any:
-    """Of all ranks, each by its tensor-parallel and data-parallel groups."""
+    """Of all ranks, each by its tensor-parallel and data-parallel groups, and by its experts'."""
     from megatron.core import mpu
 
     from megatron_paradyse.profiler.agree import Agreement
 
-    groups = mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group()
+    groups = (
+        mpu.get_tensor_model_parallel_group(),
+        mpu.get_data_parallel_group(),
+        mpu.get_expert_model_parallel_group(),
+        mpu.get_expert_tensor_parallel_group(),
+    )
     return Agreement(wait_seconds=wait_seconds, groups=groups)
