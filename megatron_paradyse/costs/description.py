@@ -40,6 +40,7 @@ OPTIONAL_KEYS = (*OF_MODEL, "tiled_scores")  # the last is of the device
 HALVES_KEY, OTHER_LAYERS = "halves", "other_layers"  # the second is missing where there are none
 # Of an attention in halves.
 WINDOW, OUTPUT_GATE, HEAD_NORM, L2_NORM = "window", "output_gate", "qk_norm", "qk_l2_norm"
+EXPERT_PARALLEL, EXPERT_TENSOR_PARALLEL = "expert_parallel", "expert_tensor_parallel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,18 @@ class Description:
     def output_gate(self) -> bool:
         """Whether halves tell of a gate of the attention's output: all layers have one or none."""
         return any(OUTPUT_GATE in has for has in (self.halves or {}).values())
+
+    @property
+    def experts_shared(self) -> bool:
+        """Whether experts lie over ranks of several replicas, as halves tell.
+
+        Megatron numbers the ranks of an expert first, then those of experts: as many as one replica
+        has are its own.
+        """
+        return any(
+            has.get(EXPERT_PARALLEL, 1) * has.get(EXPERT_TENSOR_PARALLEL, self.p) > self.p
+            for has in (self.halves or {}).values()
+        )
 
     @property
     def head_norm(self) -> str | None:

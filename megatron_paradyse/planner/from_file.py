@@ -50,9 +50,10 @@ class FilePolicies:
 
     num_layers: of the model, if not the file's: static bytes are then scaled by parameters that
     the shape lets one estimate. megatron_mlp: the MLP is Megatron's own whatever the plan says, as
-    a mixture of experts is; experts_shared: by replicas, whose plans may differ, so that no MLP may
-    run again on some of them alone. host_bytes: a rank's host memory for +offload, where the
-    settings do not say; None without limit. wide_bytes_per_second: as Packed has it.
+    a mixture of experts is; experts_shared: replicas run them together, whose plans may differ, so
+    that no MLP may run again on some of them alone; both as the file tells where they are None.
+    host_bytes: a rank's host memory for +offload, where the settings do not say; None without
+    limit. wide_bytes_per_second: as Packed has it.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class FilePolicies:
         budget_bytes: int,
         *,
         num_layers: int | None = None,
-        megatron_mlp: bool = False,
-        experts_shared: bool = False,
+        megatron_mlp: bool | None = None,
+        experts_shared: bool | None = None,
         host_bytes: int | None = None,
         wide_bytes_per_second: float = math.inf,
     ):
@@ -91,6 +92,10 @@ class FilePolicies:
         self._found: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
         whole = parameters(description, shape.num_layers)
         self._depth = parameters(description, self.num_layers) / whole
+        if megatron_mlp is None:
+            megatron_mlp = bool(description.num_experts)
+        if experts_shared is None:
+            experts_shared = description.experts_shared
         self._megatron_mlp, self._experts_shared = megatron_mlp, experts_shared
         if settings.host_memory is not None:
             host_bytes = parse_bytes(settings.host_memory)
@@ -296,8 +301,8 @@ class FilePolicies:
             names = tuple(name for name in names if not recomputes(name))
             if not names:
                 raise UserError(
-                    f"layer {number} has no MLP without +recompute, and with "
-                    "--expert-model-parallel-size above 1 replicas cannot run theirs again by "
-                    "plans of their own: allow another strategy"
+                    f"layer {number} has no MLP without +recompute, and replicas that run experts "
+                    "together (--expert-model-parallel-size, global_aux_loss) cannot run theirs "
+                    "again by plans of their own: allow another strategy"
                 )
         return names

@@ -112,9 +112,7 @@ def make_setup(
             f"{part}: {costs} is of a mixture of experts and does not tell how many parameters "
             "these layers have: give --static-memory, as training says it at its start"
         )
-    policies = FilePolicies(
-        settings, read, budget_bytes, num_layers=num_layers, megatron_mlp=experts
-    )
+    policies = FilePolicies(settings, read, budget_bytes, num_layers=num_layers)
     layers = _layers(num_layers, grid, num_predicting=predicting)
     first, last = grid.stage == 1, grid.stage == grid.num_stages
     own = parameters(description, len(layers), edge=first or last)

@@ -39,7 +39,7 @@ from megatron_paradyse.train.budget import budget_bytes, host_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
 from megatron_paradyse.train.describe import describe
 from megatron_paradyse.train.memory_record import files_to_read, name_of_costs
-from megatron_paradyse.train.model_layers import count_layers
+from megatron_paradyse.train.model_layers import balances_over_replicas, count_layers
 from megatron_paradyse.train.static_bytes import largest_by_stage, waiting_gradient_bytes
 from megatron_paradyse.units import bytes_text
 
@@ -84,7 +84,7 @@ class CostPolicies:
             self.budget_bytes,
             num_layers=self._num_layers,
             megatron_mlp=bool(args.num_experts),
-            experts_shared=args.expert_model_parallel_size > 1,
+            experts_shared=run.experts_shared or balances_over_replicas(args),
             host_bytes=host_bytes(settings),
             wide_bytes_per_second=wide_bytes_per_second,
         )

@@ -6,7 +6,15 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_paradyse.costs.description import HEAD_NORM, L2_NORM, OUTPUT_GATE, ROTARY, WINDOW
+from megatron_paradyse.costs.description import (
+    EXPERT_PARALLEL,
+    EXPERT_TENSOR_PARALLEL,
+    HEAD_NORM,
+    L2_NORM,
+    OUTPUT_GATE,
+    ROTARY,
+    WINDOW,
+)
 from megatron_paradyse.costs.layers import ATTENTION, MLP, LayerKinds, half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
 
@@ -122,12 +130,18 @@ class ModelLayers:
     def _mlp(self, args: argparse.Namespace, place: int) -> dict[str, int]:
         if not (args.num_experts and self._has(EXPERTS, place, default=1)):
             return {"experts": 0}
-        return {
+        found = {
             "experts": args.num_experts,
             "experts_per_token": args.moe_router_topk,
             "expert_ffn_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
             "shared_expert_ffn_size": args.moe_shared_expert_intermediate_size or 0,
         }
+        p, parts = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+        if args.expert_model_parallel_size > 1:
+            found[EXPERT_PARALLEL] = args.expert_model_parallel_size
+        if parts not in (None, p):
+            found[EXPERT_TENSOR_PARALLEL] = parts
+        return found
 
     def _has(self, name: str, place: int, *, default: int) -> int:
         return self.patterns[name][place] if name in self.patterns else default
@@ -159,3 +173,10 @@ def _pattern(
     if name == EXPERTS and not {*freq} <= {0, 1}:
         raise UserError(f"--{flag} {freq}: give a 0 or 1 for each layer")
     return tuple(int(bool(freq[number - 1])) for number in numbers)
+
+
+def balances_over_replicas(args: argparse.Namespace) -> bool:
+    """Whether routers of experts add up what replicas count, while an MLP runs."""
+    types = args.moe_router_load_balancing_type
+    named = "global_aux_loss" in ([types] if isinstance(types, str) else types)
+    return bool(args.num_experts) and named and args.data_parallel_size > 1

@@ -12,7 +12,7 @@ import pytest
 from megatron_paradyse.costs.description import Description, check_compatible, differences
 from megatron_paradyse.costs.layers import half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.train.model_layers import ModelLayers
+from megatron_paradyse.train.model_layers import ModelLayers, balances_over_replicas
 from tests.costs.synthetic import DESCRIPTION
 from tests.profiler.profiling import LATENT, MODEL, RANKS, ROPE, run_profile
 from tests.train.harness import run_forked
@@ -143,6 +143,13 @@ def test_more_layers_of_multi_token_prediction_than_the_decoder_has():
     assert patterns == {"moe_layer_freq": (1, 1, 1, 1), "window_attn_skip_freq": (1, 1, 0, 1)}
 
 
+ONE_RANK_AN_EXPERT = {
+    "tensor_model_parallel_size": 2,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 2,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -158,7 +165,7 @@ def test_a_model_of_the_inverse_pattern_is_another_model(name, told):
     given |= {"moe_router_topk": 2, "moe_shared_expert_intermediate_size": None}
     given |= {"position_embedding_type": "rope", "multi_latent_attention": False}
     given |= {"mtp_num_layers": None, "attention_output_gate": False, "num_layers": 4}
-    given |= {"qk_l2_norm": False}
+    given |= {"qk_l2_norm": False, **ONE_RANK_AN_EXPERT}
     described = []
     for pattern in ([1, 0, 0, 0], [0, 1, 1, 1]):
         args = argparse.Namespace(**given | {name: pattern})
@@ -190,6 +197,47 @@ def _described(**flags) -> Description:
     args = argparse.Namespace(**given | flags)
     halves = ModelLayers.of_arguments(args, 4).halves(args)
     return dataclasses.replace(DESCRIPTION, halves=halves)
+
+
+WHOLE = {"num_experts": 4, "moe_layer_freq": 1, "moe_ffn_hidden_size": 64, "moe_router_topk": 2}
+WHOLE |= {"moe_shared_expert_intermediate_size": None, **ONE_RANK_AN_EXPERT}
+
+
+def test_costs_of_experts_that_lie_otherwise_over_ranks_are_not_of_the_run():
+    """Each rank has others of their weights, and sends tokens otherwise."""
+    whole = _described(**WHOLE)
+    over_four = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    assert differences(whole, _described(**WHOLE | over_four)) == [
+        "mlp.expert_parallel: none in the file, 4 in the run",
+        "mlp.expert_tensor_parallel: none in the file, 1 in the run",
+    ]
+    unsaid = {"expert_tensor_parallel_size": None}  # as many as of other weights
+    assert differences(whole, _described(**WHOLE | unsaid)) == []
+
+
+@pytest.mark.parametrize(
+    ("experts", "parts", "shared"),
+    [(1, 2, False), (1, 1, False), (2, 1, False), (2, 2, True), (4, 1, True), (2, 4, True)],
+)
+def test_replicas_share_experts_that_lie_over_more_ranks_than_one_has(experts, parts, shared):
+    over = {"expert_model_parallel_size": experts, "expert_tensor_parallel_size": parts}
+    assert dataclasses.replace(_described(**WHOLE | over), p=2).experts_shared == shared
+
+
+@pytest.mark.parametrize(
+    ("types", "num_experts", "replicas", "found"),
+    [
+        ("global_aux_loss", 4, 2, True),
+        (["aux_loss", "global_aux_loss"], 4, 2, True),
+        ("aux_loss", 4, 2, False),
+        ("global_aux_loss", 4, 1, False),
+        ("global_aux_loss", None, 2, False),
+    ],
+)
+def test_what_replicas_count_together_keeps_their_mlps_in_step(types, num_experts, replicas, found):
+    args = {"moe_router_load_balancing_type": types, "num_experts": num_experts}
+    args |= {"data_parallel_size": replicas}
+    assert balances_over_replicas(argparse.Namespace(**args)) == found
 
 
 def test_costs_without_a_gate_of_the_output_are_not_of_a_model_with_one_nor_the_other_way():
@@ -240,3 +288,14 @@ def test_an_mlp_that_no_strategy_changes_is_measured_once(tmp_path):
         plain = {found[name, "mlp@2", s].costs for name in names[:3]}
         assert len(plain) == len({found[name, "mlp@2", s].costs for name in names[3:]}) == 1
         assert len({found[name, "mlp", s].forward_seconds for name in names[:3]}) == 3
+
+
+def test_experts_over_replicas_are_measured_in_step(tmp_path):
+    """Every rank runs each half as often: their tokens go to ranks of other replicas too."""
+    flags = {**EXPERTS, "--moe-token-dispatcher-type": "alltoall", "--num-layers": 2}
+    flags |= {"--tensor-model-parallel-size": 1, "--expert-model-parallel-size": RANKS}
+    output, fault, strategies = tmp_path / "costs.json", "other clock", ("megatron_ts",)
+    found, events, _ = run_profile(output, fault=fault, model=flags, strategies=strategies)
+    assert all(m.is_ok for m in found.values()), found
+    assert "mlp" in {operation for _, operation, _ in found}
+    assert not [e for e in events if e.get("resumed")]
