@@ -241,6 +241,7 @@ def _comparing(check: Callable[..., Any]) -> Callable[..., Any]:
     def compare(of_checkpoint: argparse.Namespace, *args: Any, **kwargs: Any) -> Any:
         result = check(of_checkpoint, *args, **kwargs)
         check_order(get_args(), of_checkpoint)
+        check_experts(get_args(), of_checkpoint)
         said = counting.warning(get_args(), of_checkpoint)
         if said is not None:
             print_rank_0(f"> paradyse: {said}")
@@ -266,6 +267,34 @@ def check_order(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> N
         f"give --transformer-impl {theirs}, or save it there with "
         "--dist-ckpt-optim-fully-reshardable, or --no-load-optim"
     )
+
+
+def check_experts(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> None:
+    """UserError where Megatron keeps the optimizer states of experts apart in one of the two alone.
+
+    So it does where experts have ranks of their own: it then finds too few states, or too many.
+    """
+    theirs, ours = (_own_ranks(args) for args in (of_checkpoint, run))
+    if bool(theirs) == bool(ours) or run.no_load_optim or run.finetune:
+        return
+    p = run.tensor_model_parallel_size
+    like_others = f"--expert-model-parallel-size 1 --expert-tensor-parallel-size {p}"
+    raise UserError(
+        f"the checkpoint in {run.load} has the optimizer states of experts "
+        f"{f'apart ({theirs})' if theirs else 'among the others'}, this run "
+        f"{f'apart ({ours})' if ours else 'among the others'}, and Megatron cannot load them: give "
+        f"{theirs or like_others}, or --no-load-optim"
+    )
+
+
+def _own_ranks(args: argparse.Namespace) -> str:
+    """The flags that give experts other ranks than other weights have; "" where they have not."""
+    experts = getattr(args, "expert_model_parallel_size", 1)
+    p = args.tensor_model_parallel_size
+    parts = getattr(args, "expert_tensor_parallel_size", None) or p
+    if not args.num_experts or (experts == 1 and parts == p):
+        return ""
+    return f"--expert-model-parallel-size {experts} --expert-tensor-parallel-size {parts}"
 
 
 def _mend_tracker(folder: str, iteration: int | None) -> None:

@@ -245,3 +245,37 @@ def test_states_in_the_order_of_other_layers_are_refused(of_checkpoint, of_run, 
             check_order(run, checkpoint)
     else:
         check_order(run, checkpoint)
+
+
+ALIKE = {"num_experts": 4, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 1}
+ALIKE |= {"expert_tensor_parallel_size": 2}
+OVER_FOUR = ALIKE | {"expert_model_parallel_size": 4}
+IN_ONE = ALIKE | {"expert_tensor_parallel_size": 1}
+DENSE = ALIKE | {"num_experts": None, "expert_tensor_parallel_size": None}
+
+
+@pytest.mark.parametrize(
+    ("of_checkpoint", "of_run", "give"),
+    [
+        (OVER_FOUR, ALIKE, "--expert-model-parallel-size 4 --expert-tensor-parallel-size 2, or"),
+        (ALIKE, OVER_FOUR, "--expert-model-parallel-size 1 --expert-tensor-parallel-size 2, or"),
+        (IN_ONE, ALIKE, "--expert-model-parallel-size 1 --expert-tensor-parallel-size 1, or"),
+        (OVER_FOUR, IN_ONE, None),
+        (ALIKE, ALIKE | {"expert_tensor_parallel_size": None}, None),
+        (DENSE, DENSE, None),
+        (OVER_FOUR, ALIKE | {"no_load_optim": True}, None),
+        (OVER_FOUR, ALIKE | {"finetune": True}, None),
+    ],
+)
+def test_states_of_experts_that_megatron_keeps_elsewhere_are_refused(of_checkpoint, of_run, give):
+    """It would say that entries or a group of parameters are missing, and no remedy."""
+    plugin.install()
+    from megatron_paradyse.train.checkpoints import check_experts
+
+    same = {"no_load_optim": None, "finetune": False, "load": "saved"}
+    checkpoint, run = (argparse.Namespace(**same | own) for own in (of_checkpoint, of_run))
+    if give is None:
+        check_experts(run, checkpoint)
+    else:
+        with pytest.raises(UserError, match=f"and Megatron cannot load them: give {give}"):
+            check_experts(run, checkpoint)
