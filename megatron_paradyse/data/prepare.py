@@ -11,7 +11,7 @@ from megatron_paradyse.data.metadata import DatasetMetadata
 from megatron_paradyse.data.progress import Progress
 from megatron_paradyse.data.sources import Chunk, Marked, Source, SourceError
 from megatron_paradyse.data.tokenizers import Tokenizer
-from megatron_paradyse.data.writer import DatasetWriter
+from megatron_paradyse.data.writer import DatasetWriter, WriteError
 from megatron_paradyse.errors import UserError
 
 
@@ -33,7 +33,7 @@ def prepare(
     behind when it fails. Memory: a chunk (1 MiB) and its tokens for tokenizers that stream,
     the longest document for the others, and about 110 bytes per document.
 
-    Raises UserError for bad input, with its place, and OSError.
+    Raises UserError for bad input, with its place, and for a disk that is full; and OSError.
     """
     if append_eod and tokenizer.eod is None:
         raise UserError(f"{tokenizer.name} has no end-of-document token: give --no-append-eod")
@@ -96,7 +96,7 @@ def _write_documents(
         try:
             for tokens in source.documents(tokenizer, parts):
                 yield first.place, _write_document(writer, tokens, end)
-        except SourceError:
+        except (SourceError, WriteError):
             raise
         except UserError as error:
             # A tokenizer or the writer knows the text but not where it came from.

@@ -30,6 +30,10 @@ def smallest_dtype(vocab_size: int) -> type[np.number[Any]]:
     return np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
+class WriteError(UserError):
+    """A data set cannot be written, whatever the input that was met first."""
+
+
 class DatasetWriter:
     """Writes a data set under temporary names; commit() gives it its names, leaving removes it.
 
@@ -91,13 +95,13 @@ class DatasetWriter:
 
     @contextlib.contextmanager
     def _naming_the_prefix(self) -> Iterator[None]:
-        """An error of the first file tells the name that was given, not the temporary one."""
+        """An error tells the name that was given, not a temporary one, and as WriteError."""
         try:
             yield
         except OSError as error:
-            raise UserError(
+            raise WriteError(
                 f"{self.prefix}.bin cannot be written: {error.strerror or error}: choose another "
-                "place"
+                "place, or make room there"
             ) from error
 
     def __exit__(
@@ -127,11 +131,16 @@ class DatasetWriter:
                 "cannot hold: split it (FASTA: --split-bases)"
             )
         # Not builder.add_item: that needs the whole document, as a tensor, and copies it twice.
-        self._builder.data_file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-        if self.num_target_tokens is not None:
-            marks = np.ones(len(tokens), np.uint8) if learnt is None else learnt.astype(np.uint8)
-            self._targets.write(marks.data)
-            self.num_target_tokens += int(np.count_nonzero(marks))
+        stream = self._builder.data_file
+        with self._naming_the_prefix():
+            stream.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+            if self.num_target_tokens is not None:
+                self._add_targets(np.ones(len(tokens), bool) if learnt is None else learnt)
+
+    def _add_targets(self, learnt: TokenArray) -> None:
+        assert self.num_target_tokens is not None
+        self._targets.write(learnt.astype(np.uint8).data)
+        self.num_target_tokens += int(np.count_nonzero(learnt))
 
     def end_document(self) -> None:
         """Close the document; an empty one leaves no trace."""
@@ -156,6 +165,14 @@ class DatasetWriter:
             num_target_tokens=self.num_target_tokens,
             **description,
         )
+        with self._naming_the_prefix():
+            self._finish(metadata)
+        # The names must survive a crash; some file systems cannot sync a folder.
+        with contextlib.suppress(OSError):
+            sync(os.path.dirname(self.prefix) or ".")
+        return metadata
+
+    def _finish(self, metadata: DatasetMetadata) -> None:
         self._builder.finalize(self._temporary[".idx"])
         if self.num_target_tokens is not None:
             self._targets.close()
@@ -170,9 +187,7 @@ class DatasetWriter:
         except BaseException:
             self._remove_named()
             raise
-        sync(os.path.dirname(self.prefix) or ".")
         self._committed = True
-        return metadata
 
     def _remove_named(self) -> None:
         for suffix in reversed(SUFFIXES):

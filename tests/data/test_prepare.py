@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import sysconfig
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_paradyse.data.sources import Chunk, JsonlSource, TextSource, TreeS
 from megatron_paradyse.data.tokenizers import BytesTokenizer, KmerTokenizer
 from megatron_paradyse.data.writer import DatasetWriter, smallest_dtype
 from megatron_paradyse.errors import UserError
+from tests.full_disk import largest_file
 
 STDLIB = sysconfig.get_paths()["stdlib"]
 
@@ -100,14 +102,39 @@ def test_a_failure_leaves_what_was_there(tmp_path, failure, existing):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+CANNOT = r"^\S+/out\.bin cannot be written: {}: choose another place, or make room there$"
+
+
 def test_a_failure_of_the_last_step_leaves_nothing(tmp_path, monkeypatch):
     def full_disk(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=CANNOT.format("No space left on device")):
         prepare(ListSource([[b"x"]]), BytesTokenizer(), str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [100_000, 10])
+def test_a_full_disk_is_told_with_the_name_that_was_given(tmp_path, num_bytes):
+    """While documents are written, and when what is buffered of them is; not as a fault of one."""
+    with largest_file(8), pytest.raises(UserError, match=CANNOT.format("File too large")):
+        prepare(ListSource([[b"x" * num_bytes]]), BytesTokenizer(), str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_whose_names_cannot_be_synced_is_no_failure(tmp_path, monkeypatch):
+    """As of some file systems: the data set is there, whole."""
+    fsync = os.fsync
+
+    def of_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(22, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    prepare(ListSource([[b"x"]]), BytesTokenizer(), str(tmp_path / "out"))
+    assert megatron_reads(tmp_path / "out") == [[*b"x", 256]]
 
 
 @pytest.mark.parametrize("calls_before", [0, 1, 2])
