@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from megatron_paradyse.errors import UserError
 
 FIGURES = (".png", ".svg", ".pdf")
 HEAD_BYTES = 8192
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp(\.\w+)?", re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -52,6 +54,11 @@ def temporary_path(path: str | os.PathLike[str]) -> str:
     folder, name = os.path.split(os.fspath(path))
     unique = f"{socket.gethostname()}.{secrets.token_hex(8)}"
     return os.path.join(folder, f".{name}.{unique}.tmp")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is one of temporary_path's: being written, or left behind."""
+    return TEMPORARY.fullmatch(name) is not None
 
 
 def sync(path: str) -> None:

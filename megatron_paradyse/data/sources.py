@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_paradyse.data.tokenizers import TokenArray, Tokenizer
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.whole_file import is_temporary
 
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 28  # of one JSONL record; longer is taken for a file that is no JSONL
@@ -122,7 +123,8 @@ class TreeSource(TextSource):
     """Every file with one of the suffixes below the roots, in sorted order; one file, one document.
 
     A root may be a file. Files and folders whose name or relative path matches a pattern of
-    `exclude` are left out; symbolic links are never followed.
+    `exclude` are left out, as is what we write or left unfinished; symbolic links are never
+    followed.
     """
 
     kind = "tree"
@@ -187,7 +189,7 @@ class TreeSource(TextSource):
                 yield entry.path, entry.stat(follow_symlinks=False).st_size
 
     def _is_excluded(self, name: str, relative: str) -> bool:
-        return any(
+        return is_temporary(name) or any(
             fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(relative, pattern)
             for pattern in self.exclude
         )

@@ -200,6 +200,18 @@ def test_what_an_earlier_run_wrote_into_a_tree_is_no_document_of_the_next(tmp_pa
     assert "2 documents, 18 tokens" in result.stdout
 
 
+def test_what_is_being_written_into_a_tree_is_no_document_of_it(tmp_path, monkeypatch):
+    """It would grow by each byte that is read of it."""
+    monkeypatch.setattr("megatron_paradyse.data.writer.MAX_DOCUMENT_TOKENS", 1 << 22)
+    tree = tmp_path / "tree"
+    (tree / "out").mkdir(parents=True)
+    (tree / "a.bin").write_bytes(b"a" * (2 << 20))  # more than is buffered
+    (tree / "out" / f".x.host.{'a1' * 8}.tmp.bin").write_bytes(b"left behind by kill -9")
+    result = run("data", "prepare", tree, "--suffix", ".bin", "-o", tree / "out" / "x")
+    assert result.exit_code == 0, result.stderr
+    assert "1 document, 2,097,153 tokens" in result.stdout
+
+
 @pytest.mark.parametrize("name", ["no \udcff text", "$\\foo$"])
 def test_a_figure_has_whatever_name_a_data_set_has(name, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
