@@ -63,11 +63,7 @@ class FastaSource(TextSource):
                 for line_number, is_header, data in _lines_in_blocks(stream, self._block_bytes):
                     self._reader.note_progress()
                     if is_header:
-                        if len(data) > MAX_HEADER_BYTES:
-                            raise SourceError(
-                                f"{path}:{line_number}: a header longer than "
-                                f"{MAX_HEADER_BYTES >> 10} KiB: this is no FASTA file"
-                            )
+                        _check_header(data, f"{path}:{line_number}")
                         document += 1
                         place = f"{path}:{line_number}"
                         yield Chunk(document, place, b"")
@@ -136,6 +132,18 @@ def _lines_in_blocks(stream: BinaryIO, block_bytes: int) -> Iterator[tuple[int, 
             position = stop
     if header is not None:
         yield line, True, header
+
+
+def _check_header(header: bytes, place: str) -> None:
+    if len(header) > MAX_HEADER_BYTES:
+        raise SourceError(
+            f"{place}: a header longer than {MAX_HEADER_BYTES >> 10} KiB: this is no FASTA file"
+        )
+    if b"\r" in header.rstrip(b"\r\n"):
+        raise SourceError(
+            f"{place}: lines that end in a carriage return alone, so that bases are taken for a "
+            "header: convert them with tr '\\r' '\\n'"
+        )
 
 
 def _foreign_letter_error(path: str, line: int, data: bytes) -> SourceError:

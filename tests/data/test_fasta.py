@@ -88,6 +88,9 @@ def test_what_is_no_fasta_is_refused(tmp_path):
     path.write_text(">" + "h" * (4 * MAX_HEADER_BYTES))
     with pytest.raises(UserError, match=r"x\.fa:1: a header longer than 64 KiB"):
         documents(FastaSource([str(path)]))
+    path.write_bytes(b">a\nAC\n>b\rACGT\r>c\rACGT\r>d\nACGT\n")  # of b and c nothing would be left
+    with pytest.raises(UserError, match=r"x\.fa:3: lines that end in a carriage return alone"):
+        documents(FastaSource([str(path)]))
     with pytest.raises(UserError, match="--split-bases 0"):
         FastaSource([str(path)], split_bases=0)
 
