@@ -124,6 +124,8 @@ def test_lengths_are_read_from_an_index_of_megatron(tmp_path):
     index = read_index(tmp_path / "a")
     assert index.sequence_lengths.tolist() == [5, 2, 9]
     assert index.num_documents == 2 and index.document_lengths.tolist() == [7, 9]
+    write_index(tmp_path / "empty.idx", [5, 2], boundaries=[0, 0, 2, 2])
+    assert read_index(tmp_path / "empty").document_lengths.tolist() == [0, 7, 0]
     write_index(tmp_path / "multimodal.idx", [5, 2], extra=b"\0\0")
     assert read_index(tmp_path / "multimodal.idx").sequence_lengths.tolist() == [5, 2]
 
@@ -133,7 +135,17 @@ def test_a_document_of_several_sentences_counts_as_one_sequence(tmp_path):
     write_index(tmp_path / "a.idx", [4, 3000, 2000, 9], boundaries=[0, 3, 4])
     summary = summarize(read_index(tmp_path / "a"))
     assert summary.bucket_sequences[:2] == (1, 1) and summary.bucket_tokens[:2] == (9, 5004)
-    assert (summary.num_sequences, summary.median_tokens, summary.max_tokens) == (2, 2506.5, 5004)
+    assert (summary.num_sequences, summary.median_tokens) == (2, 2506.5)
+    assert (summary.min_tokens, summary.max_tokens) == (9, 5004)
+    assert summary.token_percent[:2] == pytest.approx((900 / 5013, 500400 / 5013))
+
+
+def test_tokens_beyond_32_bits_are_added_up(tmp_path):
+    longest = 2**31 - 1
+    write_index(tmp_path / "a.idx", [longest] * 3, boundaries=[0, 1, 3])
+    summary = summarize(read_index(tmp_path / "a"))
+    assert summary.num_tokens == summary.bucket_tokens[-1] == 3 * longest
+    assert summary.max_tokens == 2 * longest
 
 
 def test_a_damaged_index_is_refused(tmp_path):
@@ -143,6 +155,8 @@ def test_a_damaged_index_is_refused(tmp_path):
     cases = {
         "are too few": b"MMIDIDX",
         "no index of Megatron": b"\0" * 50,
+        r"no index of Megatron \(version 1\)": HEADER.pack(MAGIC, 2, 8, 1, 2) + bytes(28),
+        "is no index of Megatron": HEADER.pack(MAGIC, 1, 9, 1, 2) + bytes(28),
         "is damaged or unfinished": HEADER.pack(MAGIC, 1, 8, 2**63, 2**63),
         "holds no documents": HEADER.pack(MAGIC, 1, 8, 0, 1) + struct.pack("<q", 0),
     }

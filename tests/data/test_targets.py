@@ -90,8 +90,11 @@ def test_ranges_are_counted_to_the_very_end(block_bytes, monkeypatch):
         (bytes([0, 1, 2]), r"out\.targets has the value 2 for token 2"),
     ],
 )
-def test_targets_that_cannot_be_read_or_are_no_marks_are_refused(content, said, tmp_path):
+def test_targets_that_cannot_be_read_or_are_no_marks_are_refused(
+    content, said, tmp_path, monkeypatch
+):
     """Also without the .json that would tell: they would be learnt, all of them."""
+    monkeypatch.setattr(targets, "BLOCK_BYTES", 2)
     prefix, _ = prepare(tmp_path, [{"q": "a", "a": "b"}], "--prompt-key", "q", "--key", "a")
     for suffix in (".targets", ".json"):
         prefix.with_suffix(suffix).unlink()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from megatron_paradyse.data.loader import Balance, BatchSizes, Sharding, collate
 from megatron_paradyse.data.order import make_order
 from megatron_paradyse.data.packed import next_tokens
 from megatron_paradyse.data.targets import NO_LABEL
-from megatron_paradyse.data.whole_set import OneEpoch
+from megatron_paradyse.data.whole_set import OneEpoch, WholeSet
 from megatron_paradyse.errors import UserError
 from tests.train.harness import write_documents
 
@@ -50,11 +52,11 @@ def test_a_document_that_just_fits_is_whole(long_documents):
 
 
 def test_refusing_names_the_document_and_the_remedy():
-    """In the second half of a data set, one of several."""
+    """The first of them, in the second half of a data set, one of several."""
     said = r"^document 3 of wiki has 100 tokens, --seq-length 10 takes 11: raise"
     with pytest.raises(UserError, match=said):
         build_sample_table(
-            np.array([5, 100]),
+            np.array([5, 100, 50, 200]),
             **{"seq_length": 10, "long_documents": "refuse", "first_document": 2, "prefix": "wiki"},
         )
 
@@ -105,16 +107,25 @@ def test_every_order_is_a_permutation_and_deterministic(name):
         np.testing.assert_array_equal(order(lengths, epoch), order(lengths, epoch))
 
 
-def test_epochs_and_seeds_shuffle_differently():
+@pytest.mark.parametrize("name", ["shuffled", "bucketed"])
+def test_epochs_and_seeds_shuffle_differently(name):
     lengths = np.ones(100)
-    shuffled = make_order("shuffled", seed=3, group=8)
-    assert (shuffled(lengths, 0) != shuffled(lengths, 1)).any()
-    assert (shuffled(lengths, 0) != make_order("shuffled", seed=4, group=8)(lengths, 0)).any()
+    shuffled, other = (make_order(name, seed=seed, group=8) for seed in (3, 4))
+    orders = [shuffled(lengths, 0), shuffled(lengths, 1), other(lengths, 0), np.arange(100)]
+    assert all((one != two).any() for one, two in itertools.combinations(orders, 2))
+
+
+def test_groups_of_alike_lengths_are_in_no_order_of_their_lengths():
+    """Else every epoch would be short to long."""
+    lengths = np.repeat([1, 10, 100, 1000], 80)
+    order = make_order("bucketed", seed=3, group=8)(lengths, 0)
+    assert 10 < np.count_nonzero(np.diff(lengths[order])) < 40  # of 39 ends of groups
 
 
 def test_short_to_long_is_sorted_and_bucketed_groups_are_alike():
-    lengths = np.random.default_rng(1).integers(1, 4096, size=400)
-    assert (np.diff(lengths[make_order("short-to-long", seed=0, group=8)(lengths, 0)]) >= 0).all()
+    lengths = np.random.default_rng(1).integers(1, 99, size=400)  # many of them equal
+    ascending = make_order("short-to-long", seed=0, group=8)(lengths, 0)
+    assert ascending.tolist() == sorted(range(400), key=lambda i: lengths[i])
     order = make_order("bucketed", seed=0, group=8)(lengths, 0)
     buckets = np.log2(lengths[order]).astype(int)
     whole = sum(int(n) // 8 for n in np.bincount(buckets))
@@ -237,11 +248,17 @@ def test_a_whole_set_is_each_sample_and_then_nothing_that_is_learnt(dataset):
         assert position >= count or tokens.tolist() == stream.tokens(position).tolist()
 
 
+def test_each_evaluation_of_a_whole_set_begins_anew():
+    whole = WholeSet([7, 8], 5)
+    assert [next(iter(whole)), *iter(whole)] == [7, 7, 8] and len(whole) == 5
+
+
 def test_collate_pads_to_the_longest_and_the_alignment():
     batch = collate([np.arange(1, 6), np.arange(1, 11)], alignment=8)
     assert batch["tokens"].shape == (2, 17)
     assert batch["lengths"].tolist() == [4, 9]
     assert batch["tokens"][0].tolist() == [1, 2, 3, 4, 5] + [0] * 12
+    assert collate([np.arange(9)], alignment=8)["tokens"].tolist() == [[*range(9)]]
 
 
 def test_an_epoch_of_joined_data_sets_has_every_document_of_each(tmp_path):
