@@ -25,7 +25,7 @@ from megatron_paradyse.units import printable
 USAGE_EXIT_CODE = 2
 ERROR_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
-TERMINATED_EXIT_CODE = 143
+SIGNALLED_EXIT_CODE = 128  # and the number of the signal
 
 # name -> (module:attribute, one line for --help)
 COMMANDS = {
@@ -194,11 +194,13 @@ def cli() -> None:
 
 def _terminate(signum: int, frame: object) -> NoReturn:
     # An exception, so that unfinished files are removed on the way out.
-    _exit_with_line("terminated", TERMINATED_EXIT_CODE)
+    _exit_with_line("terminated", SIGNALLED_EXIT_CODE + signum)
 
 
 def main() -> NoReturn:
     """Run the command line of this process."""
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # of a terminal that closes, less nohup
+        signal.signal(signal.SIGHUP, _terminate)
     cli(prog_name="megatron-paradyse")
     raise AssertionError("click leaves by SystemExit")
