@@ -1,5 +1,6 @@
 """Published distributions, lengths drawn like them, and documents that can be learned."""
 
+import itertools
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_paradyse.data import synthesize as synthesis
 from megatron_paradyse.data.distributions import (
     BUCKET_EDGES,
     DISTRIBUTIONS,
@@ -16,7 +18,7 @@ from megatron_paradyse.data.distributions import (
 from megatron_paradyse.data.index import read_index
 from megatron_paradyse.data.lengths import summarize, summary_lines
 from megatron_paradyse.data.lengths_plot import plot_lengths
-from megatron_paradyse.data.synthesize import synthesize
+from megatron_paradyse.data.synthesize import MarkovChain, synthesize
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.units import format_count, parse_count, parse_ratio
 from tests.train.harness import write_documents
@@ -42,6 +44,26 @@ def test_drawn_lengths_have_the_published_shares_and_maximum(name, scale):
     assert 0.9 * row.max_tokens * scale < lengths.max() <= (row.max_tokens + 1) * scale
 
 
+def test_published_shares_and_maxima_are_the_papers():
+    published = {name: (row.percent, row.max_tokens) for name, row in DISTRIBUTIONS.items()}
+    assert published == {
+        "githubcode": ((65.7, 14.5, 9.8, 5.1, 2.7, 1.1, 1.1), 309 * 1024),
+        "grch38": ((3.5, 26.4, 28.7, 21.2, 11.9, 5.5, 1.9), 624 * 1024),
+    }
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_half_of_a_bucket_is_shorter_than_the_geometric_mean_of_its_ends(name):
+    lengths = draw_lengths(name, 100_000, rng=0)
+    edges = [32, *BUCKET_EDGES[1:], DISTRIBUTIONS[name].max_tokens + 1]
+    assert lengths.min() == 32
+    for low, high in itertools.pairwise(edges):
+        inside = lengths[(low <= lengths) & (lengths < high)]
+        shorter = (inside < math.sqrt(low * high)).mean()
+        # Five standard deviations, and what whole tokens make of it.
+        assert abs(shorter - 0.5) < 2.5 / math.sqrt(len(inside)) + 1e-3
+
+
 @given(
     count=st.integers(0, 50),
     scale=st.floats(1e-6, 10),
@@ -55,7 +77,8 @@ def test_draws_depend_on_the_seed_alone(count, scale, seed, name):
 
 
 def test_draws_that_cannot_be_are_refused():
-    for arguments in (("bert", 1), ("grch38", -1), ("grch38", 1, 0.0), ("grch38", 1, math.inf)):
+    scales = (0.0, math.inf, 1e15)
+    for arguments in (("bert", 1), ("grch38", -1), *(("grch38", 1, scale) for scale in scales)):
         with pytest.raises(UserError):
             draw_lengths(*arguments)
 
@@ -69,6 +92,22 @@ def test_synthetic_documents_are_deterministic_labelled_and_cut(tmp_path):
     assert content["a"] == content["b"] != content["c"]
     assert first.is_synthetic and first.tokenizer == "synthetic"
     assert first.max_document_tokens == 300 and first.num_documents == 50
+    assert first.source_parameters == {
+        "distribution": "GRCh38",
+        "scale": 1 / 32,
+        "seed": 1,
+        "max_tokens": 300,
+        # Of 32, 16, ..., 1 in 63.
+        "entropy_nats_per_token": round(math.log(63) - 258 / 63 * math.log(2), 6),
+    }
+
+
+def test_a_walk_goes_on_from_one_array_to_the_next(monkeypatch):
+    chain = MarkovChain.create(50, np.random.default_rng(0))
+    (whole,) = chain.walk(100, np.random.default_rng(1))
+    monkeypatch.setattr(synthesis, "CHUNK_TOKENS", 7)
+    parts = list(chain.walk(100, np.random.default_rng(1)))
+    assert len(parts) == 15 and np.concatenate(parts).tolist() == whole.tolist()
 
 
 def test_synthetic_tokens_are_predictable_from_the_token_before(tmp_path):
@@ -100,6 +139,7 @@ def test_synthetic_tokens_are_predictable_from_the_token_before(tmp_path):
         ({"max_tokens": 1}, "--max-tokens 1"),
         ({"seed": -1}, "got -1"),
         ({"scale": 0.0}, "scale > 0"),
+        ({"scale": 1e9}, r"--scale 1e\+09 makes a document of .* tokens.*or --max-tokens"),
     ],
 )
 def test_synthesis_that_cannot_be_is_refused(tmp_path, change, message):
