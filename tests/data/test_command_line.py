@@ -226,6 +226,7 @@ def test_fasta_and_jsonl_find_their_tokenizer(tmp_path):
     run("data", "prepare", tmp_path / "x.fna", "-o", tmp_path / "dna", "--split-bases", 6)
     values = json.loads((tmp_path / "dna.json").read_text())
     assert (values["tokenizer"], values["dtype"], values["num_documents"]) == ("kmer", "uint8", 3)
+    assert values["source_parameters"] == {"split_bases": 6}
     (tmp_path / "x.jsonl").write_text('{"body": "text"}\n')
     run("data", "prepare", tmp_path / "x.jsonl", "--key", "body", "-o", tmp_path / "text")
     assert json.loads((tmp_path / "text.json").read_text())["tokenizer"] == "bytes"

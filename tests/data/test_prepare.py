@@ -68,6 +68,7 @@ def test_megatron_reads_back_every_document(tmp_path, documents, append_eod):
     metadata = prepare(ListSource(documents), BytesTokenizer(), str(prefix), **run)
     assert megatron_reads(prefix) == expected
     assert metadata == read_metadata(prefix)
+    assert metadata.append_eod is append_eod
     assert metadata.num_empty_documents == len(texts) - len(expected)
     lengths = read_index(prefix).sequence_lengths.tolist()
     assert lengths == [len(tokens) for tokens in expected]

@@ -22,7 +22,15 @@ def write(path, content: bytes | str = "x"):
 
 def test_tree_is_sorted_filtered_and_never_leaves_its_root(tmp_path):
     root = tmp_path / "root"
-    for name in ("b/z.py", "b/a.py", "a.py", "c.txt", "site-packages/q.py", "b/__pycache__/r.py"):
+    for name in (
+        "b/z.py",
+        "b/a.py",
+        "a.py",
+        "B.py",
+        "c.txt",
+        "site-packages/q.py",
+        "b/__pycache__/r.py",
+    ):
         write(root / name, name)
     outside = write(tmp_path / "outside" / "secret.py")
     os.symlink(outside, root / "link.py")
@@ -30,11 +38,12 @@ def test_tree_is_sorted_filtered_and_never_leaves_its_root(tmp_path):
     os.mkfifo(root / "pipe.py")
     source = TreeSource([str(root)])
     assert [os.path.relpath(place, root) for place, _ in documents(source)] == [
+        "B.py",  # by their bytes, alike on every machine
         "a.py",
         "b/a.py",
         "b/z.py",
     ]
-    assert source.read_bytes == source.total_bytes == len("a.pyb/a.pyb/z.py")
+    assert source.read_bytes == source.total_bytes == len("B.pya.pyb/a.pyb/z.py")
 
 
 def test_tree_takes_suffixes_excludes_and_single_files(tmp_path):
@@ -43,8 +52,9 @@ def test_tree_takes_suffixes_excludes_and_single_files(tmp_path):
     single = write(tmp_path / "y.any")
     source = TreeSource([str(tmp_path / "x"), single], suffixes=[".md"], exclude=["old"])
     assert [os.path.basename(place) for place, _ in documents(source)] == ["a.md", "y.any"]
-    by_path = TreeSource([str(tmp_path / "x")], suffixes=[".md"], exclude=["old/*.md"])
-    assert len(documents(by_path)) == 1
+    for pattern, count in (("old/*.md", 1), ("A.md", 2)):
+        found = TreeSource([str(tmp_path / "x")], suffixes=[".md"], exclude=[pattern])
+        assert len(documents(found)) == count
 
 
 def test_tree_keeps_any_bytes_and_files_larger_than_a_chunk(tmp_path):
@@ -77,6 +87,13 @@ def test_jsonl_may_begin_with_a_byte_order_mark_before_whatever_line(first, tmp_
     path = write(tmp_path / "a.jsonl", codecs.BOM_UTF8 + first + b'{"text": "a"}\n')
     place = f"{path}:{first.count(b'\n') + 1}"
     assert documents(JsonlSource([path])) == [(place, b"a")]
+
+
+def test_what_is_read_of_several_files_is_added_up(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", f'{{"text": "{name}"}}\n') for name in ("a", "bc")]
+    source = JsonlSource(paths)
+    assert documents(source) == [(f"{paths[0]}:1", b"a"), (f"{paths[1]}:1", b"bc")]
+    assert source.read_bytes == source.total_bytes == 29
 
 
 def test_jsonl_passes_over_blank_lines_and_takes_half_a_surrogate_pair(tmp_path):

@@ -69,6 +69,7 @@ def test_of_a_prompt_and_a_completion_the_completion_and_its_end_are_learnt(tmp_
     metadata = read_metadata(prefix)
     assert (metadata.num_target_tokens, metadata.num_empty_documents) == (12, 1)
     assert metadata.source == "prompts"
+    assert metadata.source_parameters == {"prompt_key": "q", "key": "a"}
     assert (
         "12 tokens are learnt, 66.7%" in result.stdout and ".idx, .targets, .json" in result.stdout
     )
@@ -154,6 +155,32 @@ def test_an_id_beyond_the_vocabulary_is_refused(model):
         list(tokenizer.documents(Conversation(chat("def f", "return"), None), learn="all"))
 
 
+def test_a_template_alone_says_what_begins_a_conversation(model):
+    """Not the tokenizer, which would write a second one of what the template has written."""
+    from tokenizers.processors import TemplateProcessing
+
+    from megatron_paradyse.data.chat_tokenizers import TemplateTokenizer
+    from megatron_paradyse.data.supervised import Conversation
+
+    tokenizer = TemplateTokenizer(model=str(model), chat_template=STOP + PLAIN)
+    library, conversation = tokenizer._library, Conversation(chat("a", "b"), None)
+    begins = TemplateProcessing(single=f"{STOP} $A", special_tokens=[(STOP, library.eos_token_id)])
+    library.backend_tokenizer.post_processor = begins
+    assert library("a").input_ids[0] == library.eos_token_id
+    ((tokens, _),) = tokenizer.documents(conversation, learn="all")
+    assert tokens.tolist().count(library.eos_token_id) == 1
+
+
+def test_templates_are_told_apart(model):
+    from megatron_paradyse.data.chat_tokenizers import TemplateTokenizer
+
+    digests = [
+        TemplateTokenizer(model=str(model), chat_template=template).parameters()["chat_template"]
+        for template in (None, PLAIN, MARKED)
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_the_end_of_a_turn_that_is_written_once_more_follows_is_learnt(model):
     assert learnt_texts(model, OPEN, chat("a", "b", "c", "d")) == [f"b{STOP}", "d"]
 
@@ -204,12 +231,15 @@ def test_a_system_message_begins_another_conversation(model, library, tmp_path):
     system = {"role": "system", "content": "Brief."}
     messages = [*chat("a", "b"), system, *chat("c", "d"), system, *chat("e")]
     options = ["--source", "chat", "--tokenizer-model", model]
-    prefix, result = prepare(tmp_path, [{"messages": messages}], *options)
-    assert result.exit_code == 0 and "left out 1 empty" in result.stdout
-    expected = [
-        library.apply_chat_template(part)["input_ids"] for part in (messages[:2], messages[2:5])
-    ]
+    prefix, result = prepare(
+        tmp_path, [{"messages": messages}, {"messages": messages[2:]}], *options
+    )
+    assert result.exit_code == 0 and "left out 2 empty" in result.stdout
+    parts = (messages[:2], messages[2:5], messages[2:5])
+    expected = [library.apply_chat_template(part)["input_ids"] for part in parts]
     assert [tokens for tokens, _ in documents(prefix)] == expected
+    parameters = read_metadata(prefix).source_parameters
+    assert parameters == {"key": "messages", "learn": "assistant"}
 
 
 @pytest.mark.parametrize("name", ["nemotron-nano-v2", "identity", "default"])
@@ -230,7 +260,12 @@ def test_formats_of_megatrons_sft_give_its_tokens_and_targets(name, model, tmp_p
         counted = (targets != IGNORE_INDEX) & (targets != theirs.pad_id)  # as SFTDataset's mask
         assert learnt == expected[counted].tolist()
     # Either tokenizer has the same ids, so that data of both may be blended.
-    assert read_metadata(prefix).tokenizer == "HuggingFaceTokenizer"
+    metadata = read_metadata(prefix)
+    assert metadata.tokenizer == "HuggingFaceTokenizer"
+    assert metadata.tokenizer_parameters["prompt_format"] == name
+    asked = [{"messages": chat("only asked")}]
+    prefix, result = prepare(tmp_path, asked, *options, "--learn", "all", "--overwrite")
+    assert result.exit_code == 0 and read_metadata(prefix).num_documents == 1, result.stderr
 
 
 def test_the_last_turn_can_be_learnt_where_a_template_forgets_reasoning(model, library, tmp_path):
@@ -300,6 +335,7 @@ def test_documents_of_each_turn_are_counted_one_by_one(model, tmp_path):
     metadata = read_metadata(prefix)
     assert (metadata.num_documents, metadata.num_empty_documents) == (4, 1)
     first, second = documents(prefix)[:2]
+    assert len(first[0]) < len(second[0])
     assert documents(prefix)[2:] == [first, second]
     prefix, result = prepare(tmp_path, records, *options, "--max-documents", 3, "--overwrite")
     assert result.exit_code == 0 and len(documents(prefix)) == 3

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from megatron_paradyse.data.supervised import ChatSource
 from megatron_paradyse.errors import UserError
 from tests.data.chats import FORGETFUL, PLAIN, chat, small_bpe
 from tests.data.preparing import prepare
@@ -111,6 +114,21 @@ def test_a_conversation_that_cannot_be_written_is_named(case, model, tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_only_results_of_tools_may_be_no_text_and_only_calls_without_one(tmp_path):
+    asked = chat("a")
+    results = [{"role": role, "content": {"x": 1}} for role in ("tool", "ipython", "function")]
+    calls = [{"role": "assistant", key: [{}]} for key in ("tool_calls", "function_call")]
+    path = tmp_path / "in.jsonl"
+    for message in (*results, *calls):
+        path.write_text(json.dumps({"messages": [*asked, message]}))
+        (chunk,) = ChatSource([str(path)], learn="assistant").chunks()
+        assert chunk.data.messages == [*asked, message]
+    for content in ({"x": 1}, 5, [{"type": "text", "text": 5}], [{"type": "text"}]):
+        path.write_text(json.dumps({"messages": [*asked, {"role": "user", "content": content}]}))
+        with pytest.raises(UserError, match=r"message 2 has .* as content"):
+            list(ChatSource([str(path)], learn="assistant").chunks())
+
+
 WRONG = {
     "--source chat": "HuggingFaceTokenizer needs --tokenizer-model PATH",
     "--source chat --tokenizer bytes": "--source chat with --tokenizer bytes: give Hugging",
@@ -120,6 +138,13 @@ WRONG = {
     "--source chat --sft-tokenizer-prompt-format identity": "--tokenizer SFTTokenizer",
     "--source chat --tokenizer SFTTokenizer --learn last": "--learn last with --tokenizer SFT",
     "--source chat --tokenizer SFTTokenizer --learn each": "--learn each with --tokenizer SFT",
+    "--suffix .py": "--suffix is of --source tree, and this is jsonl",
+    "--exclude x": "--exclude is of --source tree, and this is jsonl",
+    "--split-bases 3": "--split-bases is of --source fasta, and this is jsonl",
+    "--chat-template x": "--chat-template is of --source chat, and this is jsonl",
+    "--source tree --key x": "--key is of --source jsonl or chat, and this is tree",
+    "--kmer 2": "--kmer with --tokenizer bytes: leave it out, or --tokenizer kmer",
+    "--source chat --merge-file x": "--merge-file with --source chat: give --tokenizer-model",
     "--source chat --vocab-file x": "--vocab-file with --source chat: give --tokenizer-model",
     "--source chat --chat-template none": "--chat-template none cannot be read",
     "--prompt-key q": "no key 'q' (keys: messages): name it with --prompt-key",
