@@ -73,7 +73,8 @@ class DatasetWriter:
             raise UserError(f"{existing[0]} exists: choose another prefix, or give --overwrite")
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise UserError(f"{folder} is not a folder: choose another prefix than {self.prefix}")
-        os.makedirs(folder or ".", exist_ok=True)
+        with self._naming_the_prefix():
+            os.makedirs(folder or ".", exist_ok=True)
         temporary = temporary_path(self.prefix)
         written = SUFFIXES[1:] if self.num_target_tokens is None else SUFFIXES
         self._temporary = {suffix: temporary + suffix for suffix in written}

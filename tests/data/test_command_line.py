@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from megatron_paradyse import cli as command_line
 from megatron_paradyse.cli import COMMANDS, RootGroup, cli
 from megatron_paradyse.data.commands import data
+from megatron_paradyse.data.prepare_inputs import check_kept, kind_of
 from megatron_paradyse.errors import UserError
 
 
@@ -184,11 +185,35 @@ def test_a_file_that_is_read_is_never_replaced(overwrite, tmp_path):
     assert docs.read_text() == '{"text": "a"}\n' and not list(tmp_path.glob("*.bin"))
 
 
+@pytest.mark.parametrize("option", ["tokenizer_model", "vocab_file", "merge_file", "chat_template"])
+def test_no_file_of_a_tokenizer_is_replaced(option, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.touch()
+    options = dict.fromkeys(("tokenizer_model", "vocab_file", "merge_file", "chat_template"))
+    check_kept(("a.jsonl",), options, str(tmp_path / "tokenizer"))
+    with pytest.raises(UserError, match=r"tokenizer\.json is read, and --output-prefix"):
+        check_kept(("a.jsonl",), {**options, option: str(path)}, str(tmp_path / "tokenizer"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("jsonl", "a.jsonl a.json a.ndjson A.JSON.gz a.jsonl.GZ"),
+        ("fasta", "a.fa a.fasta a.fna a.ffn a.frn A.Fa.gz"),
+    ],
+)
+def test_kinds_of_files_are_told_by_their_names_in_either_case(kind, names):
+    assert {name: kind_of((name,), "auto") for name in names.split()} == dict.fromkeys(
+        names.split(), kind
+    )
+
+
 def test_what_an_earlier_run_wrote_into_a_tree_is_no_document_of_the_next(tmp_path):
     """all.json would be the last but one document, 521 tokens about the data set itself."""
     tree, prefix = tmp_path / "tree", tmp_path / "tree" / "all"
     tree.mkdir()
-    for name in ("a", "b"):
+    (tree / "node_modules").mkdir()
+    for name in ("a", "b", "node_modules/c"):
         (tree / f"{name}.json").write_text('{"x": 1}')
     command = ("data", "prepare", tree, "--suffix", ".json", "-o", prefix)
     assert "2 documents, 18 tokens" in run(*command).stdout

@@ -124,6 +124,11 @@ def test_a_full_disk_is_told_with_the_name_that_was_given(tmp_path, num_bytes):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_told_with_its_data_set(tmp_path):
+    with pytest.raises(UserError, match=CANNOT.format("File name too long")):
+        DatasetWriter(str(tmp_path / ("n" * 300) / "out"), 10)
+
+
 def test_a_folder_whose_names_cannot_be_synced_is_no_failure(tmp_path, monkeypatch):
     """As of some file systems: the data set is there, whole."""
     fsync = os.fsync
