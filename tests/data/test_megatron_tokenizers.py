@@ -9,7 +9,11 @@ import sysconfig
 import pytest
 
 from megatron_paradyse.data.commands import MEGATRON_TOKENIZERS
-from megatron_paradyse.data.megatron_tokenizers import MEGATRON_TYPES, MegatronTokenizer
+from megatron_paradyse.data.megatron_tokenizers import (
+    MEGATRON_TYPES,
+    SENTENCEPIECE_TYPES,
+    MegatronTokenizer,
+)
 from megatron_paradyse.errors import UserError
 
 END = "<|endoftext|>"
@@ -105,10 +109,41 @@ def test_text_that_arrives_in_chunks_is_tokenized_whole(files):
     assert len(tokenizer.tokenize("")) == 0
 
 
-def test_sentencepiece_and_tiktoken_are_built(files):
+def test_a_text_begins_with_what_its_tokenizer_puts_there_and_the_lack_of_one_is_empty(files):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = MegatronTokenizer("HuggingFaceTokenizer", model=str(files[0] / "hf"))
+    library = tokenizer._tokenizer._tokenizer.tokenizer
+    begins = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, tokenizer.eod)])
+    library.backend_tokenizer.post_processor = begins
+    assert tokenizer.tokenize("a")[0] == tokenizer.eod
+    assert len(tokenizer.tokenize("")) == 0
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE_TYPES)
+def test_sentencepiece_ids_are_those_of_the_library(name, files):
+    import sentencepiece
+
+    model = str(files[0] / "sp.model")
+    tokenizer, library = MegatronTokenizer(name, model=model), sentencepiece.SentencePieceProcessor
+    assert tokenizer.vocab_size == 400 and tokenizer.eod == 2
+    for text in (TEXT, "    return  x\n\n\tif", "<s>a</s>"):
+        assert tokenizer.tokenize(text).tolist() == library(model_file=model).encode(text)
+
+
+def test_a_vocabulary_without_an_end_has_none(files, tmp_path):
+    import sentencepiece
+
+    corpus = os.path.join(sysconfig.get_paths()["stdlib"], "textwrap.py")
+    sentencepiece.SentencePieceTrainer.train(
+        input=corpus, model_prefix=str(tmp_path / "sp"), vocab_size=120, eos_id=-1, minloglevel=2
+    )
+    tokenizer = MegatronTokenizer("SentencePieceTokenizer", model=str(tmp_path / "sp.model"))
+    assert tokenizer.eod is None
+
+
+def test_tiktoken_is_built(files):
     folder, _ = files
-    sentencepiece = MegatronTokenizer("SentencePieceTokenizer", model=str(folder / "sp.model"))
-    assert sentencepiece.vocab_size == 400 and sentencepiece.eod == 2
     tiktoken = MegatronTokenizer("TikTokenizer", model=str(folder / "ranks.json"))
     assert tiktoken.vocab_size == 256 + 1000
     assert tiktoken.tokenize("A").tolist() == [1000 + ord("A")]

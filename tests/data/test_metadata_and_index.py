@@ -54,7 +54,7 @@ def spoilt_index(draw) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.parametrize("suffix", ["", ".bin", ".idx", ".json"])
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx", ".json", ".targets"])
 def test_metadata_is_read_by_prefix_or_file(tmp_path, suffix):
     (tmp_path / "a.b.json").write_text(GOOD.to_json())
     assert read_metadata(str(tmp_path / "a.b") + suffix) == GOOD
@@ -75,6 +75,12 @@ def test_metadata_is_read_by_prefix_or_file(tmp_path, suffix):
         ({"source": "web"}, "source must be one of"),
         ({"num_tokens": 1}, "cannot be true together"),
         ({"max_document_tokens": 8}, "cannot be true together"),
+        ({"num_documents": 8}, "cannot be true together"),
+        ({"num_documents": 0}, "cannot be true together"),
+        ({"num_empty_documents": -1}, "num_empty_documents is -1"),
+        ({"num_target_tokens": 0}, "num_target_tokens is 0 of num_tokens=7"),
+        ({"num_target_tokens": 8}, "num_target_tokens is 8 of num_tokens=7"),
+        ({"vocab_size": 0, "eod": None, "append_eod": False}, "vocab_size must be at least 1"),
         ({"surprise": 1}, "has unknown 'surprise'"),
         ({"tokenizer": ...}, "lacks tokenizer"),
     ],

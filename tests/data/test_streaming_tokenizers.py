@@ -63,7 +63,7 @@ def test_kmers_give_back_every_base_the_tail_too(text, k):
 def test_kmers_of_three_bases_fit_one_byte():
     tokenizer = KmerTokenizer(3)
     assert (tokenizer.unknown, tokenizer.eod, tokenizer.vocab_size) == (84, 85, 86)
-    assert tokenizer.tokenize("AAA TTT\nNAC GT").tolist() == [0, 63, 84, 64 + 11]
+    assert tokenizer.tokenize("AAA TTT\nNAC\t\r\v\fGT").tolist() == [0, 63, 84, 64 + 11]
 
 
 def test_kmers_with_any_ambiguous_letter_are_unknown():
@@ -87,3 +87,7 @@ def test_bytes_give_back_every_byte_whatever_the_chunks(data, places):
     assert ids.tobytes() == data
     assert ids.tolist() == tokenizer.tokenize(data).tolist()
     assert tokenizer.eod == 256 and tokenizer.vocab_size == 257
+
+
+def test_half_a_surrogate_pair_is_three_bytes():
+    assert BytesTokenizer().tokenize("\ud800").tolist() == [0xED, 0xA0, 0x80]
