@@ -2,6 +2,7 @@
 
 import base64
 import json
+import logging
 import os
 import socket
 import sysconfig
@@ -118,6 +119,23 @@ def test_a_text_begins_with_what_its_tokenizer_puts_there_and_the_lack_of_one_is
     library.backend_tokenizer.post_processor = begins
     assert tokenizer.tokenize("a")[0] == tokenizer.eod
     assert len(tokenizer.tokenize("")) == 0
+
+
+def test_documents_beyond_the_length_of_the_tokenizers_own_model_are_no_news(files):
+    """Which would be told to result in errors."""
+    tokenizer = MegatronTokenizer("HuggingFaceTokenizer", model=str(files[0] / "hf"))
+    tokenizer._tokenizer._tokenizer.tokenizer.model_max_length = 2
+    said: list[str] = []
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        assert len(tokenizer.tokenize(TEXT)) > 2
+        logger.warning("else")
+    finally:
+        logger.removeHandler(handler)
+    assert said == ["else"]
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECE_TYPES)
