@@ -114,7 +114,7 @@ def test_jsonl_passes_over_blank_lines_and_takes_half_a_surrogate_pair(tmp_path)
         (b"[1]", r'a list where an object is needed: write one object a line, such as {"text": "'),
         (b"null", "null where an object is needed: write one"),
         (b'{"body": "x", "id": 1}', r"no key 'text' \(keys: body, id\): name it with --key"),
-        (b'{"text": 5}', "'text' holds a number where text is needed: name the key .* --key"),
+        (b'{"text": 5}', "'text' holds a number where text is needed: name the key .* --key, or"),
         (b"x" * 2001, "not a JSON object|longer than"),
     ],
 )
