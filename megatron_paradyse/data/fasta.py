@@ -14,7 +14,7 @@ from megatron_paradyse.data.sources import (
     SourceError,
     TextSource,
 )
-from megatron_paradyse.data.tokenizers import IUPAC_AMBIGUOUS, foreign_letter
+from megatron_paradyse.data.tokenizers import IUPAC_AMBIGUOUS, WHITESPACE, foreign_letter
 from megatron_paradyse.errors import UserError
 
 MAX_HEADER_BYTES = 1 << 16
@@ -68,7 +68,7 @@ class FastaSource(TextSource):
                         place = f"{path}:{line_number}"
                         yield Chunk(document, place, b"")
                         continue
-                    bases = data.translate(None, b" \t\r\n")
+                    bases = data.translate(None, WHITESPACE)
                     if bases and not place:
                         blank_lines = data[: len(data) - len(data.lstrip())].count(b"\n")
                         raise SourceError(

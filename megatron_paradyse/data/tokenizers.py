@@ -19,7 +19,7 @@ UNKNOWN_BASE = 4
 FOREIGN = 255
 IUPAC_AMBIGUOUS = b"NRYSWKMBDHV"
 NUCLEOTIDES = b"ACGTU" + IUPAC_AMBIGUOUS
-_WHITESPACE = b" \t\r\n\v\f"
+WHITESPACE = b" \t\r\n\v\f"
 
 
 class Tokenizer(Protocol):
@@ -131,7 +131,7 @@ _DIGITS = _digit_table()
 
 def _base_digits(chunk: bytes) -> TokenArray:
     """Letters as digits: A 0, C 1, G 2, T and U 3, ambiguous 4."""
-    digits = _DIGITS[np.frombuffer(chunk.translate(None, _WHITESPACE), dtype=np.uint8)]
+    digits = _DIGITS[np.frombuffer(chunk.translate(None, WHITESPACE), dtype=np.uint8)]
     if len(digits) and digits.max() == FOREIGN:
         foreign = foreign_letter(chunk)
         assert foreign is not None
@@ -144,7 +144,7 @@ def _base_digits(chunk: bytes) -> TokenArray:
 
 def foreign_letter(chunk: bytes) -> str | None:
     """The first letter that is neither nucleotide nor white space, quoted; None: there is none."""
-    others = chunk.translate(None, NUCLEOTIDES + NUCLEOTIDES.lower() + _WHITESPACE)
+    others = chunk.translate(None, NUCLEOTIDES + NUCLEOTIDES.lower() + WHITESPACE)
     return repr(chr(others[0])) if others else None
 
 

@@ -18,7 +18,7 @@ from tests.data.preparing import documents
 LINES = st.lists(
     st.one_of(
         st.text(alphabet=">ACG x", max_size=8).map(lambda text: ">" + text),
-        st.text(alphabet="ACGTNacgtn \t\r", max_size=12),
+        st.text(alphabet="ACGTNacgtn \t\r\v\f", max_size=12),
     ),
     max_size=12,
 )
