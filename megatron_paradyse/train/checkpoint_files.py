@@ -21,10 +21,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MAX_LIST_BYTES = 64 << 20
 
 
-def iteration_to_load(folder: str, wanted: int | None) -> int | None:
-    """The iteration to load instead of the tracker's, None where the tracker is right.
+def iteration_to_load(folder: str, wanted: int | None, *, flag: str = "--load") -> int | None:
+    """The iteration to load instead of the tracker's, None where the tracker can be read.
 
-    UserError where the checkpoint that would be loaded is not whole.
+    wanted: --ckpt-step. UserError, with the flag that names the folder, where the checkpoint that
+    would be loaded is not whole.
     """
     tracker = Path(folder, TRACKER)
     if not tracker.is_file():
@@ -33,12 +34,13 @@ def iteration_to_load(folder: str, wanted: int | None) -> int | None:
         text = stream.read(100).strip()
     if wanted is None and text == "release":
         return None
-    if wanted is None and not re.fullmatch(r"\d{1,12}", text):
+    cut_off = text != "release" and not re.fullmatch(r"\d{1,12}", text)
+    if wanted is None and cut_off:
         whole = whole_iterations(folder)
         if not whole:
             raise UserError(
                 f"{tracker} holds {text!r:.40}, and no checkpoint beside it is whole: give another "
-                "--load, or remove the folder to start anew"
+                f"{flag}, or remove the folder to start anew"
             )
         return whole[-1]
     iteration = int(text) if wanted is None else wanted
@@ -46,14 +48,14 @@ def iteration_to_load(folder: str, wanted: int | None) -> int | None:
     if problem is not None:
         raise UserError(
             f"the checkpoint of iteration {iteration} in {folder} is not whole: {problem}: "
-            f"{others(folder, iteration)}"
+            f"{others(folder, iteration, flag=flag)}"
         )
-    return None
+    return wanted if cut_off else None
 
 
-def others(folder: str, iteration: int | None) -> str:
+def others(folder: str | None, iteration: int | None, *, flag: str = "--load") -> str:
     whole = [n for n in whole_iterations(folder) if n != iteration]
-    return f"load another with --ckpt-step {whole[-1]}" if whole else "give another --load"
+    return f"load another with --ckpt-step {whole[-1]}" if whole else f"give another {flag}"
 
 
 def folder_of(folder: str, iteration: int) -> Path:

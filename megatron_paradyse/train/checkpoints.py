@@ -25,19 +25,17 @@ from megatron_paradyse.megatron_start import other_values
 from megatron_paradyse.train import counting
 from megatron_paradyse.train.byte_buffers import release_byte_buffers
 from megatron_paradyse.train.checkpoint_files import (
-    TRACKER,
     begin_writing,
     folder_of,
-    iteration_to_load,
     list_files,
     list_has_no_hash,
     others,
     unfinished_iterations,
     whole_iterations,
 )
+from megatron_paradyse.train.checkpoint_source import source, whole
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
 from megatron_paradyse.train.helper_processes import managers_end_with_this_process
-from megatron_paradyse.whole_file import write_whole
 
 # What Megatron says of a checkpoint that is whole, but of another run -> the remedy.
 _ITS_FLAGS = "give the flags that it was trained with, or another --load"
@@ -190,27 +188,48 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_whole(*args: Any, **kwargs: Any) -> Any:
         megatron = get_args()
-        folder = megatron.load
-        if folder is not None:
-            _mend_tracker(folder, iteration_to_load(folder, megatron.ckpt_step))
-        try:
-            # Megatron asks a checkpoint for what it would save, and then misses the rest.
-            with other_values(megatron, no_save_optim=None, no_save_rng=None):
-                result = load(*args, **kwargs)
-        except (Exception, SystemExit, CheckpointException) as error:
-            stopped = isinstance(error, SystemExit) and megatron.exit_on_missing_checkpoint
-            known = is_lost_peer(error) or is_out_of_memory(error) or isinstance(error, UserError)
-            if stopped or known:
-                raise
-            loaded = checkpointing.get_loaded_iteration()
-            raise UserError(
-                f"the checkpoint in {folder} cannot be loaded: {reason_of(error)}: "
-                f"{remedy_of(error) or others(folder, loaded)}"
-            ) from error
+        flag, folder = source(megatron)
+        # Megatron asks a checkpoint for what it would save, and then misses the rest.
+        asks_for_all = other_values(megatron, no_save_optim=None, no_save_rng=None)
+        with _reading(megatron, flag, folder), asks_for_all:
+            result = load(*args, **kwargs)
         _tell_unfinished(folder)
         return result
 
     return load_whole
+
+
+def reading_arguments(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's load_args_from_checkpoint, which --use-checkpoint-args runs before all else."""
+
+    @functools.wraps(load)
+    def load_whole(args: argparse.Namespace, load_arg: str = "load", **kwargs: Any) -> Any:
+        folder = getattr(args, load_arg)
+        if not getattr(args, "paradyse", False) or folder is None:
+            return load(args, load_arg, **kwargs)
+        with _reading(args, f"--{load_arg.replace('_', '-')}", folder):
+            return load(args, load_arg, **kwargs)
+
+    return load_whole
+
+
+@contextlib.contextmanager
+def _reading(args: argparse.Namespace, flag: str, folder: str | None) -> Iterator[None]:
+    """While Megatron reads the checkpoint in this folder, which the flag names."""
+    try:
+        with whole(folder, args.ckpt_step, flag=flag):
+            yield
+    except (Exception, SystemExit, CheckpointException) as error:
+        missing = args.exit_on_missing_checkpoint and not checkpointing.checkpoint_exists(folder)
+        stopped = isinstance(error, SystemExit) and missing
+        known = is_lost_peer(error) or is_out_of_memory(error) or isinstance(error, UserError)
+        if stopped or known:
+            raise
+        remedy = remedy_of(error)
+        remedy = remedy or others(folder, checkpointing.get_loaded_iteration(), flag=flag)
+        raise UserError(
+            f"the checkpoint in {folder} cannot be loaded: {reason_of(error)}: {remedy}"
+        ) from error
 
 
 def remedy_of(error: BaseException) -> str | None:
@@ -295,20 +314,6 @@ def _own_ranks(args: argparse.Namespace) -> str:
     if not args.num_experts or (experts == 1 and parts == p):
         return ""
     return f"--expert-model-parallel-size {experts} --expert-tensor-parallel-size {parts}"
-
-
-def _mend_tracker(folder: str, iteration: int | None) -> None:
-    """Megatron reads the tracker even where --ckpt-step says more; all ranks must call this."""
-    if iteration is None:
-        return
-    torch.distributed.barrier()  # all have seen it as it was
-    print_rank_0(
-        f"> paradyse: {folder}/{TRACKER} was cut off: loading iteration {iteration}, the newest "
-        "that is whole"
-    )
-    if torch.distributed.get_rank() == 0:
-        write_whole(f"{folder}/{TRACKER}", str(iteration))
-    torch.distributed.barrier()
 
 
 def reason_of(error: BaseException) -> str:

@@ -71,8 +71,9 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
     parse_args = arguments.parse_args
     validate_args = arguments.validate_args
 
-    from megatron.training import argument_utils
+    from megatron.training import argument_utils, checkpointing
 
+    from megatron_paradyse.train import checkpoints
     from megatron_paradyse.train.arguments import (
         add_arguments,
         after_validation,
@@ -120,6 +121,9 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
         return args
 
     validate = _refusing_in_one_line(validate_args)
+    checkpointing.load_args_from_checkpoint = checkpoints.reading_arguments(
+        checkpointing.load_args_from_checkpoint
+    )
     arguments.parse_args = parse_with_paradyse
     arguments.validate_args = validate_with_paradyse
     argument_utils.core_transformer_config_from_args = _refusing_in_one_line(
