@@ -124,6 +124,12 @@ def apply_arguments(args) -> None:
     if getattr(args, "async_save", False):  # Megatron's worker would end at once, and ranks wait
         args.async_save = args.use_persistent_ckpt_worker = False
         megatron_start.say_once("--async-save needs a GPU: checkpoints are saved at once")
+    if getattr(args, "profile", False) and not args.use_pytorch_profiler:
+        args.profile = False
+        megatron_start.say_once("--profile needs a GPU, or --use-pytorch-profiler: left out")
+    if getattr(args, "record_memory_history", False):
+        args.record_memory_history = False
+        megatron_start.say_once("--record-memory-history needs a GPU: left out")
 
 
 def _patch_torch() -> None:

@@ -6,6 +6,8 @@ As it builds the model, or at the first step.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 
 import torch
 from megatron.core import optimizer
@@ -28,6 +30,7 @@ def check_megatrons_limits(args: argparse.Namespace) -> None:
     _check_recomputation(args)
     _check_optimizer(args)
     _check_initialization(args)
+    _check_packages(args)
     if args.rerun_mode == "report_stats":
         raise UserError(
             "--rerun-mode report_stats, which Megatron 0.19 takes and does not know: leave it out, "
@@ -41,6 +44,11 @@ def check_megatrons_limits(args: argparse.Namespace) -> None:
         raise UserError(
             "--use-ring-exchange-p2p, which this PyTorch has not: it is of a build of NVIDIA's: "
             "leave it out"
+        )
+    if args.freeze_all_layers:
+        raise UserError(
+            "--freeze-all-layers, which Megatron 0.19 does not read as it builds a model, and "
+            "trains every layer: leave it out, or give --lr 0"
         )
 
 
@@ -182,3 +190,21 @@ def _check_initialization(args: argparse.Namespace) -> None:
             "--init-model-with-meta-device without a checkpoint: Megatron 0.19 then trains what "
             "memory happens to hold: give --load, or leave --init-model-with-meta-device out"
         )
+
+
+def _check_packages(args: argparse.Namespace) -> None:
+    """Of jobs that are watched or started again: Megatron ends, of one as if all were well."""
+    for is_asked, flag, package in (
+        (args.adlr_autoresume, "--adlr-autoresume", "userlib"),
+        (args.enable_ft_package, "--enable-ft-package", "nvidia_resiliency_ext"),
+    ):
+        if is_asked and not _is_there(package):
+            raise UserError(
+                f"{flag}, for which Megatron imports {package}, which is not there: leave it out"
+            )
+
+
+def _is_there(package: str) -> bool:
+    """Among the modules, or where Megatron looks for scripts of a cluster."""
+    scripts = os.environ.get("SUBMIT_SCRIPTS", ".")
+    return importlib.util.find_spec(package) is not None or os.path.isdir(f"{scripts}/{package}")

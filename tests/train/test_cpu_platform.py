@@ -61,6 +61,19 @@ def test_saves_in_the_background_are_saved_at_once(capsys):
     assert capsys.readouterr().out.count("--async-save needs a GPU") == 1
 
 
+@pytest.mark.parametrize("by_pytorch", [False, True])
+def test_what_only_a_gpu_can_record_is_left_out(by_pytorch, capsys):
+    from megatron_paradyse.cpu_platform import apply_arguments
+
+    args = argparse.Namespace(profile=True, use_pytorch_profiler=by_pytorch)
+    args.record_memory_history = not by_pytorch
+    apply_arguments(args)
+    assert (args.profile, args.record_memory_history) == (by_pytorch, False)
+    said = capsys.readouterr().out
+    for flag in ("--profile", "--record-memory-history"):
+        assert (f"{flag} needs a GPU" in said) is not by_pytorch
+
+
 def test_it_is_not_imported_where_there_is_a_gpu():
     """plugin.install() with a GPU in sight: Megatron as it is, cpu_platform never imported."""
     code = (

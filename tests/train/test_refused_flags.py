@@ -136,6 +136,12 @@ REFUSED = {
     "--rerun-mode report_stats, which .*: leave it out, or give validate_results or disabled": [
         "--rerun-mode", "report_stats",
     ],
+    "--freeze-all-layers, which Megatron 0.19 does .*, and trains every layer: leave it out, or": [
+        "--freeze-all-layers",
+    ],
+    "--adlr-autoresume, .* imports userlib, which is not there: leave it out": [
+        "--adlr-autoresume",
+    ],
     "--use-ring-exchange-p2p, which this PyTorch has not: .*: leave": ["--use-ring-exchange-p2p"],
     "--moe-latent-size 32, whose projections .*: install it, or leave --moe-latent-size out": [
         "--num-experts", 4, "--moe-latent-size", 32,
