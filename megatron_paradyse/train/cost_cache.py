@@ -27,14 +27,17 @@ from megatron_paradyse.train.describe import versions
 from megatron_paradyse.train.model_kind import GPT
 from megatron_paradyse.train.model_layers import ModelLayers, count_layers
 
-# Arguments that change no cost: what is learnt, logged, saved, read, and how long. A tokenizer
+# Arguments that change no cost: what is learnt, logged, saved, read, and how long. A start from a
+# checkpoint has others than the one after it, and shall find its costs. A tokenizer
 # does: its vocabulary is not known yet.
 WITHOUT_EFFECT = re.compile(
     r"(rank|local_rank|seed|(.*_)?lr(_.*)?|weight_decay.*|adam_.*|clip_grad|init_method.*|"
     r"loss_scale.*|train_.*|eval_.*|full_validation|exit_.*|save.*|load.*|.*ckpt.*|log_.*|"
     r"tensorboard.*|wandb.*|timing_.*|(.*_)?data_path|split|data_args.*|data_cache.*|"
     r"num_workers|global_batch_size|rampup.*|consumed.*|iteration|skipped.*|paradyse.*|start_.*|"
-    r"do_.*|non_.*|phase_.*|num_dataset.*)"
+    r"do_.*|non_.*|phase_.*|num_dataset.*|finetune|pretrained_checkpoint|use_checkpoint_.*|"
+    r"no_load_.*|no_save_.*|override_opt_.*|async_save|verify_integrity|profile.*|pytorch_profiler.*|"
+    r"use_pytorch_profiler|record_memory_history|memory_snapshot_path)"
 )
 
 # Folders of this package that make no costs. A change of any other makes costs anew, once.

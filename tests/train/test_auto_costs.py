@@ -71,6 +71,17 @@ def test_a_learning_rate_leaves_costs_as_they_are(name, names):
     assert name in names and cost_cache.WITHOUT_EFFECT.fullmatch(name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["finetune", "pretrained_checkpoint", "use_checkpoint_args", "no_load_optim", "no_save_rng",
+     "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "async_save",
+     "verify_integrity", "profile_step_end", "record_memory_history"],
+)  # fmt: skip
+def test_a_start_from_a_checkpoint_and_the_one_after_it_have_the_same_costs(name, names):
+    """Costs of another name were measured anew, and what ran out of memory was forgotten."""
+    assert name in names and cost_cache.WITHOUT_EFFECT.fullmatch(name)
+
+
 def test_the_help_tells_when_a_quick_profile_is_given_up():
     about = FIELDS["profile"].metadata["about"]
     assert f"given up after {auto_costs.LIMIT_SECONDS} s" in about
