@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 
 from megatron_paradyse.errors import UserError, say_error
@@ -27,6 +28,7 @@ from megatron_paradyse.train.trace import Trace, out_of_memory_record
 from megatron_paradyse.train.unexpected import ended_by_check, not_a_number
 from megatron_paradyse.units import bytes_text, counted
 
+COMPACT = "compact"  # of --paradyse-log
 MOST_PLANS = 2  # on a line
 
 
@@ -102,8 +104,13 @@ class IterationLog:
             values: dict[str, Any] = {"seconds": round(self._step_seconds, 6)}
             values |= {name: float(value) for name, value in loss_dict.items()}
             tokens = kwargs.get("total_real_tokens_in_batch")
+            replaced = self._style == COMPACT
             if get_args().paradyse_settings.sequences == FIXED:
                 tokens = None  # Megatron's own line says it all
+                if replaced:
+                    self._interval.add(*_fixed_tokens(), self._step_seconds, loss_dict)
+            else:
+                replaced = tokens is not None
             if tokens is not None:
                 lengths = _range_over_replicas(meter.take())
                 self._interval.add(int(tokens), lengths, self._step_seconds, loss_dict)
@@ -116,8 +123,9 @@ class IterationLog:
                 training.print_rank_last,
                 training.num_floating_point_operations,
             )
-            if tokens is not None:
+            if replaced:
                 training.print_rank_last = self._print_line(iteration)
+            if tokens is not None:
                 training.num_floating_point_operations = self._mean_operations(operations, kwargs)
             try:
                 return training_log(
@@ -148,7 +156,7 @@ class IterationLog:
 
     def _line(self, megatron_line: str, iteration: int) -> str:
         interval, self._interval = self._interval, _Interval()
-        if self._style == "compact":
+        if self._style == COMPACT:
             return f"iteration {iteration}/{get_args().train_iters} | {interval.compact()}"
         return megatron_line + interval.extension()
 
@@ -228,6 +236,13 @@ def _in_one_line(evaluate):
             raise UserError(not_a_number(str(error), where="in the evaluation after")) from error
 
     return evaluate_in_one_line
+
+
+def _fixed_tokens() -> tuple[int, tuple[int, int]]:
+    """Of an iteration on Megatron's own data: all tokens, and the length of every sequence."""
+    args = get_args()
+    samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+    return samples * args.seq_length, (args.seq_length, args.seq_length)
 
 
 def _length_values(tokens: int, lengths: tuple[int, int]) -> dict[str, int]:

@@ -71,6 +71,33 @@ def test_a_line_is_of_all_iterations_since_the_one_before():
     assert iterations._line("", 3).endswith("64 to 64 | tokens: 64 | tokens/s: 128.0 |")
 
 
+@pytest.mark.parametrize("style", ["compact", "megatron"])
+def test_the_short_line_is_there_for_sequences_of_one_length_too(style, monkeypatch, capsys):
+    """It was passed over with --paradyse-sequences fixed."""
+    iterations = log_of(style)
+    from megatron.training import training
+
+    from megatron_paradyse.train import log
+
+    args = argparse.Namespace(log_interval=1, train_iters=9, seq_length=64, micro_batch_size=2)
+    args.paradyse_settings, args.data_parallel_size = argparse.Namespace(sequences="fixed"), 2
+    monkeypatch.setattr(log, "get_args", lambda: args)
+    monkeypatch.setattr(log, "get_num_microbatches", lambda: 4)
+    monkeypatch.setattr(log, "get_tensorboard_writer", lambda: None)
+    monkeypatch.setattr(log, "get_wandb_writer", lambda: None)
+    monkeypatch.setattr(log.torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(log.torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(training, "print_rank_last", print)
+    iterations._step_seconds = 0.5
+    extended = iterations._extended(lambda *of, **how: training.print_rank_last("Megatron's"))
+    for number in (1, 2):
+        extended({"lm loss": 2.0}, {}, 0.0, number, total_real_tokens_in_batch=None)
+    said = "| length 64, 1,024 tokens | loss 2.0000 | 0.50 s | 2,048 tokens/s"
+    short = [f"iteration {number}/9 {said}" for number in (1, 2)]
+    told = capsys.readouterr().out.splitlines()
+    assert told == (short if style == "compact" else ["Megatron's"] * 2)
+
+
 def test_scalars_of_an_iteration_are_its_microbatches_together(monkeypatch):
     iterations = log_of()
     from megatron_paradyse.hook import Planned
