@@ -130,6 +130,9 @@ def apply_arguments(args) -> None:
     if getattr(args, "record_memory_history", False):
         args.record_memory_history = False
         megatron_start.say_once("--record-memory-history needs a GPU: left out")
+    if getattr(args, "gpu_sniff_test_interval", None):  # products of 8,192 by 8,192 numbers
+        args.gpu_sniff_test_interval = None
+        megatron_start.say_once("--gpu-sniff-test-interval needs a GPU: left out")
 
 
 def _patch_torch() -> None:

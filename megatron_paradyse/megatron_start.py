@@ -137,6 +137,9 @@ def install() -> None:
     plain_adam.install()
     dataset_utils.compile_helpers = _compile_in_a_checkout(dataset_utils.compile_helpers)
     global_vars.build_tokenizer = _in_one_line(global_vars.build_tokenizer)
+    for kind in ("tensorboard", "wandb"):
+        name = f"_set_{kind}_writer"
+        setattr(global_vars, name, _opens_log(getattr(global_vars, name), kind))
     training.set_jit_fusion_options = _short_warm_up(training.set_jit_fusion_options)
     utils.StragglerDetector.__exit__ = _stop_in_silence
     torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(
@@ -193,6 +196,26 @@ def _in_one_line(build_tokenizer):
                 f"'megatron-paradyse data prepare' wrote, which name their vocabulary{alone}; or "
                 "the tokenizer's files by --tokenizer-model, or --vocab-file and --merge-file; or, "
                 "as tokens are ready, --tokenizer-type NullTokenizer --vocab-size N"
+            ) from error
+
+    return run
+
+
+def _opens_log(set_writer, kind: str):
+    """Megatron's, on the last rank, of a log in a folder or a service that may not be there."""
+
+    @functools.wraps(set_writer)
+    def run(args):
+        try:
+            set_writer(args)
+        except Exception as error:
+            folder = args.tensorboard_dir if kind == "tensorboard" else args.wandb_save_dir
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if kind == "wandb" and folder is None and args.save is None:
+                reason = "neither --wandb-save-dir nor --save says where"
+            flag = f"--tensorboard-dir {folder}" if kind == "tensorboard" else "--wandb-project"
+            raise UserError(
+                f"{flag}: its log cannot be begun ({reason}): mend that, or leave it out"
             ) from error
 
     return run

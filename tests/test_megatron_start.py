@@ -49,6 +49,31 @@ def test_a_size_of_the_vocabulary_in_place_of_the_datas_is_told(vocab_size):
     assert ("without --vocab-size 257" in str(refused.value)) == (vocab_size is not None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "saved", "said"),
+    [
+        ("tensorboard", "here", "--tensorboard-dir there: its log cannot be begun .PermissionErr"),
+        ("wandb", "here", "--wandb-project: its log cannot be begun .PermissionError: no"),
+        ("wandb", None, "its log cannot be begun .neither --wandb-save-dir nor --save says where"),
+    ],
+)
+def test_a_log_that_cannot_be_begun_is_one_line(kind, saved, said):
+    def set_writer(args):
+        raise PermissionError("no")
+
+    args = argparse.Namespace(tensorboard_dir="there", wandb_save_dir=None, save=saved)
+    with pytest.raises(UserError, match=said):
+        megatron_start._opens_log(set_writer, kind)(args)
+
+
+def test_megatron_begins_its_logs_through_it():
+    from megatron.training import global_vars
+
+    for name in ("_set_tensorboard_writer", "_set_wandb_writer"):
+        made = getattr(global_vars, name).__wrapped__
+        assert (made.__module__, made.__name__) == (global_vars.__name__, name)
+
+
 def test_what_is_missing_is_done_without_and_said():
     """This machine has neither TransformerEngine nor apex."""
     args = argparse.Namespace(**DEFAULTS)

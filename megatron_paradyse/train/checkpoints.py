@@ -189,6 +189,12 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_whole(*args: Any, **kwargs: Any) -> Any:
         megatron = get_args()
         flag, folder = source(megatron)
+        converted = megatron.ckpt_convert_format
+        if converted is not None and not checkpointing.checkpoint_exists(folder):
+            raise UserError(  # Megatron would end with exit code 0
+                f"--ckpt-convert-format {converted}: no checkpoint in {flag} {folder}: give the "
+                "folder of one"
+            )
         # Megatron asks a checkpoint for what it would save, and then misses the rest.
         asks_for_all = other_values(megatron, no_save_optim=None, no_save_rng=None)
         with _reading(megatron, flag, folder), asks_for_all:

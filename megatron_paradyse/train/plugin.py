@@ -71,7 +71,7 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
     parse_args = arguments.parse_args
     validate_args = arguments.validate_args
 
-    from megatron.training import argument_utils, checkpointing
+    from megatron.training import argument_utils, checkpointing, initialize
 
     from megatron_paradyse.train import checkpoints
     from megatron_paradyse.train.arguments import (
@@ -132,6 +132,9 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
     argument_utils.pretrain_cfg_container_from_args = _refusing_in_one_line(
         argument_utils.pretrain_cfg_container_from_args
     )  # and this what concerns the optimizer
+    initialize.initialize_rerun_state_machine = _refusing_in_one_line(
+        initialize.initialize_rerun_state_machine
+    )  # and this opens a file
 
 
 def _refusing_in_one_line(checks_flags):

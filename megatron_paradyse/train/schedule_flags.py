@@ -57,11 +57,18 @@ def _check_intervals(args: argparse.Namespace) -> None:
         ("tensorboard_log_interval", args.tensorboard_dir is not None),
         ("check_weight_hash_across_dp_replicas_interval", True),
         ("loss_scale_window", scales),
+        ("log_memory_interval", True),
+        ("gpu_sniff_test_interval", True),
     ):
         value = getattr(args, name)
         if is_read and value is not None and value < 1:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag} {value:g} is no interval: give 1 or more, or leave it out")
+    if args.manual_gc and args.manual_gc_interval < 0:
+        raise UserError(
+            f"--manual-gc-interval {args.manual_gc_interval} is no interval: give 1 or more, or 0 "
+            "to collect before evaluations alone"
+        )
 
 
 def _check_unit(args: argparse.Namespace, unit: str) -> None:

@@ -93,7 +93,9 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_its_own_remedy(tmp_path, monk
         (folder / "common.pt").write_bytes(b"x")
         checkpoint_files.list_files(folder)
     args = argparse.Namespace(load=str(tmp_path), ckpt_step=None, exit_on_missing_checkpoint=False)
-    args.pretrained_checkpoint = args.no_save_optim = args.no_save_rng = None
+    args.ckpt_convert_format = args.pretrained_checkpoint = args.no_save_optim = (
+        args.no_save_rng
+    ) = None
     monkeypatch.setattr(checkpoints, "get_args", lambda: args)
     monkeypatch.setattr(checkpoints.checkpointing, "get_loaded_iteration", lambda: 4)
 

@@ -31,6 +31,7 @@ def folder(tmp_path):
 
 def arguments(**given) -> argparse.Namespace:
     values = {"load": None, "pretrained_checkpoint": None, "ckpt_step": None, "paradyse": True}
+    values |= dict.fromkeys(("ckpt_convert_format", "no_save_optim", "no_save_rng"))
     return argparse.Namespace(**values | {"exit_on_missing_checkpoint": False} | given)
 
 
@@ -77,7 +78,7 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(folder, monkeypatc
 
 def test_weights_to_begin_with_that_a_save_left_half_are_refused(folder, monkeypatch):
     begin_writing(folder_of(str(folder), 8))
-    args = arguments(pretrained_checkpoint=str(folder), no_save_optim=None, no_save_rng=None)
+    args = arguments(pretrained_checkpoint=str(folder))
     monkeypatch.setattr(checkpoints, "get_args", lambda: args)
     load = checkpoints._loading(lambda: pytest.fail("was read"))
     with pytest.raises(UserError, match=r"iteration 8 .* not whole: .* --ckpt-step 4"):
@@ -85,6 +86,18 @@ def test_weights_to_begin_with_that_a_save_left_half_are_refused(folder, monkeyp
     shutil.rmtree(folder_of(str(folder), 4))
     with pytest.raises(UserError, match=r"not whole: .* give another --pretrained-checkpoint"):
         load()
+
+
+def test_a_conversion_of_no_checkpoint_is_refused(folder, tmp_path, monkeypatch):
+    """Megatron wrote nothing, and ended with exit code 0."""
+    args = arguments(load=str(tmp_path / "none"), ckpt_convert_format="torch")
+    monkeypatch.setattr(checkpoints, "get_args", lambda: args)
+    load = checkpoints._loading(lambda: "was read")
+    with pytest.raises(UserError, match=f"torch: no checkpoint in --load {args.load}: give the"):
+        load()
+    args.load = str(folder)
+    monkeypatch.setattr(checkpoints, "_tell_unfinished", lambda folder: None)
+    assert load() == "was read"
 
 
 def test_arguments_are_read_of_the_newest_whole_checkpoint(folder):

@@ -67,10 +67,12 @@ def test_what_only_a_gpu_can_record_is_left_out(by_pytorch, capsys):
 
     args = argparse.Namespace(profile=True, use_pytorch_profiler=by_pytorch)
     args.record_memory_history = not by_pytorch
+    args.gpu_sniff_test_interval = None if by_pytorch else 10
     apply_arguments(args)
     assert (args.profile, args.record_memory_history) == (by_pytorch, False)
+    assert args.gpu_sniff_test_interval is None
     said = capsys.readouterr().out
-    for flag in ("--profile", "--record-memory-history"):
+    for flag in ("--profile", "--record-memory-history", "--gpu-sniff-test-interval"):
         assert (f"{flag} needs a GPU" in said) is not by_pytorch
 
 

@@ -55,6 +55,10 @@ REFUSED = {
     "--check-weight-hash-across-dp-replicas-interval 0 is no interval: give": [
         "--check-weight-hash-across-dp-replicas-interval", 0,
     ],
+    "--log-memory-interval 0 is no interval: give 1 or more": ["--log-memory-interval", 0],
+    "--manual-gc-interval -1 is no interval: give 1 or more, or 0 to": [
+        "--manual-gc", "--manual-gc-interval", -1,
+    ],
     "--loss-scale-window 0 is no interval: give 1 or more": ["--fp16", "--loss-scale-window", 0],
     "--override-ckpt-iteration -1: give 0 to begin .* anew, or": ["--override-ckpt-iteration", -1],
     "--num-workers -1: give how many processes read ahead, or 0": ["--num-workers", -1],
