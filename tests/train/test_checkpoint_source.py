@@ -12,10 +12,13 @@ from megatron.training import checkpointing
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import checkpoint_source, checkpoints, plugin
 from megatron_paradyse.train.checkpoint_files import (
+    LIST,
     TRACKER,
     begin_writing,
     folder_of,
     list_files,
+    problem_of,
+    whole_iterations,
 )
 
 
@@ -86,6 +89,39 @@ def test_weights_to_begin_with_that_a_save_left_half_are_refused(folder, monkeyp
     shutil.rmtree(folder_of(str(folder), 4))
     with pytest.raises(UserError, match=r"not whole: .* give another --pretrained-checkpoint"):
         load()
+
+
+@pytest.fixture
+def first_rank(monkeypatch):
+    for name, value in (("get_rank", 0), ("is_initialized", False)):
+        monkeypatch.setattr(checkpoints.torch.distributed, name, lambda value=value: value)
+
+
+def test_a_save_is_listed_once_it_has_ended(folder, first_rank, monkeypatch):
+    args = arguments(save=str(folder), async_save=False)
+    args.paradyse_instead_of, args.paradyse_settings = {}, None
+    monkeypatch.setattr(checkpoints, "get_args", lambda: args)
+    found = []
+
+    def write(iteration):
+        found.append(problem_of(folder_of(str(folder), iteration)))
+        folder_of(str(folder), iteration).mkdir(exist_ok=True)
+        (folder_of(str(folder), iteration) / "common.pt").write_bytes(b"longer")
+
+    for iteration in (8, 12):
+        checkpoints._saving(write)(iteration)
+        assert (folder_of(str(folder), iteration) / LIST).is_file()
+    assert found == ["paradyse-files.json lists no files", "its folder is not there"]
+    assert whole_iterations(str(folder)) == [4, 8, 12]
+
+
+def test_a_start_tells_of_a_save_that_was_cut_off(folder, first_rank, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoints, "get_args", lambda: arguments(load=str(folder)))
+    monkeypatch.setattr(checkpointing, "get_loaded_iteration", lambda: 8)
+    (folder_of(str(folder), 12)).mkdir()
+    assert checkpoints._loading(lambda: "was read")() == "was read"
+    said = f"> paradyse: the save of iteration 12 in {folder} was cut off: it is not loaded"
+    assert said in capsys.readouterr().out
 
 
 def test_a_conversion_of_no_checkpoint_is_refused(folder, tmp_path, monkeypatch):

@@ -246,3 +246,29 @@ def test_a_trace_goes_on_from_starts_on_other_grids(starts, budgets, budget, tmp
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in [*starts, record]))
     assert budget._budgets_of(path, here(), 0.25) == budgets
+
+
+@pytest.mark.parametrize(("told", "held"), [(None, 200), ("3GiB", 3 << 30)])
+def test_free_host_memory_is_shared_by_the_ranks_of_a_machine(told, held, monkeypatch):
+    plugin.install()
+    from megatron_paradyse.train import budget
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(budget, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(budget.torch.distributed, "all_reduce", lambda *of: None)
+    assert budget.host_bytes(Settings(host_memory=told)) == held
+
+
+def test_smoothing_begins_anew_at_every_checkpoint(monkeypatch):
+    """A restart from it has none, and shall plan as this run goes on."""
+    plugin.install()
+    from megatron_paradyse.train import session
+
+    done = []
+    save = lambda *of: done.append("saved")  # noqa: E731
+    monkeypatch.setattr(session.training, "save_checkpoint_and_time", save)
+    policies = argparse.Namespace(forget=lambda: done.append("forgotten"))
+    session.Session(Settings())._forget_at_saves(policies)
+    for _ in range(2):
+        session.training.save_checkpoint_and_time(1)
+    assert done == ["saved", "forgotten"] * 2
