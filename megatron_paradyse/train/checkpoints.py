@@ -78,6 +78,7 @@ def install() -> None:
     training.save_checkpoint = _saving(training.save_checkpoint)
     training.load_checkpoint = _loading(training.load_checkpoint)
     training.maybe_finalize_async_save = _finalizing(training.maybe_finalize_async_save)
+    training.append_to_progress_log = _progressing(training.append_to_progress_log)
     serialization.save_integrity_manifest = _hashing(serialization.save_integrity_manifest)
     checkpointing.check_checkpoint_args = _comparing(checkpointing.check_checkpoint_args)
 
@@ -166,6 +167,22 @@ def _finalizing(finalize: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return finalize_whole
+
+
+def _progressing(append: Callable[..., Any]) -> Callable[..., Any]:
+    """Of --log-progress, which the first rank writes beside the checkpoints."""
+
+    @functools.wraps(append)
+    def append_in_one_line(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return append(*args, **kwargs)
+        except OSError as error:
+            raise UserError(
+                f"--log-progress cannot be written to {get_args().save}: {reason_of(error)}: give "
+                "a --save that can, or leave it out"
+            ) from error
+
+    return append_in_one_line
 
 
 @contextlib.contextmanager

@@ -107,6 +107,7 @@ def test_megatron_hashes_no_list_of_a_checkpoint_that_is_written_over(folder, mo
     from megatron_paradyse.train import checkpoints
 
     names = ("save_checkpoint", "load_checkpoint", "maybe_finalize_async_save")
+    names += ("append_to_progress_log",)
     wrapped = [(checkpoints.training, name) for name in names]
     wrapped += [(checkpoints.checkpointing, "check_checkpoint_args")]
     for module, name in [*wrapped, (serialization, "save_integrity_manifest")]:

@@ -124,6 +124,15 @@ def test_a_start_tells_of_a_save_that_was_cut_off(folder, first_rank, monkeypatc
     assert said in capsys.readouterr().out
 
 
+def test_progress_that_cannot_be_written_is_a_line(monkeypatch):
+    def append(*_, **__):
+        raise NotADirectoryError(20, "Not a directory", "/dev/null/x")
+
+    monkeypatch.setattr(checkpoints, "get_args", lambda: arguments(save="/dev/null/x"))
+    with pytest.raises(UserError, match="--log-progress cannot be written to /dev/null/x: Not a"):
+        checkpoints._progressing(append)("Starting job")
+
+
 def test_a_conversion_of_no_checkpoint_is_refused(folder, tmp_path, monkeypatch):
     """Megatron wrote nothing, and ended with exit code 0."""
     args = arguments(load=str(tmp_path / "none"), ckpt_convert_format="torch")
