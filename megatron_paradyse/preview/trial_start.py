@@ -42,7 +42,7 @@ def start_alone(setup: Setup, flags: Sequence[str], stack: contextlib.ExitStack)
     from megatron_paradyse.simulator.traffic import NoClock, fill_with_own, replaced
 
     p = setup.description.p
-    start_megatron(flags, p=p, rank=0)  # the rank that reads the data
+    start_megatron(flags, world=p, rank=0)  # the rank that reads the data
     stack.enter_context(replaced(free_network(p), NoClock(), fill=fill_with_own))
     return _Alone()
 

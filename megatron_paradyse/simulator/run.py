@@ -24,7 +24,6 @@ from megatron_paradyse.costs.table import (
     Measurement,
     edges_of,
 )
-from megatron_paradyse.errors import UserError
 from megatron_paradyse.profiler.points import like_it
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.network import Network
@@ -67,7 +66,7 @@ class Options:
 def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTable:
     """The cost table of the model of Megatron's flags. Once in a process.
 
-    UserError for a mixture of experts: how many tokens one gets is a value, and there are none.
+    Of a mixture of experts all get as many tokens; UserError where they lie over several replicas.
     """
     from megatron_paradyse.train import plugin
 
@@ -75,6 +74,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     from megatron.training import get_args
 
     from megatron_paradyse.profiler.model import grow_gather_buffer
+    from megatron_paradyse.simulator.even_experts import check_experts, even_experts, num_ranks
     from megatron_paradyse.simulator.flash_kernel import flash_kernel
     from megatron_paradyse.simulator.rows import simulated_rows
     from megatron_paradyse.simulator.short_loops import short_loops
@@ -89,13 +89,9 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     from megatron_paradyse.train.model_layers import ModelLayers, count_layers
     from megatron_paradyse.train.static_bytes import waiting_gradient_bytes
 
-    start_megatron(flags, p=options.p, rank=options.p - 1)
+    start_megatron(flags, world=num_ranks(flags, options.p), rank=options.p - 1)
     args = get_args()
-    if args.num_experts:
-        raise UserError(
-            f"--num-experts {args.num_experts} is not simulated: which expert gets a token depends "
-            "on its values: leave it out, or profile on a device"
-        )
+    check_experts(args)
     num_layers = count_layers(args)
     layers = ModelLayers.of_arguments(args, num_layers)
     kinds = layers.kinds()
@@ -103,6 +99,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     device = SimulatedDevice(options.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_values())
+        stack.enter_context(even_experts())
         stack.enter_context(replaced(options.network, device.clock))
         stack.enter_context(short_loops(device.clock))
         if options.fused:

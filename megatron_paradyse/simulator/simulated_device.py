@@ -67,11 +67,19 @@ class SimulatedDevice(LiveBytes):
 
 
 MEGATRON = "megatron.core.fusions"
-# What Megatron gives to its jit_fuser and a dense layer may run, and what is one kernel on a GPU.
+# What Megatron gives to its jit_fuser and a layer may run, and what is one kernel on a GPU.
 FUSED = {
     f"{MEGATRON}.fused_bias_gelu": ("bias_gelu", "bias_gelu_back"),
     f"{MEGATRON}.fused_bias_swiglu": (
         *("swiglu", "bias_swiglu", "swiglu_back", "bias_swiglu_back"),
+        *("weighted_swiglu", "weighted_swiglu_back"),
+    ),
+    f"{MEGATRON}.fused_bias_geglu": (
+        *("weighted_quick_geglu", "weighted_quick_geglu_back"),
+        *("weighted_bias_quick_geglu", "weighted_bias_quick_geglu_back"),
+    ),
+    f"{MEGATRON}.fused_weighted_squared_relu": (
+        *("weighted_squared_relu", "weighted_squared_relu_back"),
     ),
     f"{MEGATRON}.fused_bias_dropout": ("bias_dropout_add_fused_train",),
     "megatron_paradyse.strategies.rms_norm": ("normalise", "normalise_backward"),

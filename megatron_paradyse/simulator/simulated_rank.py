@@ -33,9 +33,9 @@ from megatron_paradyse.train.model_kind import BERT
 from megatron_paradyse.train.model_layers import ModelLayers
 
 
-def start_megatron(flags: Sequence[str], *, p: int, rank: int) -> None:
-    """Megatron's arguments and groups, as rank `rank` of p; once in a process."""
-    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": p, "LOCAL_WORLD_SIZE": p}
+def start_megatron(flags: Sequence[str], *, world: int, rank: int) -> None:
+    """Megatron's arguments and groups, as rank `rank` of so many; once in a process."""
+    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # no one is asked there
     sys.argv = ["simulate", *flags]

@@ -49,6 +49,7 @@ def stand_in_profile(
     from megatron_paradyse.profiler.host_rate import host_bytes_per_second
     from megatron_paradyse.profiler.journal import Journal
     from megatron_paradyse.profiler.model import build_and_measure
+    from megatron_paradyse.simulator.even_experts import num_ranks
     from megatron_paradyse.simulator.measured_clock import MeasuredClock
     from megatron_paradyse.simulator.simulated_rank import start_megatron
     from megatron_paradyse.simulator.traffic import fill_with_own, replaced
@@ -56,7 +57,7 @@ def stand_in_profile(
     from megatron_paradyse.train.model_layers import count_layers
 
     p = options.network.p
-    start_megatron(flags, p=p, rank=p - 1)
+    start_megatron(flags, world=num_ranks(flags, p), rank=p - 1)
     num_layers = count_layers(get_args())
     described = describe(get_args(), num_layers)
     hardware = dataclasses.replace(described.hardware, num_devices=p)

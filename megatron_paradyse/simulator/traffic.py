@@ -74,9 +74,14 @@ class Traffic:
     ):
         self._network, self._clock, self._fill = network, clock, fill
 
-    def _begin(self, name: str, sent_bytes: float, into: Tensor, x: Tensor) -> _Work:
-        prepare = None if self._fill is None else functools.partial(self._fill, into, x)
+    def _begin(self, name: str, sent_bytes: float, into: Tensor | list[Tensor], x: Tensor) -> _Work:
+        prepare = None if self._fill is None else functools.partial(self._fill_all, into, x)
         return _Work(self._clock, self._network.seconds(name, sent_bytes), prepare)
+
+    def _fill_all(self, into: Tensor | list[Tensor], x: Tensor) -> None:
+        assert self._fill is not None
+        for part in into if isinstance(into, list) else [into]:
+            self._fill(part, x)
 
     # As in strategies/transport.py.
 
@@ -127,6 +132,36 @@ class Traffic:
         sent = 2 * (p - 1) * tensor.nbytes / p
         return _done(self._begin("all_reduce", sent, tensor, tensor), async_op)
 
+    def all_to_all_single(
+        self,
+        output,
+        input,
+        output_split_sizes=None,
+        input_split_sizes=None,
+        group=None,
+        async_op=False,
+    ):
+        if _size(group) == 1:
+            return self._alone(output, input, async_op)
+        received, sent = (
+            None if splits is None else [int(rows) for rows in splits]
+            for splits in (output_split_sizes, input_split_sizes)
+        )
+        (work,) = self.all_to_all(output, input, group, num_received=received, num_sent=sent)
+        return _done(work, async_op)
+
+    def all_gather_list(self, tensor_list, tensor, group=None, async_op=False):
+        if _size(group) == 1:
+            return self._alone(tensor_list[0], tensor, async_op)
+        sent = sum(x.nbytes for x in tensor_list) - tensor.nbytes
+        return _done(self._begin("all_gather", sent, tensor_list, tensor), async_op)
+
+    def reduce_scatter_list(self, output, input_list, op=None, group=None, async_op=False):
+        if _size(group) == 1:
+            return self._alone(output, input_list[0], async_op)
+        sent = sum(x.nbytes for x in input_list) - output.nbytes
+        return _done(self._begin("reduce_scatter", sent, output, input_list[0]), async_op)
+
     def _alone(self, output: Tensor, tensor: Tensor, async_op: bool):
         if output is not tensor:
             output.copy_(tensor)
@@ -175,6 +210,11 @@ def replaced(
     doors = strategy_doors(traffic)
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         doors.append((torch.distributed, name, getattr(traffic, name)))
+    doors += [
+        (torch.distributed, "all_to_all_single", traffic.all_to_all_single),  # of experts
+        (torch.distributed, "all_gather", traffic.all_gather_list),
+        (torch.distributed, "reduce_scatter", traffic.reduce_scatter_list),
+    ]
     for module in (layers, mappings, utils):
         doors.append((module, "dist_all_gather_func", traffic.all_gather_into_tensor))
     for module in (layers, mappings):

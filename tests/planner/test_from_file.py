@@ -304,7 +304,5 @@ def test_replicas_that_share_experts_run_no_mlp_again(settings):
     assert [choice.name for choice in options.attention] == [*strategies]
     assert [choice.name for choice in options.mlp] == ["metp"]
     made = policies(dataclasses.replace(some, strategies=strategies[1:]), experts_shared=True)
-    with pytest.raises(
-        UserError, match="and replicas that run experts together"
-    ):
+    with pytest.raises(UserError, match="and replicas that run experts together"):
         made.policy(made.stage(), smooth=False).problem(LAYERS, 1, 128, False)

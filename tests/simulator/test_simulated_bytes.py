@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from megatron_paradyse.costs.layers import LAYER, half_of, layer_of
 from megatron_paradyse.costs.recomputed import recomputed_layer
 from megatron_paradyse.profiler.flags import megatron_flags
+from megatron_paradyse.simulator.even_experts import num_ranks
 from megatron_paradyse.strategies import recomputes
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.simulator.small_models import COMMON, GPT, LENGTH, simulated
@@ -29,18 +29,12 @@ DIFFERING += ["--window-attn-skip-freq", "[0,1,0,1]", "--no-rope-freq", "[0,0,1,
 PREDICTING = ["--mtp-num-layers", 2]
 
 
-def test_a_mixture_of_experts_is_refused_in_one_line(tmp_path):
-    arguments = ["simulate", "--gpu", "a100-80g", "--ranks", 2, "--lengths", LENGTH, *LLAMA]
-    arguments += ["--num-experts", 4, "-o", tmp_path / "x.json"]
-    code, _, stderr = run_forked(
-        "megatron_paradyse.__main__",
-        [str(argument) for argument in arguments],
-        ranks=1,
-        folder=tmp_path / "said",
-        timeout_seconds=100,
-    )
-    assert code == 1 and "error: --num-experts 4 is not simulated" in stderr
-    assert stderr.count("\n") == 1 and os.listdir(tmp_path) == ["said"]
+EXPERTS = [*LLAMA, "--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
+EXCHANGED = [*EXPERTS, "--moe-token-dispatcher-type", "alltoall"]
+OVER_RANKS = [*EXCHANGED, "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1]
+OVER_REPLICAS = [*EXCHANGED, "--expert-model-parallel-size", 2]  # 2 ranks have an expert
+PADDED = ["--moe-expert-capacity-factor", 1.5, "--moe-pad-expert-input-to-capacity"]
+SHARED = ["--moe-shared-expert-intermediate-size", 32, "--moe-layer-freq", "[0,1]"]
 
 
 def _on_real_ranks(folder: Path, flags: list, p: int, tile_rows: int) -> list:
@@ -54,7 +48,11 @@ def _on_real_ranks(folder: Path, flags: list, p: int, tile_rows: int) -> list:
         *megatron_flags(given, model_path=None, ranks=p),
     ]
     code, _, stderr = run_forked(
-        "tests.simulator.real_rank", argv, ranks=p, folder=folder, timeout_seconds=100
+        "tests.simulator.real_rank",
+        argv,
+        ranks=num_ranks(given, p),
+        folder=folder,
+        timeout_seconds=100,
     )
     assert code == 0, stderr[-4000:]
     return json.loads(output.read_text())
@@ -69,6 +67,9 @@ CASES = {
     "differing-predicting-2": ([*DIFFERING, *PREDICTING], 2, TILE_ROWS),
     "predicting-2": ([*LLAMA, *PREDICTING, "--paradyse-head-tile", 96], 2, TILE_ROWS),
     "long-gpt-2": (GPT, 2, LONG),
+    "experts-gathered-2": ([*EXPERTS, *SHARED], 2, TILE_ROWS),
+    "experts-over-replicas-2": (OVER_REPLICAS, 2, TILE_ROWS),
+    "experts-padded-2": ([*OVER_RANKS, *PADDED], 2, TILE_ROWS),
 }
 
 

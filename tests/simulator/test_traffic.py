@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,9 @@ MEGATRONS = {
     "all_gather_into_tensor": ((WHOLE, SHARE), "all_gather", 64),
     "reduce_scatter_tensor": ((SHARE, WHOLE), "reduce_scatter", 64),
     "all_reduce": ((WHOLE,), "all_reduce", 128),
+    "all_to_all_single": ((WHOLE, WHOLE), "all_to_all", 64),
+    "all_gather_list": (([*WHOLE.split((4, 2, 6))], SHARE), "all_gather", 64),
+    "reduce_scatter_list": ((SHARE, [*WHOLE.split((4, 2, 6))]), "reduce_scatter", 64),
 }
 
 
@@ -84,6 +88,15 @@ def test_megatron_waits_at_once_unless_it_asks_for_the_work(name):
     assert clock.waited == [0, 1]
 
 
+def test_what_experts_exchange_is_counted_by_its_rows():
+    """Of tensors and arrays too, as Megatron gives them."""
+    there, clock = traffic()
+    x, into = torch.zeros(9, 2), torch.zeros(11, 2)
+    splits = torch.tensor([2, 4, 5]), np.array([3, 4, 2])
+    there.all_to_all_single(into, x, *splits, group=GROUP)
+    assert clock.begun == pytest.approx([7 * 8 * 10 ** COLLECTIVES.index("all_to_all")])
+
+
 @pytest.mark.parametrize("name", MEGATRONS)
 def test_a_rank_alone_has_its_own_values_and_takes_no_time(name):
     """Of a group beside the network's: data parallelism's of one replica."""
@@ -91,6 +104,8 @@ def test_a_rank_alone_has_its_own_values_and_takes_no_time(name):
     own = torch.arange(4.0)
     into = own if name == "all_reduce" else torch.empty(4)
     tensors = (own,) if name == "all_reduce" else (into, own)
+    if name.endswith("_list"):
+        tensors = ([into], own) if name == "all_gather_list" else (into, [own])
     assert getattr(there, name)(*tensors, group=Place(0, 1)) is None
     assert into.tolist() == own.tolist() and clock.begun == []
     getattr(there, name)(*tensors, group=Place(0, 1), async_op=True).wait()
@@ -103,6 +118,10 @@ def test_what_is_received_is_filled_when_the_clock_says():
     there.all_gather(WHOLE, SHARE, GROUP)
     ((into, x),) = filled
     assert into is WHOLE and x is SHARE
+    parts = WHOLE.split((4, 2, 6))
+    there.all_gather_list([*parts], SHARE, GROUP)
+    places = [part.data_ptr() for part in parts]
+    assert [into.data_ptr() for into, _ in filled[1:]] == places
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

@@ -1,0 +1,137 @@
+"""Mixtures of experts without values: every expert gets as many tokens as another.
+
+Megatron's dispatchers ask which expert gets how many tokens, to size what they send and compute;
+simulated tensors do not tell. The counts are put in their place; all that Megatron runs to find
+them runs, and takes its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.moe_utils import get_capacity
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+)
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_paradyse.errors import UserError
+from megatron_paradyse.simulator.doors import opened
+from megatron_paradyse.simulator.models import last_value
+
+
+def check_experts(args: argparse.Namespace) -> None:
+    """UserError for what depends on values even so."""
+    if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:
+        raise UserError(
+            "--moe-router-load-balancing-type sinkhorn is not simulated: it goes on until values "
+            "are even: give another, or profile on a device"
+        )
+
+
+def num_ranks(flags: Sequence[str], p: int) -> int:
+    """p, or as many as experts lie over, in the replicas that they need."""
+    names = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
+    experts, parts = (last_value(name, flags) for name in names)
+    given = [text for text in (experts, parts) if text is not None]
+    if not all(text.isdecimal() for text in given):  # which Megatron refuses
+        return p
+    return max(p, int(experts or 1) * int(parts or p))
+
+
+@contextlib.contextmanager
+def even_experts() -> Iterator[None]:
+    """Dispatchers that are asked inside find even numbers of tokens."""
+    found = MoEAlltoAllTokenDispatcher.preprocess
+    taken = MoEAllGatherTokenDispatcher.dispatch_postprocess
+    doors = [
+        (MoEAlltoAllTokenDispatcher, "preprocess", _exchanged(found)),
+        (MoEAllGatherTokenDispatcher, "dispatch_postprocess", _gathered(taken)),
+    ]
+    with opened(doors):
+        yield
+
+
+def _exchanged(found: Callable) -> Callable:
+    @functools.wraps(found)
+    def preprocess(self: Any, routing_map: Tensor) -> np.ndarray:
+        found(self, routing_map)
+        counts = _tokens_per_expert(self, len(routing_map))
+        own = counts[self.local_expert_indices]
+        everyone = np.tile(own, (self.tp_size * self.ep_size, 1))  # all ranks send the same
+        if self.ep_size > 1 or self.tp_size > 1:
+            self.input_splits = counts.reshape(self.ep_size, -1).sum(axis=1)
+            self.output_splits = np.full(self.ep_size, own.sum())
+            self.output_splits_tp = np.full(self.tp_size, own.sum() * self.ep_size)
+        if self.drop_and_pad:
+            self.output_splits_tp = self.output_splits = self.input_splits = None  # all alike
+        self.num_out_tokens = int(counts.sum())
+        self.num_global_tokens_per_local_expert = everyone
+        chunks = np.arange(everyone.size)
+        self.sort_input_by_local_experts = chunks.reshape(-1, len(own)).T.ravel()
+        self.restore_output_by_local_experts = chunks.reshape(len(own), -1).T.ravel()
+        return everyone.sum(axis=0)
+
+    return preprocess
+
+
+def _tokens_per_expert(dispatcher: Any, num_tokens: int) -> np.ndarray:
+    """Of one rank: to each expert, none of more than its capacity; all of that where padded."""
+    config = dispatcher.config
+    counts = _even(num_tokens * config.moe_router_topk, dispatcher.num_experts)
+    factor = config.moe_expert_capacity_factor
+    if factor is None:
+        return counts
+    capacity = get_capacity(
+        num_tokens=num_tokens * config.moe_router_topk,
+        num_experts=dispatcher.num_experts,
+        capacity_factor=factor,
+    )
+    return np.full_like(counts, capacity) if dispatcher.drop_and_pad else counts.clip(max=capacity)
+
+
+def _gathered(taken: Callable) -> Callable:
+    @functools.wraps(taken)
+    def dispatch_postprocess(self: Any, hidden_states: Tensor, probs: Tensor):
+        num_experts = probs.shape[1]
+        counts = _even(len(hidden_states) * self.router_topk, num_experts)
+        counts = counts[self.local_expert_indices]
+        total = int(counts.sum())
+        doors = [
+            (torch.Tensor, "item", lambda tensor: total),
+            (torch.Tensor, "masked_select", lambda x, mask: _Selected.apply(x, mask, total)),
+        ]
+        with opened(doors):
+            tokens, _, local_probs = taken(self, hidden_states, probs)
+        return tokens, counts, local_probs
+
+    return dispatch_postprocess
+
+
+class _Selected(Function):
+    """So many values of x, as masked_select keeps and gives them."""
+
+    @staticmethod
+    def forward(ctx, x, mask, count):
+        ctx.save_for_backward(x, mask)
+        return x.flatten()[:count].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, _ = ctx.saved_tensors
+        grad_x = torch.zeros_like(x)
+        grad_x.view(-1)[: len(grad)].copy_(grad)
+        return grad_x, None, None
+
+
+def _even(total: int, parts: int) -> np.ndarray:
+    """Whole numbers that differ by one at most."""
+    return np.diff(np.arange(parts + 1) * total // parts)
