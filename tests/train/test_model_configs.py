@@ -24,6 +24,7 @@ TOY = {
     "--moe-ffn-hidden-size": 32,
     "--moe-shared-expert-intermediate-size": 32,
     "--moe-router-topk": 2,
+    "--expert-model-parallel-size": 2,
     "--tensor-model-parallel-size": 2,
     "--seq-length": 128,
     "--max-position-embeddings": 128,
