@@ -332,9 +332,9 @@ def check_experts(run: argparse.Namespace, of_checkpoint: argparse.Namespace) ->
 def _own_ranks(args: argparse.Namespace) -> str:
     """The flags that give experts other ranks than other weights have; "" where they have not."""
     experts = getattr(args, "expert_model_parallel_size", 1)
-    p = args.tensor_model_parallel_size
+    p = getattr(args, "tensor_model_parallel_size", 1)
     parts = getattr(args, "expert_tensor_parallel_size", None) or p
-    if not args.num_experts or (experts == 1 and parts == p):
+    if not getattr(args, "num_experts", None) or (experts == 1 and parts == p):
         return ""
     return f"--expert-model-parallel-size {experts} --expert-tensor-parallel-size {parts}"
 
