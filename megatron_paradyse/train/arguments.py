@@ -19,6 +19,7 @@ from megatron_paradyse.train.document_flags import (
     prepare_documents,
     refuse_of_documents,
 )
+from megatron_paradyse.train.expert_flags import check_exchange, lie_over_replicas
 from megatron_paradyse.train.megatron_limits import check_megatrons_limits
 from megatron_paradyse.train.model_flags import (
     check_bert,
@@ -195,9 +196,11 @@ def after_validation(args: argparse.Namespace) -> None:
     args.paradyse_samples = samples_of(args)
     if args.paradyse_settings.sequences != FIXED:
         check_validation(args)
+        check_exchange(args)
         args.dataloader_type = "external"
         if args.pipeline_model_parallel_size > 1:
             args.variable_seq_lengths = True  # stages then tell each other their shapes
         several = max(args.pipeline_model_parallel_size, args.expert_model_parallel_size) > 1
+        several = several or lie_over_replicas(args)
         if several and args.moe_token_dispatcher_type == "allgather":  # of one length everywhere
             args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it, even if dense

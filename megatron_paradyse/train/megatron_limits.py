@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+from collections.abc import Mapping
 
 import torch
 from megatron.core import optimizer
@@ -15,18 +16,22 @@ from megatron.core.tensor_parallel.random import HAVE_TE
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.settings import FIXED
-from megatron_paradyse.train.model_layers import ModelLayers, count_layers
+from megatron_paradyse.train.expert_flags import check_experts
+from megatron_paradyse.train.model_layers import EXPERTS, ModelLayers, count_layers
 
 
 def check_megatrons_limits(args: argparse.Namespace) -> None:
     """UserError for what would end in a traceback of Megatron, with or without this package."""
-    if args.num_layers:
-        ModelLayers.of_arguments(args, count_layers(args))  # refuses lists of too few layers
+    patterns: Mapping[str, tuple[int, ...]] = {}
+    if args.num_layers:  # refuses lists of too few layers
+        patterns = ModelLayers.of_arguments(args, count_layers(args)).patterns
     check_key_heads(args)
-    _check_ffn_size(args)
+    ffn_size = _ffn_size(args)
+    if not args.num_experts or 0 in patterns.get(EXPERTS, ()):
+        _check_ffn_size(args, ffn_size)
     _check_length(args)
     _check_positions(args)
-    _check_experts(args)
+    check_experts(args, ffn_size)
     _check_recomputation(args)
     _check_optimizer(args)
     _check_initialization(args)
@@ -63,12 +68,18 @@ def check_key_heads(args: argparse.Namespace) -> None:
         )
 
 
-def _check_ffn_size(args: argparse.Namespace) -> None:
-    size, p = args.ffn_hidden_size, args.tensor_model_parallel_size
-    if size is None and args.hidden_size:  # as Megatron will have it
+def _ffn_size(args: argparse.Namespace) -> int | None:
+    """As Megatron will have it."""
+    size = args.ffn_hidden_size
+    if size is None and args.hidden_size:
         size = 4 * args.hidden_size
         size = int(size * 2 / 3 / 64) * 64 if args.swiglu else size
-    if size and size % p and not args.num_experts:
+    return size
+
+
+def _check_ffn_size(args: argparse.Namespace, size: int | None) -> None:
+    p = args.tensor_model_parallel_size
+    if size and size % p:
         raise UserError(
             f"--ffn-hidden-size {size} is not divisible by --tensor-model-parallel-size {p}, over "
             f"whose ranks Megatron shares an MLP: use --ffn-hidden-size {size + -size % p}"
@@ -91,33 +102,6 @@ def _check_positions(args: argparse.Namespace) -> None:
         raise UserError(
             "--position-embedding-type mrope, of positions of three kinds, where the data have "
             "one: give --position-embedding-type rope"
-        )
-
-
-def _check_experts(args: argparse.Namespace) -> None:
-    """Of projections around them; of biases, which no shared expert has, nor one of Megatron's own
-    that calls its MLP.
-    """
-    if args.num_experts and args.moe_latent_size and not HAVE_TE:
-        raise UserError(
-            f"--moe-latent-size {args.moe_latent_size}, whose projections Megatron has with "
-            "TransformerEngine alone: install it, or leave --moe-latent-size out"
-        )
-    if not args.num_experts or not args.add_bias_linear:
-        return
-    given = f"--num-experts {args.num_experts} with biases"
-    if args.moe_shared_expert_intermediate_size:
-        raise UserError(f"{given}, which shared experts have not: add --disable-bias-linear")
-    if args.transformer_impl == "local":
-        raise UserError(
-            f"{given}, which Megatron's --transformer-impl local cannot add: add "
-            "--disable-bias-linear"
-        )
-    fused = args.bias_gelu_fusion and not args.use_te_activation_func
-    if fused and not (args.swiglu or args.quick_geglu):
-        raise UserError(
-            f"{given}: Megatron cannot fuse them with the GELU of experts: add "
-            "--no-bias-gelu-fusion or --disable-bias-linear"
         )
 
 

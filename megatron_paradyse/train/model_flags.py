@@ -27,14 +27,13 @@ def check_ranks(args: argparse.Namespace) -> None:
             f"start {p * stages} or a multiple (--nproc-per-node of torchrun, --nproc of a "
             "profile), or change these flags"
         )
-    if (experts := args.expert_model_parallel_size) > 1:
-        each = args.expert_tensor_parallel_size or p
-        if args.world_size % (ranks := each * experts * stages):
-            raise UserError(
-                f"--expert-model-parallel-size {experts} takes {ranks} ranks or a multiple, with "
-                f"{each} for an expert (--expert-tensor-parallel-size) and {stages} pipeline "
-                f"stages, got {args.world_size}: start so many, or change these flags"
-            )
+    experts, each = args.expert_model_parallel_size, args.expert_tensor_parallel_size or p
+    if args.world_size % (ranks := each * experts * stages):
+        raise UserError(
+            f"--expert-model-parallel-size {experts} takes {ranks} ranks or a multiple, with "
+            f"{each} for an expert (--expert-tensor-parallel-size) and {stages} pipeline "
+            f"stages, got {args.world_size}: start so many, or change these flags"
+        )
 
 
 def check_model(args: argparse.Namespace) -> None:

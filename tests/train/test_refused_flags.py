@@ -117,12 +117,6 @@ REFUSED = {
     "--window-attn-skip-freq tells of 3 layers, and there are 4: give a 0 or 1 for each": [
         "--window-size", "8,0", "--window-attn-skip-freq", "[1,0,1]",
     ],
-    "--num-experts 4 with biases, which Megatron's --transformer-impl local cannot add: add": [
-        "--num-experts", 4, "--no-bias-gelu-fusion",
-    ],
-    "--num-experts 4 with biases, which shared experts have not: add --disable-bias-linear": [
-        "--num-experts", 4, "--moe-shared-expert-intermediate-size", 32,
-    ],
     "--recompute-modules layernorm, which Megatron .* TransformerEngine alone: .* leave layerno": [
         "--recompute-granularity", "selective", "--recompute-modules", "layernorm",
     ],
@@ -132,10 +126,6 @@ REFUSED = {
     "--init-method-xavier-uniform, which .*: leave it out, or": ["--init-method-xavier-uniform"],
     "--init-model-with-meta-device without a checkpoint: .*: give --load, or leave": [
         "--init-model-with-meta-device",
-    ],
-    "--expert-model-parallel-size 2 takes 2 ranks or a multiple, with 1 for .* got 1: start": [
-        "--num-experts", 4, "--disable-bias-linear", "--expert-model-parallel-size", 2,
-        "--paradyse-sequences", "fixed",
     ],
     "--rerun-mode report_stats, which .*: leave it out, or give validate_results or disabled": [
         "--rerun-mode", "report_stats",
@@ -147,9 +137,6 @@ REFUSED = {
         "--adlr-autoresume",
     ],
     "--use-ring-exchange-p2p, which this PyTorch has not: .*: leave": ["--use-ring-exchange-p2p"],
-    "--moe-latent-size 32, whose projections .*: install it, or leave --moe-latent-size out": [
-        "--num-experts", 4, "--moe-latent-size", 32,
-    ],
     r"refuses these flags: assert args\.save_interval is .*: --save-interval is not given$": [
         "--save", "here", "--paradyse-sequences", "fixed", "--mock-data",
     ],
