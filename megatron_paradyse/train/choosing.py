@@ -78,13 +78,15 @@ class CostPolicies:
         self.budget_bytes = budget_bytes(
             settings, costs=self.name_of_costs, records=files_to_read(args, trace)
         )
+        # Whether replicas run experts together, and so wait for each other within layers.
+        self._together = run.experts_shared or balances_over_replicas(args)
         self._of_file = FilePolicies(
             settings,
             self.costs,
             self.budget_bytes,
             num_layers=self._num_layers,
             megatron_mlp=bool(args.num_experts),
-            experts_shared=run.experts_shared or balances_over_replicas(args),
+            experts_shared=self._together,
             host_bytes=host_bytes(settings),
             wide_bytes_per_second=wide_bytes_per_second,
         )
@@ -222,6 +224,7 @@ class CostPolicies:
             for _, policy in self.made:
                 policy.renew()
 
+        together = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return OnlineCorrection(
             self.costs.strategies,
             self._of_file.model,
@@ -232,6 +235,7 @@ class CostPolicies:
             beside=self._seconds_beside,
             margin=self.settings.memory_margin,
             renew=renew,
+            together=together if self._together else None,
         )
 
     def _seconds_beside(self, planned: Planned) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -44,17 +45,21 @@ class OnlineCorrection:
         beside: Callable[[Planned], float],
         margin: float,
         renew: Callable[[], None],
+        together: torch.distributed.ProcessGroup | None = None,
     ):
         """operations: those of a layer; rows: what packed rows are planned as; aligned: the length
         that a length is; static_bytes: what a predicted peak holds beside the microbatch; beside:
         predicted seconds of what was measured with the layers. renew is called when other factors
-        are in force.
+        are in force. together: of replicas that wait for each other in the layers.
         """
         self.correction = Correction(strategies)
         self._model, self._operations = model, operations
         self._rows, self._aligned, self._static_bytes = rows, aligned, static_bytes
         self._beside, self._margin, self._renew = beside, margin, renew
+        self._together = together
         self._observations: list[Observation] = []
+        self._places: list[int] = []  # of each, among all microbatches that were seen
+        self._sizes: list[tuple[float, int]] = []  # of all: predicted seconds, tokens
         self._ran: set[str] = set()
         self._iterations = 0
 
@@ -64,19 +69,24 @@ class OnlineCorrection:
         left: iterations that follow this one.
         """
         self._iterations += 1
-        observed = [self._observe(m) for m in microbatches if _compares(m)]
+        compared = [place for place, m in enumerate(microbatches) if _compares(m)]
+        observed = [self._observe(microbatches[place]) for place in compared]
         if self._iterations <= WARM_UP:
             return False
         self._observations += observed
+        self._places += [len(self._sizes) + place for place in compared]
+        self._sizes += [_size(m.planned) for m in microbatches]
         if self._iterations % EVERY:
             return False
+        if self._together is not None:
+            self._observations = self._of_the_longest(self._together)
         changed = self.correction.apply(self._agree(explore=left >= WORTH_TRIALS))
         if changed:
             ran = list(dict.fromkeys(n for o in self._observations for n in o.predicted_seconds))
             for line in (*self.correction.drifted(ran), *self.correction.trials()):
                 print_rank_0(f"> paradyse: {line}")
             self._renew()
-        self._observations = []
+        self._observations, self._places, self._sizes = [], [], []
         return changed
 
     def _observe(self, microbatch: Microbatch) -> Observation:
@@ -119,6 +129,25 @@ class OnlineCorrection:
         static = self._static_bytes()
         return (measured - static) / max(predicted - static, 1)
 
+    def _of_the_longest(self, group: torch.distributed.ProcessGroup) -> list[Observation]:
+        """What tells of its own microbatch alone, where replicas run one each at a time.
+
+        Seconds of one that was predicted to take less than another replica's are those of waiting
+        for it; where another has more tokens, their experts' bytes are on this rank too.
+        """
+        device = torch.cuda.current_device()
+        largest = torch.tensor(self._sizes, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+        found, of_all = [], largest.tolist()
+        for observation, place in zip(self._observations, self._places, strict=True):
+            (seconds, tokens), (longest, most) = self._sizes[place], of_all[place]
+            if seconds < longest:
+                observation = replace(observation, measured_seconds=None)
+            if tokens < most:
+                observation = replace(observation, peak_ratio=None)
+            found.append(observation)
+        return found
+
     def _agree(self, *, explore: bool) -> np.ndarray:
         """New factors: sums over all ranks, computed on the first and sent to the others."""
         device = torch.cuda.current_device()
@@ -132,6 +161,11 @@ class OnlineCorrection:
         values = torch.tensor(found, device=device)
         torch.distributed.broadcast(values, src=0)
         return values.cpu().numpy()
+
+
+def _size(planned: Planned) -> tuple[float, int]:
+    """Predicted seconds, and tokens."""
+    return planned.seconds or 0.0, planned.batch_size * planned.seq_length
 
 
 def _compares(microbatch: Microbatch) -> bool:

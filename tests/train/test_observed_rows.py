@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from megatron_paradyse.hook import Planned
 from megatron_paradyse.packing.row import contiguous
@@ -41,7 +42,7 @@ def microbatch(policy, row, seconds):
     return Microbatch(planned, False, [0.0, seconds / 3, seconds, seconds * 5 / 3])
 
 
-def correction_of(policies, static_bytes=0):
+def correction_of(policies, static_bytes=0, together=None):
     return OnlineCorrection(
         policies.costs.strategies,
         policies.model,
@@ -52,6 +53,7 @@ def correction_of(policies, static_bytes=0):
         beside=lambda planned: planned.seq_length / 1024,
         margin=0.03,
         renew=lambda: None,
+        together=together,
     )
 
 
@@ -141,3 +143,28 @@ def test_the_seconds_of_a_wide_row_correct_nothing_but_its_peak_does(policies, p
     assert not online.correction.sums([seen]).any()
     assert online.correction.peaks([seen]).max() == pytest.approx(2.0)
     assert as_record(ran)["replicas"] == 2 and as_record(ran)["seq_length"] == row.group_length
+
+
+def test_replicas_that_run_experts_together_correct_by_the_longest_of_them(
+    policies, policy, monkeypatch
+):
+    """The others wait for it in every layer, and hold what its tokens take."""
+
+    def others(tensor, op, group):
+        assert op == torch.distributed.ReduceOp.MAX and group == "replicas"
+        tensor[1] *= 2  # the second microbatch of theirs
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.distributed, "all_reduce", others)
+    online, seen = correction_of(policies, together="replicas"), []
+    monkeypatch.setattr(online, "_agree", lambda explore: seen.extend(online._observations))
+    monkeypatch.setattr(online.correction, "apply", lambda _: False)
+    longest, other = (microbatch(policy, 256, 0.5) for _ in range(2))
+    for ran in (longest, other):
+        ran.peak_bytes = 2 * ran.planned.peak_bytes
+    unknown = microbatch(policy, 256, 0.5)
+    unknown = dataclasses.replace(unknown, planned=dataclasses.replace(unknown.planned, seconds=0))
+    for taken in ([longest], [longest], [longest, other], [unknown, longest]):
+        online.after_iteration(taken, left=0)
+    told = [(one.measured_seconds is not None, one.peak_ratio is not None) for one in seen]
+    assert told == [(True, True), (False, False), (True, True)]
