@@ -168,16 +168,22 @@ class Description:
         return any(OUTPUT_GATE in has for has in (self.halves or {}).values())
 
     @property
+    def ranks(self) -> int:
+        """That run a layer together: p, or those over which experts lie, by whole replicas."""
+        over = (
+            has.get(EXPERT_PARALLEL, 1) * has.get(EXPERT_TENSOR_PARALLEL, self.p)
+            for has in (self.halves or {}).values()
+        )
+        return math.lcm(self.p, *over)
+
+    @property
     def experts_shared(self) -> bool:
         """Whether experts lie over ranks of several replicas, as halves tell.
 
         Megatron numbers the ranks of an expert first, then those of experts: as many as one replica
         has are its own.
         """
-        return any(
-            has.get(EXPERT_PARALLEL, 1) * has.get(EXPERT_TENSOR_PARALLEL, self.p) > self.p
-            for has in (self.halves or {}).values()
-        )
+        return self.ranks > self.p
 
     @property
     def head_norm(self) -> str | None:

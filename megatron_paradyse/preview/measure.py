@@ -37,16 +37,17 @@ def run_measurement(
 
     check_output(how.output)
     take_environment(how.model)
-    p = setup.description.p
+    p, needed = setup.description.p, setup.description.ranks
     ranks = int(os.environ.get("WORLD_SIZE", how.nproc or 0))
     if how.stand_in and ranks:
         raise UserError("--stand-in is one process: leave out --nproc and torchrun")
     if not (how.stand_in or ranks):
         raise UserError(
-            f"give --nproc {p} to start {p} ranks here, start it under torchrun, or give --stand-in"
+            f"give --nproc {needed} to start {needed} ranks here, start it under torchrun, or give "
+            "--stand-in"
         )
-    if ranks and ranks != p:
-        raise UserError(f"the costs are of {p} ranks, not of {ranks}: give --nproc {p}")
+    if ranks and ranks != needed:
+        raise UserError(f"the costs are of {needed} ranks, not of {ranks}: give --nproc {needed}")
     d = setup.description
     megatron = model_flags(
         how.model,

@@ -128,7 +128,7 @@ class _Rank:
             margin_ppm=round(setup.stage.margin * 1e6),
             batch_size=self._found.batch_size,
             num_layers=setup.policies.num_layers,
-            ranks=setup.description.p,
+            ranks=setup.description.p if self._options.stand_in else setup.description.ranks,
             stand_in=self._options.stand_in,
             hardware=hardware().name,
             torch=torch.__version__,

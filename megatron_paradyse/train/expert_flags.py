@@ -24,7 +24,7 @@ ALONE = (SINKHORN, "quantile_balancing")  # Megatron passes over them in a list 
 def lie_over_replicas(args: argparse.Namespace) -> bool:
     """Whether ranks of several replicas run the experts of a layer together."""
     p = args.tensor_model_parallel_size
-    return args.expert_model_parallel_size * (args.expert_tensor_parallel_size or p) > p
+    return p % (args.expert_model_parallel_size * (args.expert_tensor_parallel_size or p)) != 0
 
 
 def check_experts(args: argparse.Namespace, ffn_size: int | None) -> None:

@@ -214,3 +214,15 @@ def test_wrong_usage_is_told(costs, tmp_path):
     told = refused(costs, *budget, "--measure", trials, "--stand-in", "--measure-only", "metpp")
     assert "--measure-only metpp: give some of ParaDySe, " in told
     assert not list(tmp_path.iterdir())
+
+
+def test_limits_are_measured_on_all_ranks_over_which_experts_lie(costs, tmp_path):
+    """Of costs of 2 ranks no number of ranks was right: experts over 4 need those, too."""
+    content = json.loads(Path(costs).read_text())
+    content["description"]["halves"] = {"mlp": {"expert_parallel": 4, "expert_tensor_parallel": 1}}
+    other = tmp_path / "experts.json"
+    other.write_text(json.dumps(content))
+    measure = ("--memory-budget", "12MiB", "--measure", tmp_path / "trials.json")
+    assert "give --nproc 4 to start 4 ranks here" in refused(other, *measure)
+    told = refused(other, *measure, "--nproc", 2)
+    assert "the costs are of 4 ranks, not of 2: give --nproc 4" in told

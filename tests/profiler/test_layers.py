@@ -216,12 +216,18 @@ def test_costs_of_experts_that_lie_otherwise_over_ranks_are_not_of_the_run():
 
 
 @pytest.mark.parametrize(
-    ("experts", "parts", "shared"),
-    [(1, 2, False), (1, 1, False), (2, 1, False), (2, 2, True), (4, 1, True), (2, 4, True)],
+    ("p", "experts", "parts", "ranks"),
+    [
+        *((2, 1, 2, 2), (2, 1, 1, 2), (2, 2, 1, 2), (2, 2, 2, 4), (2, 4, 1, 4), (2, 2, 4, 8)),
+        *((6, 2, 1, 6), (6, 4, 1, 12), (1, 1, 1, 1)),
+    ],
 )
-def test_replicas_share_experts_that_lie_over_more_ranks_than_one_has(experts, parts, shared):
+def test_replicas_share_experts_whose_ranks_are_not_within_each(p, experts, parts, ranks):
+    """Of 6 ranks and experts over 4 the second group has ranks of two replicas."""
     over = {"expert_model_parallel_size": experts, "expert_tensor_parallel_size": parts}
-    assert dataclasses.replace(_described(**WHOLE | over), p=2).experts_shared == shared
+    over |= {"tensor_model_parallel_size": p}
+    described = dataclasses.replace(_described(**WHOLE | over), p=p)
+    assert (described.ranks, described.experts_shared) == (ranks, ranks > p)
 
 
 @pytest.mark.parametrize(

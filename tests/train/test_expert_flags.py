@@ -123,7 +123,7 @@ def test_replicas_that_share_experts_exchange_documents_of_their_own_lengths(
 
 
 @pytest.mark.parametrize(("p", "experts", "parts", "refused"), [
-    (2, 2, 1, False), (2, 2, None, True), (2, 1, 4, True), (2, 1, None, False),
+    (2, 2, 1, False), (2, 2, None, True), (2, 1, 4, True), (2, 1, None, False), (6, 4, 1, True),
 ])  # fmt: skip
 def test_ranks_of_one_replica_pad_to_one_capacity(p, experts, parts, refused):
     from megatron_paradyse.train.expert_flags import check_exchange
