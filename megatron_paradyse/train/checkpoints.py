@@ -34,6 +34,7 @@ from megatron_paradyse.train.checkpoint_files import (
     whole_iterations,
 )
 from megatron_paradyse.train.checkpoint_source import source, whole
+from megatron_paradyse.train.checkpoint_states import check_experts, check_order
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
 from megatron_paradyse.train.helper_processes import managers_end_with_this_process
 
@@ -290,53 +291,6 @@ def _comparing(check: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return compare
-
-
-def check_order(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> None:
-    """UserError where Megatron would give parameters the optimizer states of others.
-
-    By default its distributed optimizer writes states in the order of the parameters, of which
-    TransformerEngine's layers, with norms inside their linears, have another one.
-    """
-    theirs, ours = (getattr(args, "transformer_impl", None) for args in (of_checkpoint, run))
-    distributed = all(getattr(a, "use_distributed_optimizer", False) for a in (of_checkpoint, run))
-    by_name = getattr(of_checkpoint, "dist_ckpt_optim_fully_reshardable", False)
-    if theirs in (None, ours) or not distributed or by_name or run.no_load_optim:
-        return
-    raise UserError(
-        f"the checkpoint in {run.load} is of --transformer-impl {theirs}, this run of {ours}, and "
-        "its distributed optimizer's states are in the order of the parameters, which differs: "
-        f"give --transformer-impl {theirs}, or save it there with "
-        "--dist-ckpt-optim-fully-reshardable, or --no-load-optim"
-    )
-
-
-def check_experts(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> None:
-    """UserError where Megatron keeps the optimizer states of experts apart in one of the two alone.
-
-    So it does where experts have ranks of their own: it then finds too few states, or too many.
-    """
-    theirs, ours = (_own_ranks(args) for args in (of_checkpoint, run))
-    if bool(theirs) == bool(ours) or run.no_load_optim or run.finetune:
-        return
-    p = run.tensor_model_parallel_size
-    like_others = f"--expert-model-parallel-size 1 --expert-tensor-parallel-size {p}"
-    raise UserError(
-        f"the checkpoint in {run.load} has the optimizer states of experts "
-        f"{f'apart ({theirs})' if theirs else 'among the others'}, this run "
-        f"{f'apart ({ours})' if ours else 'among the others'}, and Megatron cannot load them: give "
-        f"{theirs or like_others}, or --no-load-optim"
-    )
-
-
-def _own_ranks(args: argparse.Namespace) -> str:
-    """The flags that give experts other ranks than other weights have; "" where they have not."""
-    experts = getattr(args, "expert_model_parallel_size", 1)
-    p = getattr(args, "tensor_model_parallel_size", 1)
-    parts = getattr(args, "expert_tensor_parallel_size", None) or p
-    if not getattr(args, "num_experts", None) or (experts == 1 and parts == p):
-        return ""
-    return f"--expert-model-parallel-size {experts} --expert-tensor-parallel-size {parts}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 
 import pytest
@@ -238,7 +239,7 @@ def test_a_quick_profile_of_a_checkpoints_model_is_refused(monkeypatch, tmp_path
 def test_states_in_the_order_of_other_layers_are_refused(of_checkpoint, of_run, refused):
     """Megatron loads them for other parameters, and says nothing: losses go astray."""
     plugin.install()
-    from megatron_paradyse.train.checkpoints import check_order
+    from megatron_paradyse.train.checkpoint_states import check_order
 
     same = {"use_distributed_optimizer": True, "no_load_optim": None, "load": "saved"}
     checkpoint, run = (argparse.Namespace(**same | own) for own in (of_checkpoint, of_run))
@@ -272,7 +273,7 @@ DENSE = ALIKE | {"num_experts": None, "expert_tensor_parallel_size": None}
 def test_states_of_experts_that_megatron_keeps_elsewhere_are_refused(of_checkpoint, of_run, give):
     """It would say that entries or a group of parameters are missing, and no remedy."""
     plugin.install()
-    from megatron_paradyse.train.checkpoints import check_experts
+    from megatron_paradyse.train.checkpoint_states import check_experts
 
     same = {"no_load_optim": None, "finetune": False, "load": "saved"}
     checkpoint, run = (argparse.Namespace(**same | own) for own in (of_checkpoint, of_run))
@@ -281,3 +282,30 @@ def test_states_of_experts_that_megatron_keeps_elsewhere_are_refused(of_checkpoi
     else:
         with pytest.raises(UserError, match=f"and Megatron cannot load them: give {give}"):
             check_experts(run, checkpoint)
+
+
+DISTRIBUTED = OVER_FOUR | {"expert_tensor_parallel_size": 1, "use_distributed_optimizer": True}
+HALVES = DISTRIBUTED | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("of_checkpoint", "of_run", "refused"),
+    [
+        (DISTRIBUTED, HALVES, True),
+        (HALVES, DISTRIBUTED, True),
+        (HALVES, HALVES, False),
+        (DISTRIBUTED | {"dist_ckpt_optim_fully_reshardable": True}, HALVES, False),
+        (DISTRIBUTED, HALVES | {"use_distributed_optimizer": False}, False),
+        (DISTRIBUTED, HALVES | {"no_load_optim": True}, False),
+    ],
+)
+def test_states_of_parts_of_experts_are_not_given_to_other_parts(of_checkpoint, of_run, refused):
+    """A rank has as many parameters of one whole expert as of halves of two."""
+    plugin.install()
+    from megatron_paradyse.train.checkpoint_states import check_experts
+
+    same = {"no_load_optim": None, "finetune": False, "load": "saved"}
+    checkpoint, run = (argparse.Namespace(**same | own) for own in (of_checkpoint, of_run))
+    said = "of the parts of experts there: give --expert-model-parallel-size . --expert-tensor-"
+    with pytest.raises(UserError, match=said) if refused else contextlib.nullcontext():
+        check_experts(run, checkpoint)
