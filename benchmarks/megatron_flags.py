@@ -36,6 +36,9 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 8 --no-rope-fusio
 YARN += "--yarn-original-max-position-embeddings 16"
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 MOE = f"{EXPERTS} --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+# Over ranks a token whose two best experts tie makes losses jump at a larger learning rate.
+OVER_2 = "--expert-model-parallel-size 2 --lr 1e-3 --expert-tensor-parallel-size"
+OVER_4 = "--expert-model-parallel-size 4 --lr 1e-3 --expert-tensor-parallel-size 1"
 PP2 = "--pipeline-model-parallel-size 2"
 VP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 PER_SAVE = "--save SAVE --save-interval 2"
@@ -122,6 +125,9 @@ TWO_RANKS = {
     "experts, biased": f"{MOE} --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
     "experts, padded to capacity": f"{MOE} --moe-expert-capacity-factor 2.0 "
     "--moe-pad-expert-input-to-capacity",
+    "experts over ranks": f"{MOE} {OVER_2} 1",
+    "experts over ranks, shared ones beside": f"{MOE} {OVER_2} 1 --moe-shared-expert-overlap "
+    "--moe-shared-expert-intermediate-size 64",
     "every timer": "--timing-log-level 2 --timing-log-option all --log-throughput",
     "norms logged": "--log-params-norm --log-num-zeros-in-grad",
     "garbage by hand": "--manual-gc --manual-gc-interval 2 --empty-unused-memory-level 2",
@@ -154,6 +160,17 @@ FOUR_RANKS = {
     "--num-layers 3",
     "pipeline, loss as a layer": f"{PP2} --account-for-loss-in-pipeline-split --num-layers 3",
     "pipeline, by a layout": f"{PP2} --pipeline-model-parallel-layout Et|tttL",
+    "experts over replicas": f"{MOE} {OVER_4}",
+    "experts over replicas, distributed optimizer": f"{MOE} {OVER_4} --use-distributed-optimizer "
+    "--overlap-grad-reduce --overlap-param-gather",
+    "experts over replicas, all-gather of halves": f"{EXPERTS} --moe-router-topk 2 {OVER_2} 2 "
+    "--moe-token-dispatcher-type allgather",
+    "experts over replicas, losses of three kinds": f"{MOE} {OVER_2} 2 --moe-z-loss-coeff 1e-3 "
+    "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss "
+    "--moe-aux-loss-coeff 0.01 0.02 0.03",
+    "experts over replicas, padded to capacity": f"{MOE} {OVER_4} "
+    "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+    "experts over ranks, pipeline, interleaved": f"{MOE} {OVER_2} 1 {VP2}",
     "context parallelism": "--context-parallel-size 2",
 }
 QUICK = ("no other flag", "clamped SwiGLU")
