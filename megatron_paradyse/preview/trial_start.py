@@ -37,12 +37,14 @@ def start_rank(flags: Sequence[str]) -> Any:
 
 def start_alone(setup: Setup, flags: Sequence[str], stack: contextlib.ExitStack) -> Any:
     """Megatron in this process alone; until `stack` ends, its network has no other ranks."""
+    from megatron_paradyse.simulator.even_experts import even_experts
     from megatron_paradyse.simulator.network import free_network
     from megatron_paradyse.simulator.simulated_rank import start_megatron
     from megatron_paradyse.simulator.traffic import NoClock, fill_with_own, replaced
 
     p = setup.description.p
-    start_megatron(flags, world=p, rank=0)  # the rank that reads the data
+    start_megatron(flags, world=setup.description.ranks, rank=0)  # the rank that reads the data
+    stack.enter_context(even_experts())
     stack.enter_context(replaced(free_network(p), NoClock(), fill=fill_with_own))
     return _Alone()
 

@@ -1,8 +1,8 @@
-"""Mixtures of experts without values: every expert gets as many tokens as another.
+"""Mixtures of experts of which one rank runs: every expert gets as many tokens as another.
 
-Megatron's dispatchers ask which expert gets how many tokens, to size what they send and compute;
-simulated tensors do not tell. The counts are put in their place; all that Megatron runs to find
-them runs, and takes its time.
+Megatron's dispatchers ask which expert gets how many tokens, to size what they send and compute.
+Simulated tensors do not tell, and a rank in the place of all tells of its own tokens alone. Even
+counts are put in their place; all that Megatron runs to find them runs, and takes its time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 
 from megatron_paradyse.errors import UserError
@@ -38,13 +40,13 @@ def check_experts(args: argparse.Namespace) -> None:
 
 
 def num_ranks(flags: Sequence[str], p: int) -> int:
-    """p, or as many as experts lie over, in the replicas that they need."""
+    """Of as many whole replicas of p as experts need."""
     names = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
     experts, parts = (last_value(name, flags) for name in names)
     given = [text for text in (experts, parts) if text is not None]
     if not all(text.isdecimal() for text in given):  # which Megatron refuses
         return p
-    return max(p, int(experts or 1) * int(parts or p))
+    return math.lcm(p, max(1, int(experts or 1)) * max(1, int(parts or p)))  # a 0 is refused later
 
 
 @contextlib.contextmanager
@@ -62,25 +64,32 @@ def even_experts() -> Iterator[None]:
 
 def _exchanged(found: Callable) -> Callable:
     @functools.wraps(found)
-    def preprocess(self: Any, routing_map: Tensor) -> np.ndarray:
+    def preprocess(self: Any, routing_map: Tensor) -> Any:
         found(self, routing_map)
+        give = functools.partial(_as_asked, like=routing_map)
         counts = _tokens_per_expert(self, len(routing_map))
         own = counts[self.local_expert_indices]
         everyone = np.tile(own, (self.tp_size * self.ep_size, 1))  # all ranks send the same
         if self.ep_size > 1 or self.tp_size > 1:
-            self.input_splits = counts.reshape(self.ep_size, -1).sum(axis=1)
-            self.output_splits = np.full(self.ep_size, own.sum())
-            self.output_splits_tp = np.full(self.tp_size, own.sum() * self.ep_size)
+            self.input_splits = give(counts.reshape(self.ep_size, -1).sum(axis=1))
+            self.output_splits = give(np.full(self.ep_size, own.sum()))
+            self.output_splits_tp = give(np.full(self.tp_size, own.sum() * self.ep_size))
         if self.drop_and_pad:
             self.output_splits_tp = self.output_splits = self.input_splits = None  # all alike
         self.num_out_tokens = int(counts.sum())
-        self.num_global_tokens_per_local_expert = everyone
-        chunks = np.arange(everyone.size)
-        self.sort_input_by_local_experts = chunks.reshape(-1, len(own)).T.ravel()
-        self.restore_output_by_local_experts = chunks.reshape(len(own), -1).T.ravel()
-        return everyone.sum(axis=0)
+        self.num_global_tokens_per_local_expert = give(everyone)
+        if is_fake(self.sort_input_by_local_experts):  # made with the model, and without values
+            chunks = np.arange(everyone.size)
+            self.sort_input_by_local_experts = chunks.reshape(-1, len(own)).T.ravel()
+            self.restore_output_by_local_experts = chunks.reshape(len(own), -1).T.ravel()
+        return give(everyone.sum(axis=0))
 
     return preprocess
+
+
+def _as_asked(counts: np.ndarray, *, like: Tensor) -> Any:
+    """A tensor beside real ones, as Megatron has it; fake ones would lose what they count."""
+    return counts if is_fake(like) else torch.from_numpy(counts).to(like.device)
 
 
 def _tokens_per_expert(dispatcher: Any, num_tokens: int) -> np.ndarray:
@@ -111,7 +120,7 @@ def _gathered(taken: Callable) -> Callable:
         ]
         with opened(doors):
             tokens, _, local_probs = taken(self, hidden_states, probs)
-        return tokens, counts, local_probs
+        return tokens, counts if is_fake(tokens) else torch.from_numpy(counts), local_probs
 
     return dispatch_postprocess
 

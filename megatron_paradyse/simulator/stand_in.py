@@ -49,7 +49,7 @@ def stand_in_profile(
     from megatron_paradyse.profiler.host_rate import host_bytes_per_second
     from megatron_paradyse.profiler.journal import Journal
     from megatron_paradyse.profiler.model import build_and_measure
-    from megatron_paradyse.simulator.even_experts import num_ranks
+    from megatron_paradyse.simulator.even_experts import even_experts, num_ranks
     from megatron_paradyse.simulator.measured_clock import MeasuredClock
     from megatron_paradyse.simulator.simulated_rank import start_megatron
     from megatron_paradyse.simulator.traffic import fill_with_own, replaced
@@ -69,6 +69,7 @@ def stand_in_profile(
     journal = Journal(Path(options.output), description)
     meter, clock = make_meter(), MeasuredClock()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(even_experts())
         stack.enter_context(replaced(options.network, clock, fill=fill_with_own))
         report({"text": "building the model"})
         tokens = max(options.lengths) * max(options.batch_sizes)

@@ -29,6 +29,7 @@ PARTS = "--expert-tensor-parallel-size"
         ([OVER, "2"], 8),
         ([f"{OVER}=8", PARTS, "2"], 16),
         ([OVER, "8", PARTS, "1", OVER, "2"], 4),
+        ([OVER, "8", PARTS, "3"], 24),
         ([OVER, "many"], 4),
     ],
 )
