@@ -86,7 +86,9 @@ def _budgets_of(path: Path, here: Start, margin: float) -> list[int]:
 
     Such a plan had predicted_peak_bytes by the cost model, with the margin of this start on top:
     below that less TAUGHT_MARGIN it is not chosen again. Where corrections had raised that, a
-    start, which has none yet, predicts uncorrected_peak_bytes.
+    start, which has none yet, predicts uncorrected_peak_bytes. Where replicas run experts together
+    the plan may be of a microbatch that held another's tokens: no less than the budget of its start
+    less that margin follows.
     """
     found = []
     started = here.grid
@@ -101,7 +103,10 @@ def _budgets_of(path: Path, here: Start, margin: float) -> list[int]:
                     continue
                 predicted = record["predicted_peak_bytes"]
                 predicted = min(predicted, record.get("uncorrected_peak_bytes") or predicted)
-                limit = int(int(predicted * (1 + margin)) * (1 - TAUGHT_MARGIN))
+                alone = int(predicted * (1 + margin))
+                limit = int(
+                    max(alone, record.get("shared_budget_bytes") or 0) * (1 - TAUGHT_MARGIN)
+                )
                 holds = here.has_like(record, started)
             except (ValueError, TypeError, KeyError, OverflowError):
                 continue

@@ -79,14 +79,14 @@ class CostPolicies:
             settings, costs=self.name_of_costs, records=files_to_read(args, trace)
         )
         # Whether replicas run experts together, and so wait for each other within layers.
-        self._together = run.experts_shared or balances_over_replicas(args)
+        self.together = run.experts_shared or balances_over_replicas(args)
         self._of_file = FilePolicies(
             settings,
             self.costs,
             self.budget_bytes,
             num_layers=self._num_layers,
             megatron_mlp=bool(args.num_experts),
-            experts_shared=self._together,
+            experts_shared=self.together,
             host_bytes=host_bytes(settings),
             wide_bytes_per_second=wide_bytes_per_second,
         )
@@ -235,7 +235,7 @@ class CostPolicies:
             beside=self._seconds_beside,
             margin=self.settings.memory_margin,
             renew=renew,
-            together=together if self._together else None,
+            together=together if self.together else None,
         )
 
     def _seconds_beside(self, planned: Planned) -> float:

@@ -62,13 +62,19 @@ def name_of_costs(path: str, fingerprint: str) -> str:
     return Path(path).stem if Path(path).parent == cache_folder() else fingerprint
 
 
-def circumstances(settings: Settings, costs: str | None) -> dict[str, Any]:
+def circumstances(
+    settings: Settings, costs: str | None, *, shared_budget_bytes: int | None = None
+) -> dict[str, Any]:
     """Of a record: the margin of its plan, and what Start compares.
 
-    costs: see name_of_costs; None of a policy without.
+    costs: see name_of_costs; None of a policy without. shared_budget_bytes: that of this start,
+    where replicas run experts together, so that what failed may have been another's tokens.
     """
     margin, memory = settings.memory_margin, memory_bytes(settings)
-    return {"memory_margin": margin, "costs": costs, "memory_bytes": memory}
+    found = {"memory_margin": margin, "costs": costs, "memory_bytes": memory}
+    if shared_budget_bytes is not None:
+        found["shared_budget_bytes"] = shared_budget_bytes
+    return found
 
 
 def keep_beside_checkpoints(record: dict[str, Any]) -> bool:

@@ -136,8 +136,11 @@ class Session:
         return None if self._policies is None else self._policies.peak_by_file(planned)
 
     def _circumstances(self) -> dict[str, Any]:
-        costs = None if self._policies is None else self._policies.name_of_costs
-        return circumstances(self.settings, costs)
+        policies = self._policies
+        if policies is None:
+            return circumstances(self.settings, None)
+        shared = policies.budget_bytes if policies.together else None
+        return circumstances(self.settings, policies.name_of_costs, shared_budget_bytes=shared)
 
     def _after_iteration(self, iteration: int, microbatches: list[Microbatch]) -> None:
         online = self._policies.online if self._policies is not None else None

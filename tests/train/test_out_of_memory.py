@@ -115,6 +115,9 @@ def budget(monkeypatch):
         ({"memory_bytes": 1985}, [980]),
         ({"memory_bytes": 1900}, []),  # there is more now
         ({"memory_bytes": None}, [980]),
+        ({"shared_budget_bytes": 2000}, [1960]),  # what failed may be of another's tokens
+        ({"shared_budget_bytes": 500}, [980]),
+        ({"shared_budget_bytes": "no number"}, []),
     ],
 )
 def test_only_what_holds_for_this_start_lowers_the_budget(line, budgets, budget, tmp_path):
