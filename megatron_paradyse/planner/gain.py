@@ -96,13 +96,9 @@ def _bases(problem: Problem) -> dict[int, Bases]:
     found: dict[int, Bases] = {}
     for options in problem.layers.values():
         if id(options) not in found:
-            halves = {half: {base_name(c.name) for c in of} for half, of in _halves(options)}
+            halves = {half: {base_name(c.name) for c in of} for half, of in options.halves.items()}
             found[id(options)] = {half: names for half, names in halves.items() if len(names) > 1}
     return found
-
-
-def _halves(options) -> tuple[tuple[str, tuple[Choice, ...]], ...]:
-    return (("attention", options.attention), ("mlp", options.mlp))
 
 
 def _least_seconds(problem: Problem) -> float:
@@ -111,7 +107,7 @@ def _least_seconds(problem: Problem) -> float:
     total = 0.0
     for options in problem.layers.values():
         if id(options) not in alike:
-            halves = sum(min(c.seconds for c in choices) for _, choices in _halves(options))
+            halves = sum(min(c.seconds for c in choices) for choices in options.halves.values())
             pairs = (pair.seconds for pair in options.pairs.values())
             alike[id(options)] = min((halves, *pairs))
         total += alike[id(options)]

@@ -83,6 +83,10 @@ class LayerOptions:
                 raise ValueError(f"{operation} needs choices of different names, got {names}")
 
     @property
+    def halves(self) -> dict[str, tuple[Choice, ...]]:
+        return {"attention": self.attention, "mlp": self.mlp}
+
+    @property
     def most_bytes(self) -> int:
         """No layer of these keeps more, what it needs besides included."""
         halves = (self.attention, self.mlp, self.pairs.values())
@@ -166,20 +170,45 @@ Drop = Callable[[LayerOptions, str, Choice], bool]
 def problem_less(problem: Problem, drop: Drop) -> Problem | None:
     """The problem without some choices; itself if that is none, None if a half has no other.
 
-    A half with one choice counts as fixed where a layer runs one strategy: halves that both have
-    more keep what is left in both, so that neither becomes fixed beside another's strategy.
+    A half with one choice counts as fixed where a layer, or all of them, runs one strategy: halves
+    that have more keep what is left in both, or in all, so that none becomes fixed beside another's
+    strategy.
     """
     alike = {id(options): options for options in problem.layers.values()}
     fewer = {key: _less(o, drop, problem.granularity) for key, o in alike.items()}
     if all(fewer[key] is options for key, options in alike.items()):
         return problem
+    if problem.granularity == "sequence":
+        shared = _left_everywhere(problem, drop)
+        fewer = {key: _less(o, _but(shared, drop), "sequence") for key, o in alike.items()}
     layers = {number: fewer[id(options)] for number, options in problem.layers.items()}
     left = {number: options for number, options in layers.items() if options is not None}
     return replace(problem, layers=left) if len(left) == len(layers) else None
 
 
+def _left_everywhere(problem: Problem, drop: Drop) -> set[str]:
+    """The names that every half with a choice keeps."""
+    left = [
+        {choice.name for choice in choices if not drop(options, half, choice)}
+        for options in set(problem.layers.values())
+        for half, choices in options.halves.items()
+        if len(choices) > 1
+    ]
+    return set.intersection(*left) if left else set()
+
+
+def _but(shared: set[str], drop: Drop) -> Drop:
+    """Drops of a half with a choice all but these names."""
+
+    def both(options: LayerOptions, half: str, choice: Choice) -> bool:
+        fixed = len(options.halves[half]) == 1
+        return drop(options, half, choice) or not (fixed or choice.name in shared)
+
+    return both
+
+
 def _less(options: LayerOptions, drop: Drop, granularity: str) -> LayerOptions | None:
-    halves = {"attention": options.attention, "mlp": options.mlp}
+    halves = options.halves
     left = {
         half: tuple(choice for choice in choices if not drop(options, half, choice))
         for half, choices in halves.items()

@@ -93,3 +93,33 @@ def test_layers_that_may_run_other_strategies_only_are_mixed_all_the_same():
         2: LayerOptions(halves["b"], halves["b"]),
     }
     assert GainPlanner(OptimalPlanner(), gain=0.5).plan(Problem(layers, 9)).seconds == 4.0
+
+
+def test_one_strategy_for_all_layers_stays_one_where_layers_offer_different_variants():
+    """What was left of a strategy, a here and a+recompute there, was taken for one plan."""
+    a, b = BASES[:2]
+    first, second = (
+        (Choice(own, 1.0, 0, 0, 0), Choice(b, 1.02, 0, 0, 0)) for own in (a, a + RECOMPUTE)
+    )
+    layers = {1: LayerOptions(first, first), 2: LayerOptions(second, second)}
+    outcome = GainPlanner(OptimalPlanner(), gain=0.05).plan(
+        Problem(layers, 9, granularity="sequence")
+    )
+    assert outcome.plan.runs() == "1-2 b"
+
+
+def test_one_strategy_for_all_layers_counts_variants_of_all_layers_only():
+    """As where the host holds the inputs of the first layers alone."""
+    names = ("a" + RECOMPUTE, "a+offload", "b")
+    three = tuple(
+        Choice(n, t, k, 0, 0) for n, t, k in zip(names, (1.0, 0.99, 1.0), (1, 0, 1), strict=True)
+    )
+    pinned = (Choice("c", 1.0, 0, 0, 0),)
+    layers = {
+        1: LayerOptions(three, pinned),
+        2: LayerOptions((three[0], three[2]), pinned),
+    }
+    outcome = GainPlanner(OptimalPlanner(), gain=0.05).plan(
+        Problem(layers, 9, granularity="sequence")
+    )
+    assert outcome.plan.runs() == "1-2 a+recompute/c"
