@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -34,6 +35,7 @@ OTHERS = {"attention@2": (2, 4), "mlp@3": (3, 4)}
 # what the halves of the first layer cost, times: windows are quick, experts large
 TIMES = {"attention@2": (0.2, 0.5), "mlp@3": (3.0, 4.0)}
 LAYERS = (1, 2, 3, 4)
+INPUT_BYTES = DESCRIPTION.model.hidden_size * 4 // DESCRIPTION.p  # of a token
 UNABLE = ("ulysses_z", "attention@2")  # that strategy cannot run that attention
 
 
@@ -102,6 +104,11 @@ def test_every_layer_has_the_costs_of_its_own_halves(path, forward_only):
                 costs = model.operation(name, operation, 1024)
                 expected = costs.forward_seconds if forward_only else costs.time_seconds
                 assert choice.seconds == pytest.approx(expected)
+                sizes = [costs.kept_bytes, costs.forward_bytes, costs.backward_bytes]
+                if forward_only:  # the half's own input, and its layer's
+                    held = (1 if choices is options.attention else 2) * INPUT_BYTES * 1024
+                    sizes = [0, costs.kept_bytes + costs.forward_bytes + held, 0]
+                assert dataclasses.astuple(choice)[2:5] == tuple(map(math.ceil, sizes))
         for (first, second), pair in options.pairs.items():
             layer = recomputed_layer(
                 first,
@@ -110,7 +117,8 @@ def test_every_layer_has_the_costs_of_its_own_halves(path, forward_only):
                 (attention, mlp),
             )
             assert pair.seconds == pytest.approx(layer.time_seconds)
-            assert pair.kept_bytes == pytest.approx(layer.kept_bytes, abs=1)
+            sizes = layer.kept_bytes, layer.forward_bytes, layer.backward_bytes
+            assert dataclasses.astuple(pair)[2:5] == tuple(map(math.ceil, sizes))
 
 
 def test_a_layer_is_offered_what_its_halves_can_run(path):
