@@ -9,7 +9,11 @@ import pytest
 
 from megatron_paradyse.costs.correction import (
     DRIFT,
+    FADE,
     MOST_FACTOR,
+    NOISE,
+    PRIOR_DRIFT,
+    PRIOR_STRATEGY,
     Correction,
     Observation,
     corrected,
@@ -41,6 +45,21 @@ def test_the_factors_of_what_runs_come_to_within_5_percent_of_the_truth(true):
     learn(correction, dict(zip(NAMES, true, strict=False)))
     for name, factor in zip(NAMES[:2], true, strict=True):
         assert correction.factors(name)[0] == pytest.approx(factor, rel=0.05)
+
+
+def test_factors_are_those_of_a_regression_with_a_prior_in_which_older_microbatches_fade():
+    """Rows of the drift and each strategy's own, by least squares."""
+    correction = Correction(NAMES)
+    seen = ({"megatron_ts": 0.75, "ulysses_z": 0.25}, 1.2), ({"metp": 1.0}, 0.9)
+    for predicted, measured in seen:
+        sums = correction.sums([Observation(predicted, measured)])
+        found = correction.update(sums, correction.peaks([]))[0]
+    weight = np.array([FADE**0.5 / NOISE, 1 / NOISE])
+    rows = np.array([[1, 0.75, 0.25, 0], [1, 0, 0, 1]]) * weight[:, None]
+    prior = np.diag([1 / PRIOR_DRIFT, *[1 / PRIOR_STRATEGY] * 3])
+    told = np.concatenate([np.log([1.2, 0.9]) * weight, np.zeros(4)])
+    state = np.linalg.lstsq(np.concatenate([rows, prior]), told, rcond=None)[0]
+    np.testing.assert_allclose(found, state[0] + state[1:], rtol=1e-9)
 
 
 def test_longer_microbatches_weigh_more():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_paradyse.costs.cost_file import write_cost_file
 from megatron_paradyse.costs.fitting import fit_table, unfitted
 from megatron_paradyse.costs.forest import FOREST, forest_steps
-from megatron_paradyse.costs.model import MODELS
+from megatron_paradyse.costs.model import MODELS, OperationFit
 from megatron_paradyse.costs.table import BYTES_ONLY, QUANTITIES, CostTable, Measurement
 from megatron_paradyse.errors import UserError
 from tests.costs.step_by_step import hybrid_value, paper_value
@@ -104,6 +104,14 @@ def test_hybrid_finds_a_second_batch_size_from_two_others():
         found = model.operation("metp", "attention", s, 2)
         assert found.time_seconds == pytest.approx(truth.time_seconds, rel=1e-3)
         assert found.backward_bytes == pytest.approx(truth.backward_bytes, rel=5e-3)
+
+
+def test_a_range_ends_at_the_longest_length_of_any_batch_size():
+    """A polynomial took over, and residuals faded, where the larger batches end."""
+    timed = ((1, 128, 4096), (4, 128, 1024))
+    fit = OperationFit("metp", "attention", 64, 8192, (), timed)
+    ends = [fit.longest_seen(name) for name in QUANTITIES]
+    assert ends == [4096, 4096, 8192, 8192, 8192]
 
 
 def test_published_model_is_the_forest_inside_and_a_polynomial_beyond():
