@@ -140,10 +140,9 @@ def test_as_many_inputs_go_to_the_host_as_it_holds(files, most):
     each = S * 256 * 4 // 4
     budget = BUDGETS[0]
     _, whole = problem(files["gpu"], budget, host_memory=f"{most * each + 1}B")
-    offered = [
-        {choice.name for choice in whole.layers[number].attention} >= {OFFLOAD} for number in LAYERS
-    ]
-    assert offered == [place < most for place in range(len(LAYERS))]
+    for half in ("attention", "mlp"):
+        offered = [OFFLOAD in {c.name for c in getattr(whole.layers[n], half)} for n in LAYERS]
+        assert offered == [place < most for place in range(len(LAYERS))]
 
 
 def test_forwards_in_flight_share_the_hosts_memory(files):

@@ -113,6 +113,21 @@ def test_policies_run_the_fastest_where_it_fits_and_smaller_ones_where_not(kind)
     assert chooses.strategies == STRATEGIES
 
 
+def test_a_policy_forgets_what_smoothing_keeps_and_renews_what_it_knows_of_costs():
+    layers, own = (1, 2, 3, 4), policy()
+    smooth = policy(gamma=0.9)
+    long = smooth.plan(1, 3000, layers)
+    assert smooth.plan(1, 100, layers) == long != own.plan(1, 100, layers)
+    smooth.renew()
+    assert smooth.plan(1, 100, layers) == long
+    smooth.forget()
+    assert smooth.plan(1, 100, layers) == own.plan(1, 100, layers)
+    before = own.outcome(1, 3000, layers)
+    own.hold(30_000)  # of 100,000
+    held = own.outcome(1, 3000, layers)
+    assert held.fits and held.seconds > before.seconds
+
+
 def test_restricted_layers_run_only_what_they_may():
     def allowed(number, operation):
         return ("metp",) if number == 2 and operation == "attention" else STRATEGIES
@@ -127,6 +142,8 @@ def test_evaluation_plans_forwards_alone():
     evaluation = chooses.outcome(1, 4000, (1, 2, 3, 4), forward_only=True)
     assert evaluation.peak_bytes < training.peak_bytes
     assert evaluation.plan != training.plan
+    bound = chooses.problem((1,), 1, 100, True).layers[1].attention[0]  # all that a forward holds
+    assert (bound.kept_bytes, bound.forward_bytes, bound.backward_bytes) == (0, 1600, 0)
 
 
 def test_nothing_fits_is_a_warning_or_a_refusal(caplog):
