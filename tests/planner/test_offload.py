@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import LayerChoice, Plan
 from megatron_paradyse.planner import OptimalPlanner, evaluate
 from megatron_paradyse.planner.cost_settings import read_costs
+from megatron_paradyse.planner.from_costs import cost_source
 from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.settings import Restriction, Settings
 from megatron_paradyse.strategies import base_name, offloads, recomputes
@@ -118,6 +120,16 @@ def test_a_layer_that_recomputes_wholly_has_one_name_for_where_its_input_waits(f
                 twin = LayerChoice(choice.attention, base_name(choice.mlp) + suffix)
                 same = evaluate(whole, Plan({**outcome.plan.layers, number: twin}))
                 assert (same.seconds, same.peak_bytes) == (outcome.seconds, outcome.peak_bytes)
+
+
+def test_a_pair_goes_by_another_name_only_where_that_is_offered():
+    """Else it had no costs of a whole layer, but those of its two halves."""
+    source = cost_source(lambda strategy, operation, s, b: None)
+    names = ("metp+offload", "ulysses_z+recompute")
+    assert source.same_pairs(set(itertools.product(names, names))) == {}
+    more = (*names, "ulysses_z+offload")
+    same = source.same_pairs(set(itertools.product(more, more)))
+    assert same[names] == ("metp+offload", "ulysses_z+offload") and len(same) == 3
 
 
 def test_an_evaluation_never_names_it(files):

@@ -12,8 +12,8 @@ MODEL = {"hidden_size": H, "num_heads": N, "vocab_size": VOCABULARY, "ffn_size":
 MLP = 3 * H * FFN
 
 
-def described(halves=None, **model):
-    shape = dataclasses.replace(DESCRIPTION.model, **MODEL, **model, gated=True)
+def described(halves=None, gated=True, **model):
+    shape = dataclasses.replace(DESCRIPTION.model, **MODEL, **model, gated=gated)
     return dataclasses.replace(DESCRIPTION, model=shape, halves=halves)
 
 
@@ -22,6 +22,8 @@ def test_matrices_of_layers_and_one_vocabulary_are_counted():
     layer = H * (N + 2 * 2) * 8 + N * 8 * H + MLP
     assert parameters(one, 3) == 3 * layer + VOCABULARY * H
     assert parameters(one, 3, edge=False) == 3 * layer
+    plain = described(gated=False, num_kv_heads=2, head_dim=8)
+    assert parameters(plain, 3, edge=False) == 3 * (layer - H * FFN)
 
 
 def test_gates_of_the_attentions_output_are_as_many_as_queries():

@@ -81,6 +81,7 @@ def test_the_last_of_interleaved_stages_holds_inputs_and_gradients_of_every_chun
     assert held_besides(1, 2, 8, num_chunks=2) * in_flight(1, 2, 8, num_chunks=2) == 5
     assert held_besides(1, 2, 8, num_chunks=4) * in_flight(1, 2, 8, num_chunks=4) == 5
     assert held_besides(0, 2, 8, num_chunks=2) == held_besides(7, 8, 64, num_chunks=4) == 0
+    assert held_besides(1, 2, 1) == held_besides(0, 1, 8) == 0  # one microbatch, one stage
 
 
 def test_shares_let_microbatches_of_any_plans_fit_together():
