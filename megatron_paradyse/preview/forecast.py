@@ -196,7 +196,9 @@ def _unlimited(setup: Setup) -> CostPolicy:
 
 def _best_without(policy: CostPolicy, problem: Problem, chosen: Outcome) -> Rival | None:
     """The best of the plans that do without one of the chosen plan's strategies in one half."""
-    together = problem.granularity != "operation" or isinstance(policy.planner, HeuristicPlanner)
+    heuristic = isinstance(policy.planner, HeuristicPlanner)  # of what all layers offer alone
+    whole = dataclasses.replace(problem, granularity="sequence") if heuristic else problem
+    together = whole.granularity != "operation"
     used = {(ATTENTION, choice.attention) for choice in chosen.plan.layers.values()}
     used |= {(MLP, choice.mlp) for choice in chosen.plan.layers.values()}
     found = []
@@ -206,11 +208,14 @@ def _best_without(policy: CostPolicy, problem: Problem, chosen: Outcome) -> Riva
             return choice.name == name and (together or of == half)
 
         try:
-            fewer = problem_less(problem, drop)
-            outcome = policy.planner.plan(fewer) if fewer is not None else None
+            less = problem_less(whole, drop)
+            if less is None:
+                continue
+            less = dataclasses.replace(less, granularity=problem.granularity)
+            outcome = policy.planner.plan(less)
         except UserError:  # no strategy is left that all layers may run
             continue
-        if outcome is not None and _runs(problem, outcome.plan) != _runs(problem, chosen.plan):
+        if _runs(problem, outcome.plan) != _runs(problem, chosen.plan):
             found.append(Rival(WITHOUT, name if together else f"{name} {LABELS[half]}", outcome))
     return min(found, key=lambda rival: preference(rival.outcome), default=None)
 

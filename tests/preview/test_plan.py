@@ -99,6 +99,15 @@ def test_no_plan_lost_that_is_the_chosen_one_by_other_names(tmp_path):
     assert any(map(recomputes, seen)), seen
 
 
+@pytest.mark.parametrize("how", [{"policy": "heuristic"}, {"granularity": "sequence"}])
+def test_no_plan_lost_that_is_not_of_what_all_layers_offer(how, costs, tmp_path):
+    """What was left of each layer without metp was told to be a plan, and a faster one."""
+    config = tmp_path / "settings.yaml"
+    config.write_text("layers: {1: [megatron_ts, metp], 2-4: [ulysses_z, metp]}\n")
+    one = forecast(make_setup(costs, {**BUDGET, **how}, str(config)), 64)
+    assert one.outcome.plan.runs() == "1-4 metp" and one.rivals == ()
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0.5, "50.0% faster, but"), (1.0, "as fast, but"), (2.0, "100.0% slower, and")],
