@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_paradyse.costs.correction import (
+    DOUBT,
     DRIFT,
     FADE,
     MOST_FACTOR,
@@ -213,6 +214,15 @@ def test_nothing_is_tried_before_three_microbatches_were_seen():
     for tried in (False, False, True):
         sums, peaks = correction.sums(slow), correction.peaks(slow)
         assert bool(correction.update(sums, peaks, explore=True)[1].any()) == tried
+
+
+@pytest.mark.parametrize("took", [1.3, 1.6])
+def test_a_hope_is_the_drift_beyond_doubt_up_to_one_deviation(took):
+    correction, slow = Correction(NAMES), [Observation({"megatron_ts": 1.0}, took)] * 9
+    found = correction.update(correction.sums(slow), correction.peaks(slow), explore=True)[1]
+    drift = math.log(took) / (1 + (PRIOR_STRATEGY**2 + NOISE**2 / len(slow)) / PRIOR_DRIFT**2)
+    hope = min(drift - math.log1p(DOUBT), PRIOR_STRATEGY)
+    assert found == pytest.approx([0.0, hope, hope])
 
 
 def test_given_factors_are_in_force_within_bounds():

@@ -8,7 +8,7 @@ import pytest
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.hybrid import HybridFit, fit_hybrid
-from megatron_paradyse.costs.laws import Law, aicc, fit_law
+from megatron_paradyse.costs.laws import Law, aicc, fit_law, scale_of
 from megatron_paradyse.costs.model import CostModel, OperationFit
 from megatron_paradyse.strategies.sizes import TILE_ROWS
 from tests.costs.changed_files import is_refused
@@ -170,6 +170,10 @@ def test_noise_and_a_second_piece_do_not_spoil_a_law():
     )
     assert len(law.pieces) == 2
     assert law(131072, 1) == pytest.approx(2e-6 * 131072 + 1e-10 * 131072**2, rel=0.1)
+
+
+def test_errors_of_what_is_below_a_thousandth_of_the_largest_are_relative_to_that():
+    assert scale_of(np.array([0.0, 5.0, 2000.0, 1e4])).tolist() == [10, 10, 2000, 1e4]
 
 
 def test_next_to_nothing_is_fitted_too():

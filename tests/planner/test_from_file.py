@@ -13,7 +13,8 @@ import megatron_paradyse.strategies as registry
 from megatron_paradyse.costs.description import ELEMENT_BYTES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.packing.placement import place
-from megatron_paradyse.planner.cost_settings import read_costs
+from megatron_paradyse.planner.cache import CAPACITY
+from megatron_paradyse.planner.cost_settings import ABLATIONS, read_costs
 from megatron_paradyse.planner.from_costs import stage_memory
 from megatron_paradyse.planner.from_file import FilePolicies
 from megatron_paradyse.settings import Restriction, Settings
@@ -245,7 +246,9 @@ def test_a_layer_that_the_model_lacks_is_named(settings):
         policies(dataclasses.replace(settings, layers=rule), 1 << 40)
 
 
-@pytest.mark.parametrize("source, gain", [("measured", 0.05), ("simulated", 0.0)])
+@pytest.mark.parametrize(
+    "source, gain", [("measured", 0.05), ("stand-in", 0.0), ("simulated", 0.0)]
+)
 def test_measured_costs_mix_for_a_gain_of_5_percent(source, gain, settings, tmp_path):
     text = json.loads(Path(settings.cost_model).read_text())
     text["description"]["source"] = source
@@ -287,6 +290,19 @@ def test_a_strategy_of_another_package_is_planned_where_it_says_that_it_runs(
     longer = place([96, 80, 16], 4, causal=True)
     outcome = policy.outcome(1, longer.seq_length, LAYERS, row=longer)
     assert {choice.attention for choice in outcome.plan.layers.values()} == {"mine"}
+    wide = dataclasses.replace(place([64, 32], 8, causal=True), groups=2)
+    assert not policy.barred(1, wide.group_length, wide)  # says takes_wide, and nothing of lengths
+
+
+@pytest.mark.parametrize("part", [None, *ABLATIONS])
+def test_each_part_of_algorithm_1_can_be_left_out(part, settings):
+    name = "heuristic" if part is None else f"heuristic:no-{part}"
+    made = policies(dataclasses.replace(settings, policy=name))
+    policy, plain = made.policy(made.stage()), made.policy(made.stage(), smooth=False)
+    assert policy.gamma == (None if part == "smoothing" else 0.05) and plain.gamma is None
+    assert policy.capacity == (0 if part == "cache" else CAPACITY)
+    parts = dataclasses.asdict(policy.planner)
+    assert parts == {name: name.replace("_", "-") != part for name in parts} and len(parts) == 4
 
 
 def test_the_heuristic_takes_no_gain(settings):
