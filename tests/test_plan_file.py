@@ -92,6 +92,7 @@ def test_random_plans_differ_by_microbatch_and_repeat_with_the_seed():
     assert len({plan.runs() for plan in draw(1)}) == 4
     names = {c.attention for plan in draw(1) for c in plan.layers.values()}
     assert names == {"metp", "ulysses_z"}
+    assert {c.attention == c.mlp for plan in draw(1) for c in plan.layers.values()} == {True, False}
 
 
 def test_runs_join_only_neighbouring_layers():

@@ -43,6 +43,13 @@ def test_only_interior_lengths_are_left_out_and_extrapolations_see_half_the_leng
     assert counts == {("inside", 7), ("2x", 4), ("4x", 3)}
 
 
+def test_whole_layers_are_no_part_of_the_summary(errors):
+    """They are checks of the sums of their halves."""
+    names = ("layer", "layer@2")
+    wholes = [replace(e, operation=name, errors=(9.0,)) for e in errors for name in names]
+    assert summarize([*errors, *wholes]) == summarize(errors)
+
+
 def test_held_out_lengths_are_sorted_by_how_far_beyond_they_are():
     """Of shorter ones than were fitted, and of those that were, nothing is asked."""
     lengths = (64, 256, 300, 1000, 70_000, 130_000, 500_000)

@@ -172,6 +172,15 @@ def test_noise_and_a_second_piece_do_not_spoil_a_law():
     assert law(131072, 1) == pytest.approx(2e-6 * 131072 + 1e-10 * 131072**2, rel=0.1)
 
 
+@pytest.mark.parametrize("bend", [2.5, 30.0])
+def test_two_lengths_on_a_side_of_a_bend_are_a_piece(bend):
+    s = np.array([1.0, 2.0, 4.0, 10.0, 50.0, 100.0])
+    options = {"quadratic": False, "max_pieces": 3, "error_floor": 1e-3, "exact": True}
+    law = fit_law(s, np.ones(6), np.maximum(1e3 * bend, 1e3 * s), **options)
+    for x in (1, 400):
+        assert law(x, 1) == pytest.approx(1e3 * max(x, bend))
+
+
 def test_errors_of_what_is_below_a_thousandth_of_the_largest_are_relative_to_that():
     assert scale_of(np.array([0.0, 5.0, 2000.0, 1e4])).tolist() == [10, 10, 2000, 1e4]
 

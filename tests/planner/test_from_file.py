@@ -163,6 +163,8 @@ def test_the_gradient_of_tied_embeddings_counts_once_beside_the_head(settings, t
         several, tmp_path / "y.json", lambda f: f["constants"].update(waiting_bytes=waiting)
     )
     assert policies(same).stage().waiting_bytes == waiting
+    assert policies(same).stage().num_predicting == 1
+    assert policies(same).stage(has_head=False).num_predicting == 0
 
 
 def test_static_bytes_below_their_buffer_are_refused(settings, tmp_path):

@@ -128,6 +128,22 @@ def test_a_policy_forgets_what_smoothing_keeps_and_renews_what_it_knows_of_costs
     assert held.fits and held.seconds > before.seconds
 
 
+def test_smoothing_judges_a_plan_anew_once_the_costs_are_others():
+    layers, slower = (1, 2, 3, 4), {}
+
+    def costs(operation, strategy, s, b):
+        seconds, *sizes = numbers(operation, strategy, s, b)
+        return (seconds * slower.get(strategy, 1.0), *sizes)
+
+    names = ("megatron_ts", "metp")
+    smooth = OptimalPolicy(names, CostSource(costs), StageMemory(100_000), gamma=0.9)
+    long = smooth.plan(1, 3000, layers)
+    assert smooth.plan(1, 100, layers) == long
+    slower["metp"] = 3.0
+    smooth.renew()
+    assert smooth.plan(1, 100, layers).runs() == "1-4 megatron_ts"
+
+
 def test_restricted_layers_run_only_what_they_may():
     def allowed(number, operation):
         return ("metp",) if number == 2 and operation == "attention" else STRATEGIES
