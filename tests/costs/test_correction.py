@@ -77,6 +77,12 @@ def test_longer_microbatches_weigh_more():
     assert 1.35 < factor < 1.45
 
 
+def test_no_microbatch_weighs_more_than_four_of_average_length():
+    correction = Correction(NAMES)
+    ones = [correction.sums([Observation({"metp": size}, size)])[0, 0] for size in (1.0, 1e6)]
+    assert ones == pytest.approx([1 / NOISE**2, 4 / NOISE**2])
+
+
 def test_a_machine_slower_at_everything_changes_no_order():
     """What has not run follows the drift that all show, so that it does not look cheaper."""
     correction = Correction(NAMES)

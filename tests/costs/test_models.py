@@ -196,14 +196,15 @@ def test_the_vectorised_evaluation_is_to_the_bit_the_one_that_is_described(noisy
 
 
 def test_operations_with_too_few_lengths_are_left_out_and_named():
+    checks = make_table(LENGTHS[:2], ("metp",), ("layer",), model_parts=False).measurements
     points = (
         *make_table(LENGTHS[:4], ("metp",), model_parts=False).measurements,
         *make_table(LENGTHS[:2], ("ulysses_z",), ("mlp",), model_parts=False).measurements,
         Measurement("ulysses_z", "mlp", 1 << 20, 1, "oom"),
         Measurement("ulysses_z", "attention", 128, 1, "unsupported: n % p"),
-        *make_table(LENGTHS[:2], ("metp",), ("layer",), model_parts=False).measurements,  # a check
+        *(replace(m, operation=name) for m in checks for name in ("layer", "layer@2")),
     )
-    table = CostTable(DESCRIPTION, points, CONSTANTS)
+    table = CostTable(replace(DESCRIPTION, other_layers={"mlp@2": (2,)}), points, CONSTANTS)
     model = fit_table(table)
     assert model.strategies("mlp") == model.strategies("attention") == ("metp",)
     assert unfitted(table) == [

@@ -144,6 +144,12 @@ def table():
     return dataclasses.replace(make_table(), rows=tuple(rows))
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_four_rows_of_a_strategy_are_fitted_and_three_are_not(count, table):
+    fits = fit_table(replace(table, rows=table.rows[:count])).packed.fits
+    assert [fit.num_rows for fit in fits.values()] == ([4] if count == 4 else [])
+
+
 def test_floors_are_kept_in_cost_files(table, tmp_path):
     model = fit_table(table)
     assert any(model.packed.fits["megatron_cz"].forward.floor)
