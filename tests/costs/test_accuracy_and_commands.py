@@ -43,6 +43,14 @@ def test_only_interior_lengths_are_left_out_and_extrapolations_see_half_the_leng
     assert counts == {("inside", 7), ("2x", 4), ("4x", 3)}
 
 
+def test_an_extrapolation_sees_half_of_an_odd_number_of_lengths_too():
+    lengths = tuple(128 << i for i in range(11))
+    table = make_table(lengths, ("metp",), ("mlp",), model_parts=False)
+    found = measure_accuracy(table, models=("hybrid",))
+    counts = {e.scope: len(e.errors) for e in found if e.quantity == "kept_bytes"}
+    assert counts == {"inside": 9, "2x": 5, "4x": 4}  # from 6 lengths on
+
+
 def test_whole_layers_are_no_part_of_the_summary(errors):
     """They are checks of the sums of their halves."""
     names = ("layer", "layer@2")
@@ -52,13 +60,14 @@ def test_whole_layers_are_no_part_of_the_summary(errors):
 
 def test_held_out_lengths_are_sorted_by_how_far_beyond_they_are():
     """Of shorter ones than were fitted, and of those that were, nothing is asked."""
-    lengths = (64, 256, 300, 1000, 70_000, 130_000, 500_000)
+    at_bounds = (49_152, 98_304, 196_608)  # 1.5, 3 and 6 times the longest
+    lengths = (64, 256, 300, 1000, *at_bounds, 70_000, 130_000, 500_000)
     other = make_table(lengths, ("megatron_ts",))
     found = measure_accuracy(TABLE, other, ("hybrid",))
     counts = {
         e.scope: len(e.errors) for e in found if (e.operation, e.quantity) == ("mlp", "kept_bytes")
     }
-    assert counts == {"inside": 2, "2x": 1, "4x": 1, "further": 1}
+    assert counts == {"inside": 2, "2x": 2, "4x": 3, "further": 1}
 
 
 def test_lengths_of_which_only_bytes_are_known_say_nothing_of_seconds():

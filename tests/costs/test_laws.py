@@ -181,6 +181,13 @@ def test_two_lengths_on_a_side_of_a_bend_are_a_piece(bend):
         assert law(x, 1) == pytest.approx(1e3 * max(x, bend))
 
 
+def test_bytes_take_pairs_of_tokens_where_no_law_without_them_comes_near():
+    s = np.geomspace(128, 8192, 7)
+    options = {"quadratic": True, "max_pieces": 1, "error_floor": 1e-3, "exact": True}
+    law = fit_law(s, np.ones(7), 1e6 + 1e3 * s + 0.05 * s * s, **options)
+    assert law(32768, 1) == pytest.approx(1e6 + 1e3 * 32768 + 0.05 * 32768**2, rel=1e-3)
+
+
 def test_errors_of_what_is_below_a_thousandth_of_the_largest_are_relative_to_that():
     assert scale_of(np.array([0.0, 5.0, 2000.0, 1e4])).tolist() == [10, 10, 2000, 1e4]
 
