@@ -6,7 +6,12 @@ import json
 import pytest
 
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
-from megatron_paradyse.costs.description import OPTIONAL_KEYS, check_compatible, tile_text
+from megatron_paradyse.costs.description import (
+    OPTIONAL_KEYS,
+    check_compatible,
+    differences,
+    tile_text,
+)
 from megatron_paradyse.costs.table import CostTable, Measurement
 from megatron_paradyse.errors import UserError
 from tests.costs.synthetic import CONSTANTS, DESCRIPTION
@@ -160,3 +165,21 @@ def test_a_point_is_in_a_table_once():
     point = Measurement("metp", "mlp", 128, 1, "oom")
     with pytest.raises(UserError, match="in the table twice"):
         CostTable(DESCRIPTION, (point, point), CONSTANTS)
+
+
+@pytest.mark.parametrize(("more", "differs"), [(0.019, False), (0.022, True)])
+def test_devices_of_one_name_may_differ_by_2_percent_of_memory(more, differs):
+    hardware = MEASURED.hardware
+    larger = dataclasses.replace(hardware, memory_bytes=round(hardware.memory_bytes * (1 + more)))
+    assert bool(differences(MEASURED, changed(hardware=larger))) == differs
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shared"),
+    [((1, 4), False), ((2, None), True), ((2, 2), False), ((4, 1), False), ((4, 2), True)],
+)
+def test_experts_are_shared_where_they_lie_over_more_ranks_than_a_replica_has(ranks, shared):
+    has = dict(zip(("expert_parallel", "expert_tensor_parallel"), ranks, strict=True))
+    mlp = {name: count for name, count in has.items() if count is not None}
+    described = changed(halves={"attention": {}, "mlp": mlp})
+    assert MEASURED.p == 4 and described.experts_shared == shared
