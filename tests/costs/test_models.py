@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_paradyse.costs.cost_file import write_cost_file
 from megatron_paradyse.costs.fitting import fit_table, unfitted
-from megatron_paradyse.costs.forest import FOREST, forest_steps
+from megatron_paradyse.costs.forest import FOREST, forest_steps, nearest
 from megatron_paradyse.costs.model import MODELS, OperationFit
 from megatron_paradyse.costs.table import BYTES_ONLY, QUANTITIES, CostTable, Measurement
 from megatron_paradyse.errors import UserError
@@ -125,6 +125,10 @@ def test_published_model_is_the_forest_inside_and_a_polynomial_beyond():
     )
     one = model.predict("metp", "attention", "kept_bytes", 5000)
     assert model.predict("metp", "attention", "kept_bytes", 5000, 3) == pytest.approx(3 * one)
+
+
+def test_of_two_batch_sizes_as_near_the_smaller_tells():
+    assert [nearest((1, 3, 8), b) for b in (1, 2, 3, 5, 6, 99)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_step_tables_answer_what_the_forest_answers():

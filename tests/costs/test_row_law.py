@@ -150,6 +150,15 @@ def test_four_rows_of_a_strategy_are_fitted_and_three_are_not(count, table):
     assert [fit.num_rows for fit in fits.values()] == ([4] if count == 4 else [])
 
 
+def test_rows_that_ran_out_of_memory_are_kept_in_cost_files_and_not_fitted(table, tmp_path):
+    lost = RowMeasurement("megatron_cz", table.rows[0].load, "oom")
+    more = replace(table, rows=(*table.rows, lost))
+    write_cost_file(tmp_path / "costs.json", more, fit_table(more))
+    file = read_cost_file(tmp_path / "costs.json")
+    assert file.table.rows[-1] == lost
+    assert file.require_model().packed.fits["megatron_cz"].num_rows == len(table.rows)
+
+
 def test_floors_are_kept_in_cost_files(table, tmp_path):
     model = fit_table(table)
     assert any(model.packed.fits["megatron_cz"].forward.floor)
