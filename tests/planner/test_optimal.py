@@ -309,3 +309,17 @@ def test_a_problem_of_subset_sums_ends_with_a_proven_gap():
     assert outcome.fits
     assert outcome.bound_seconds <= outcome.seconds <= outcome.bound_seconds * 1.001
     assert outcome == PLANNER.plan(Problem(dict.fromkeys(range(96), options), 82 * 10**9))
+
+
+def test_a_part_that_does_not_fit_bounds_nothing():
+    """Without the buffer there is a faster plan, of too many bytes."""
+    half = (Choice("g", 2.0, 1, 1, 1, gathers=True), Choice("b", 1.0, 50, 1, 1))
+    outcome = OptimalPlanner().plan(Problem({1: LayerOptions(half, half)}, 20, gather_bytes=5))
+    assert outcome.plan.runs() == "1 g" and outcome.fits
+    assert outcome.bound_seconds == outcome.seconds == 4.0
+
+
+def test_what_is_not_tried_runs_where_there_is_nothing_else():
+    a, b = Choice("a", 1.0, 1, 1, 1), Choice("b", 1.0, 1, 1, 1)
+    only = LayerOptions((a,), (b,), untried=frozenset({("a", "b")}))
+    assert OptimalPlanner().plan(Problem({1: only}, 99)).plan.runs() == "1 a/b"
