@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.table import BYTE_QUANTITIES
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.even_experts import check_experts, even_experts, num_ranks
-from tests.simulator.small_models import COMMON, GPT, LENGTH
+from tests.simulator.small_models import COMMON, GPT, LENGTH, simulated
 from tests.train.harness import run_forked
 
 OVER = "--expert-model-parallel-size"
@@ -55,7 +56,7 @@ def dispatcher(**config) -> types.SimpleNamespace:
         ep_size=2,
         tp_size=2,
         drop_and_pad=False,
-        cuda_sync_point_priority={"no_sync": 4, "before_permutation_1": 0},
+        sort_input_by_local_experts=torch.arange(8),
     )
 
 
@@ -81,15 +82,22 @@ def test_every_expert_gets_as_many_tokens_within_its_capacity(config, own, monke
     assert there.num_out_tokens == 2 * sum(own)
 
 
-def test_a_stand_in_exchanges_tokens_with_ranks_of_other_replicas(tmp_path):
+def test_a_stand_in_exchanges_as_many_tokens_as_the_simulation(tmp_path):
+    """With ranks of another replica too; what its own router says does not count."""
     output = tmp_path / "costs.json"
     experts = ["--num-experts", 8, "--moe-router-topk", 2, "--disable-bias-linear", OVER, 4]
-    experts += [PARTS, 1, "--moe-token-dispatcher-type", "alltoall"]
-    argv = [output, "nvlink3", 2, "megatron_ts", LENGTH, *GPT, *COMMON, *experts]
+    flags = [*GPT, *experts, PARTS, 1, "--moe-token-dispatcher-type", "alltoall"]
+    argv = [output, "nvlink3", 2, "megatron_ts", LENGTH, *flags, *COMMON]
     code, _, stderr = run_forked(
         "tests.simulator.stand_in_driver", [str(a) for a in argv], ranks=1, folder=tmp_path,
         timeout_seconds=100,
     )  # fmt: skip
     assert code == 0, stderr[-4000:]
     table = read_cost_file(output).table
-    assert all(m.is_ok for m in table.measurements) and table.description.experts_shared
+    fake = simulated(tmp_path / "fake", flags, 2, strategies=("megatron_ts",))
+    assert table.description.experts_shared and fake.description.experts_shared
+    for real, other in zip(table.measurements, fake.measurements, strict=True):
+        assert real.is_ok and (real.strategy, real.operation) == (other.strategy, other.operation)
+        for name in BYTE_QUANTITIES:
+            expected = pytest.approx(getattr(other, name), rel=0.01, abs=64)
+            assert getattr(real, name) == expected, (name, real, other)
