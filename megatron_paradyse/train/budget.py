@@ -86,9 +86,9 @@ def _budgets_of(path: Path, here: Start, margin: float) -> list[int]:
 
     Such a plan had predicted_peak_bytes by the cost model, with the margin of this start on top:
     below that less TAUGHT_MARGIN it is not chosen again. Where corrections had raised that, a
-    start, which has none yet, predicts uncorrected_peak_bytes. Where replicas run experts together
-    the plan may be of a microbatch that held another's tokens: no less than the budget of its start
-    less that margin follows.
+    start, which has none yet, predicts uncorrected_peak_bytes. Where experts lie over several
+    replicas the plan may be of a microbatch that held another's tokens: no less than the budget of
+    its start less that margin follows.
     """
     found = []
     started = here.grid

@@ -78,8 +78,9 @@ class CostPolicies:
         self.budget_bytes = budget_bytes(
             settings, costs=self.name_of_costs, records=files_to_read(args, trace)
         )
-        # Whether replicas run experts together, and so wait for each other within layers.
-        self.together = run.experts_shared or balances_over_replicas(args)
+        # Whether replicas compute each other's tokens, and whether they wait within layers.
+        self.experts_shared = run.experts_shared
+        self.together = self.experts_shared or balances_over_replicas(args)
         self._of_file = FilePolicies(
             settings,
             self.costs,
@@ -236,6 +237,7 @@ class CostPolicies:
             margin=self.settings.memory_margin,
             renew=renew,
             together=together if self.together else None,
+            experts_shared=self.experts_shared,
         )
 
     def _seconds_beside(self, planned: Planned) -> float:

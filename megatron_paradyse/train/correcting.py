@@ -46,17 +46,19 @@ class OnlineCorrection:
         margin: float,
         renew: Callable[[], None],
         together: torch.distributed.ProcessGroup | None = None,
+        experts_shared: bool = False,
     ):
         """operations: those of a layer; rows: what packed rows are planned as; aligned: the length
         that a length is; static_bytes: what a predicted peak holds beside the microbatch; beside:
         predicted seconds of what was measured with the layers. renew is called when other factors
-        are in force. together: of replicas that wait for each other in the layers.
+        are in force. together: of replicas that wait for each other in the layers; experts_shared:
+        and compute each other's tokens there.
         """
         self.correction = Correction(strategies)
         self._model, self._operations = model, operations
         self._rows, self._aligned, self._static_bytes = rows, aligned, static_bytes
         self._beside, self._margin, self._renew = beside, margin, renew
-        self._together = together
+        self._together, self._experts_shared = together, experts_shared
         self._observations: list[Observation] = []
         self._places: list[int] = []  # of each, among all microbatches that were seen
         self._sizes: list[tuple[float, int]] = []  # of all: predicted seconds, tokens
@@ -133,7 +135,8 @@ class OnlineCorrection:
         """What tells of its own microbatch alone, where replicas run one each at a time.
 
         Seconds of one that was predicted to take less than another replica's are those of waiting
-        for it; where another has more tokens, their experts' bytes are on this rank too.
+        for it; where another has more tokens, their bytes are on this rank too, if its experts
+        compute them.
         """
         device = torch.cuda.current_device()
         largest = torch.tensor(self._sizes, dtype=torch.float64, device=device)
@@ -143,7 +146,7 @@ class OnlineCorrection:
             (seconds, tokens), (longest, most) = self._sizes[place], of_all[place]
             if seconds < longest:
                 observation = replace(observation, measured_seconds=None)
-            if tokens < most:
+            if self._experts_shared and tokens < most:
                 observation = replace(observation, peak_ratio=None)
             found.append(observation)
         return found

@@ -68,7 +68,7 @@ def circumstances(
     """Of a record: the margin of its plan, and what Start compares.
 
     costs: see name_of_costs; None of a policy without. shared_budget_bytes: that of this start,
-    where replicas run experts together, so that what failed may have been another's tokens.
+    where experts lie over several replicas, so that what failed may have been another's tokens.
     """
     margin, memory = settings.memory_margin, memory_bytes(settings)
     found = {"memory_margin": margin, "costs": costs, "memory_bytes": memory}

@@ -139,7 +139,7 @@ class Session:
         policies = self._policies
         if policies is None:
             return circumstances(self.settings, None)
-        shared = policies.budget_bytes if policies.together else None
+        shared = policies.budget_bytes if policies.experts_shared else None
         return circumstances(self.settings, policies.name_of_costs, shared_budget_bytes=shared)
 
     def _after_iteration(self, iteration: int, microbatches: list[Microbatch]) -> None:

@@ -42,7 +42,7 @@ def microbatch(policy, row, seconds):
     return Microbatch(planned, False, [0.0, seconds / 3, seconds, seconds * 5 / 3])
 
 
-def correction_of(policies, static_bytes=0, together=None):
+def correction_of(policies, static_bytes=0, together=None, experts_shared=False):
     return OnlineCorrection(
         policies.costs.strategies,
         policies.model,
@@ -54,6 +54,7 @@ def correction_of(policies, static_bytes=0, together=None):
         margin=0.03,
         renew=lambda: None,
         together=together,
+        experts_shared=experts_shared,
     )
 
 
@@ -145,10 +146,11 @@ def test_the_seconds_of_a_wide_row_correct_nothing_but_its_peak_does(policies, p
     assert as_record(ran)["replicas"] == 2 and as_record(ran)["seq_length"] == row.group_length
 
 
+@pytest.mark.parametrize("experts_shared", [True, False])
 def test_replicas_that_run_experts_together_correct_by_the_longest_of_them(
-    policies, policy, monkeypatch
+    policies, policy, monkeypatch, experts_shared
 ):
-    """The others wait for it in every layer, and hold what its tokens take."""
+    """The others wait for it in every layer, and where experts are shared hold its tokens."""
 
     def others(tensor, op, group):
         assert op == torch.distributed.ReduceOp.MAX and group == "replicas"
@@ -156,7 +158,8 @@ def test_replicas_that_run_experts_together_correct_by_the_longest_of_them(
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.distributed, "all_reduce", others)
-    online, seen = correction_of(policies, together="replicas"), []
+    online = correction_of(policies, together="replicas", experts_shared=experts_shared)
+    seen: list = []
     monkeypatch.setattr(online, "_agree", lambda explore: seen.extend(online._observations))
     monkeypatch.setattr(online.correction, "apply", lambda _: False)
     longest, other = (microbatch(policy, 256, 0.5) for _ in range(2))
@@ -167,4 +170,4 @@ def test_replicas_that_run_experts_together_correct_by_the_longest_of_them(
     for taken in ([longest], [longest], [longest, other], [unknown, longest]):
         online.after_iteration(taken, left=0)
     told = [(one.measured_seconds is not None, one.peak_ratio is not None) for one in seen]
-    assert told == [(True, True), (False, False), (True, True)]
+    assert told == [(True, True), (False, not experts_shared), (True, True)]

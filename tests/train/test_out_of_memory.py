@@ -275,3 +275,16 @@ def test_smoothing_begins_anew_at_every_checkpoint(monkeypatch):
     for _ in range(2):
         session.training.save_checkpoint_and_time(1)
     assert done == ["saved", "forgotten"] * 2
+
+
+@pytest.mark.parametrize(("experts_shared", "budget"), [(True, 1000), (False, None)])
+def test_what_others_tokens_may_have_taken_is_told_where_experts_are_shared(experts_shared, budget):
+    """Replicas that only add up what routers count hold none of each other's."""
+    plugin.install()
+    from megatron_paradyse.train import session
+
+    one = session.Session(Settings(memory_budget="1 GiB"))
+    one._policies = argparse.Namespace(
+        budget_bytes=1000, name_of_costs="abc", experts_shared=experts_shared, together=True
+    )
+    assert one._circumstances().get("shared_budget_bytes") == budget
