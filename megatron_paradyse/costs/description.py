@@ -169,20 +169,16 @@ class Description:
 
     @property
     def ranks(self) -> int:
-        """That run a layer together: p, or those over which experts lie, by whole replicas."""
-        over = (
-            has.get(EXPERT_PARALLEL, 1) * has.get(EXPERT_TENSOR_PARALLEL, self.p)
+        """That run a layer together, as halves tell: see ranks_together."""
+        told = (
+            (has.get(EXPERT_PARALLEL, 1), has.get(EXPERT_TENSOR_PARALLEL))
             for has in (self.halves or {}).values()
         )
-        return math.lcm(self.p, *over)
+        return math.lcm(self.p, *(ranks_together(self.p, *over) for over in told))
 
     @property
     def experts_shared(self) -> bool:
-        """Whether experts lie over ranks of several replicas, as halves tell.
-
-        Megatron numbers the ranks of an expert first, then those of experts: as many as one replica
-        has are its own.
-        """
+        """Whether experts lie over ranks of several replicas, as halves tell."""
         return self.ranks > self.p
 
     @property
@@ -213,6 +209,16 @@ class Description:
     def layer_kinds(self) -> LayerKinds:
         """Which operations are those of which layer."""
         return LayerKinds(self.model.num_layers, self.other_layers)
+
+
+def ranks_together(p: int, experts: int, parts: int | None) -> int:
+    """That run a layer together: p, or those over which experts lie, by whole replicas.
+
+    experts: of --expert-model-parallel-size; parts: of --expert-tensor-parallel-size, p where it is
+    not given. Megatron numbers the ranks of an expert first, then those of experts: as many as one
+    replica has are its own.
+    """
+    return math.lcm(p, experts * (parts or p))
 
 
 def common_window(windows: Iterable[int | None]) -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 
+from megatron_paradyse.costs.description import ranks_together
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.simulator.models import last_value
@@ -46,7 +46,7 @@ def num_ranks(flags: Sequence[str], p: int) -> int:
     given = [text for text in (experts, parts) if text is not None]
     if not all(text.isdecimal() for text in given):  # which Megatron refuses
         return p
-    return math.lcm(p, max(1, int(experts or 1)) * max(1, int(parts or p)))  # a 0 is refused later
+    return ranks_together(p, max(1, int(experts or 1)), int(parts or p))  # a 0 is refused later
 
 
 @contextlib.contextmanager

@@ -38,8 +38,9 @@ from megatron_paradyse.train.batch_sizes import batch_sizes
 from megatron_paradyse.train.budget import budget_bytes, host_bytes
 from megatron_paradyse.train.correcting import OnlineCorrection
 from megatron_paradyse.train.describe import describe
+from megatron_paradyse.train.expert_flags import balance_over_replicas
 from megatron_paradyse.train.memory_record import files_to_read, name_of_costs
-from megatron_paradyse.train.model_layers import balances_over_replicas, count_layers
+from megatron_paradyse.train.model_layers import count_layers
 from megatron_paradyse.train.static_bytes import largest_by_stage, waiting_gradient_bytes
 from megatron_paradyse.units import bytes_text
 
@@ -80,7 +81,7 @@ class CostPolicies:
         )
         # Whether replicas compute each other's tokens, and whether they wait within layers.
         self.experts_shared = run.experts_shared
-        self.together = self.experts_shared or balances_over_replicas(args)
+        self.together = self.experts_shared or balance_over_replicas(args)
         self._of_file = FilePolicies(
             settings,
             self.costs,

@@ -10,6 +10,7 @@ import argparse
 from megatron.core.tensor_parallel.random import HAVE_TE
 from megatron.core.transformer.moe import fused_a2a
 
+from megatron_paradyse.costs.description import ranks_together
 from megatron_paradyse.errors import UserError
 
 DISPATCHERS = {  # of --moe-flex-dispatcher-backend: the package, and whether it is there
@@ -23,8 +24,15 @@ ALONE = (SINKHORN, "quantile_balancing")  # Megatron passes over them in a list 
 
 def lie_over_replicas(args: argparse.Namespace) -> bool:
     """Whether ranks of several replicas run the experts of a layer together."""
-    p = args.tensor_model_parallel_size
-    return p % (args.expert_model_parallel_size * (args.expert_tensor_parallel_size or p)) != 0
+    p, experts = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    return ranks_together(p, experts, args.expert_tensor_parallel_size) > p
+
+
+def balance_over_replicas(args: argparse.Namespace) -> bool:
+    """Whether routers of experts add up what replicas count, while an MLP runs."""
+    types = args.moe_router_load_balancing_type
+    named = "global_aux_loss" in ([types] if isinstance(types, str) else types)
+    return bool(args.num_experts) and named and args.data_parallel_size > 1
 
 
 def check_experts(args: argparse.Namespace, ffn_size: int | None) -> None:

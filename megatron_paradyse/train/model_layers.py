@@ -173,10 +173,3 @@ def _pattern(
     if name == EXPERTS and not {*freq} <= {0, 1}:
         raise UserError(f"--{flag} {freq}: give a 0 or 1 for each layer")
     return tuple(int(bool(freq[number - 1])) for number in numbers)
-
-
-def balances_over_replicas(args: argparse.Namespace) -> bool:
-    """Whether routers of experts add up what replicas count, while an MLP runs."""
-    types = args.moe_router_load_balancing_type
-    named = "global_aux_loss" in ([types] if isinstance(types, str) else types)
-    return bool(args.num_experts) and named and args.data_parallel_size > 1

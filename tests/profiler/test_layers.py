@@ -12,7 +12,8 @@ import pytest
 from megatron_paradyse.costs.description import Description, check_compatible, differences
 from megatron_paradyse.costs.layers import half_of, kinds_of, layer_of
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.train.model_layers import ModelLayers, balances_over_replicas
+from megatron_paradyse.train.expert_flags import balance_over_replicas, lie_over_replicas
+from megatron_paradyse.train.model_layers import ModelLayers
 from tests.costs.synthetic import DESCRIPTION
 from tests.profiler.profiling import LATENT, MODEL, RANKS, ROPE, run_profile
 from tests.train.harness import run_forked
@@ -228,6 +229,7 @@ def test_replicas_share_experts_whose_ranks_are_not_within_each(p, experts, part
     over |= {"tensor_model_parallel_size": p}
     described = dataclasses.replace(_described(**WHOLE | over), p=p)
     assert (described.ranks, described.experts_shared) == (ranks, ranks > p)
+    assert lie_over_replicas(argparse.Namespace(**over)) == (ranks > p)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_replicas_share_experts_whose_ranks_are_not_within_each(p, experts, part
 def test_what_replicas_count_together_keeps_their_mlps_in_step(types, num_experts, replicas, found):
     args = {"moe_router_load_balancing_type": types, "num_experts": num_experts}
     args |= {"data_parallel_size": replicas}
-    assert balances_over_replicas(argparse.Namespace(**args)) == found
+    assert balance_over_replicas(argparse.Namespace(**args)) == found
 
 
 def test_costs_without_a_gate_of_the_output_are_not_of_a_model_with_one_nor_the_other_way():
