@@ -65,7 +65,7 @@ def even_experts() -> Iterator[None]:
 def _exchanged(found: Callable) -> Callable:
     @functools.wraps(found)
     def preprocess(self: Any, routing_map: Tensor) -> Any:
-        found(self, routing_map)
+        tokens = found(self, routing_map)  # on no GPU where they are padded to a capacity
         give = functools.partial(_as_asked, like=routing_map)
         counts = _tokens_per_expert(self, len(routing_map))
         own = counts[self.local_expert_indices]
@@ -82,7 +82,7 @@ def _exchanged(found: Callable) -> Callable:
             chunks = np.arange(everyone.size)
             self.sort_input_by_local_experts = chunks.reshape(-1, len(own)).T.ravel()
             self.restore_output_by_local_experts = chunks.reshape(len(own), -1).T.ravel()
-        return give(everyone.sum(axis=0))
+        return _as_asked(everyone.sum(axis=0), like=tokens)
 
     return preprocess
 

@@ -70,7 +70,7 @@ def dispatcher(**config) -> types.SimpleNamespace:
 def test_every_expert_gets_as_many_tokens_within_its_capacity(config, own, monkeypatch):
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "preprocess", lambda self, routing_map: None)
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "preprocess", lambda *of: torch.zeros(2))
     there = dispatcher(**config)
     with even_experts():
         tokens = MoEAlltoAllTokenDispatcher.preprocess(there, torch.zeros(5, 4, dtype=torch.bool))
@@ -80,6 +80,20 @@ def test_every_expert_gets_as_many_tokens_within_its_capacity(config, own, monke
     assert there.output_splits.tolist() == [sum(own)] * 2
     assert there.output_splits_tp.tolist() == [2 * sum(own)] * 2
     assert there.num_out_tokens == 2 * sum(own)
+
+
+def test_counts_that_are_padded_to_a_capacity_stay_where_megatron_has_them(monkeypatch):
+    """On a GPU's stand-in experts would wait for it, to read what is known."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "preprocess", lambda *of: torch.zeros(2))
+    there = dispatcher(moe_expert_capacity_factor=1.0)
+    there.drop_and_pad = True
+    routing_map = torch.zeros(5, 4, dtype=torch.bool, device="meta")
+    with even_experts():
+        tokens = MoEAlltoAllTokenDispatcher.preprocess(there, routing_map)
+    assert (tokens.tolist(), there.num_out_tokens) == ([12, 12], 12)
+    assert there.input_splits is there.output_splits is there.output_splits_tp is None
 
 
 def test_a_stand_in_exchanges_as_many_tokens_as_the_simulation(tmp_path):
