@@ -1,8 +1,9 @@
 """Mixtures of experts of which one rank runs: every expert gets as many tokens as another.
 
 Megatron's dispatchers ask which expert gets how many tokens, to size what they send and compute.
-Simulated tensors do not tell, and a rank in the place of all tells of its own tokens alone. Even
-counts are put in their place; all that Megatron runs to find them runs, and takes its time.
+Simulated tensors do not tell: even counts are put in their place, and all that Megatron runs to
+find them runs, and takes its time. A real rank in the place of all would tell of its own tokens
+alone: they go to experts in turns, whatever its router says.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_paradyse.costs.description import ranks_together
 from megatron_paradyse.errors import UserError
@@ -65,53 +67,34 @@ def even_experts() -> Iterator[None]:
 def _exchanged(found: Callable) -> Callable:
     @functools.wraps(found)
     def preprocess(self: Any, routing_map: Tensor) -> Any:
-        tokens = found(self, routing_map)  # on no GPU where they are padded to a capacity
-        give = functools.partial(_as_asked, like=routing_map)
+        if not is_fake(routing_map):
+            _route_evenly(routing_map, self.config)
+            return found(self, routing_map)
+        found(self, routing_map)
         counts = _tokens_per_expert(self, len(routing_map))
         own = counts[self.local_expert_indices]
         everyone = np.tile(own, (self.tp_size * self.ep_size, 1))  # all ranks send the same
-        if self.ep_size > 1 or self.tp_size > 1:
-            self.input_splits = give(counts.reshape(self.ep_size, -1).sum(axis=1))
-            self.output_splits = give(np.full(self.ep_size, own.sum()))
-            self.output_splits_tp = give(np.full(self.tp_size, own.sum() * self.ep_size))
-        if self.drop_and_pad:
-            self.output_splits_tp = self.output_splits = self.input_splits = None  # all alike
+        if not self.drop_and_pad and (self.ep_size > 1 or self.tp_size > 1):
+            self.input_splits = counts.reshape(self.ep_size, -1).sum(axis=1)
+            self.output_splits = np.full(self.ep_size, own.sum())
+            self.output_splits_tp = np.full(self.tp_size, own.sum() * self.ep_size)
         self.num_out_tokens = int(counts.sum())
-        self.num_global_tokens_per_local_expert = give(everyone)
-        if is_fake(self.sort_input_by_local_experts):  # made with the model, and without values
-            chunks = np.arange(everyone.size)
-            self.sort_input_by_local_experts = chunks.reshape(-1, len(own)).T.ravel()
-            self.restore_output_by_local_experts = chunks.reshape(len(own), -1).T.ravel()
-        return _as_asked(everyone.sum(axis=0), like=tokens)
+        self.num_global_tokens_per_local_expert = everyone
+        chunks = np.arange(everyone.size)  # Megatron's were made with the model, without values
+        self.sort_input_by_local_experts = chunks.reshape(-1, len(own)).T.ravel()
+        self.restore_output_by_local_experts = chunks.reshape(len(own), -1).T.ravel()
+        return everyone.sum(axis=0)
 
     return preprocess
-
-
-def _as_asked(counts: np.ndarray, *, like: Tensor) -> Any:
-    """A tensor beside real ones, as Megatron has it; fake ones would lose what they count."""
-    return counts if is_fake(like) else torch.from_numpy(counts).to(like.device)
-
-
-def _tokens_per_expert(dispatcher: Any, num_tokens: int) -> np.ndarray:
-    """Of one rank: to each expert, none of more than its capacity; all of that where padded."""
-    config = dispatcher.config
-    counts = _even(num_tokens * config.moe_router_topk, dispatcher.num_experts)
-    factor = config.moe_expert_capacity_factor
-    if factor is None:
-        return counts
-    capacity = get_capacity(
-        num_tokens=num_tokens * config.moe_router_topk,
-        num_experts=dispatcher.num_experts,
-        capacity_factor=factor,
-    )
-    return np.full_like(counts, capacity) if dispatcher.drop_and_pad else counts.clip(max=capacity)
 
 
 def _gathered(taken: Callable) -> Callable:
     @functools.wraps(taken)
     def dispatch_postprocess(self: Any, hidden_states: Tensor, probs: Tensor):
-        num_experts = probs.shape[1]
-        counts = _even(len(hidden_states) * self.router_topk, num_experts)
+        if not is_fake(self.routing_map):
+            _route_evenly(self.routing_map, self.config)
+            return taken(self, hidden_states, probs)
+        counts = _even(len(hidden_states) * self.router_topk, probs.shape[1])
         counts = counts[self.local_expert_indices]
         total = int(counts.sum())
         doors = [
@@ -120,9 +103,52 @@ def _gathered(taken: Callable) -> Callable:
         ]
         with opened(doors):
             tokens, _, local_probs = taken(self, hidden_states, probs)
-        return tokens, counts if is_fake(tokens) else torch.from_numpy(counts), local_probs
+        return tokens, counts, local_probs
 
     return dispatch_postprocess
+
+
+def _route_evenly(routing_map: Tensor, config: Any) -> None:
+    """[tokens, experts]: in place, and beside autograd, which multiplies by it."""
+    num_tokens, num_experts = routing_map.shape
+    capacity = _capacity(config, num_tokens, num_experts)
+    with _disable_current_modes():  # nothing counts it among the bytes of a layer
+        sizes = num_tokens, num_experts, config.moe_router_topk, capacity
+        even = _in_turns(*sizes, routing_map.device)
+    routing_map.data.copy_(even)
+
+
+def _capacity(config: Any, num_tokens: int, num_experts: int) -> int | None:
+    if config.moe_expert_capacity_factor is None:
+        return None
+    return get_capacity(
+        num_tokens=num_tokens * config.moe_router_topk,
+        num_experts=num_experts,
+        capacity_factor=config.moe_expert_capacity_factor,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _in_turns(
+    num_tokens: int, num_experts: int, topk: int, capacity: int | None, device: torch.device
+) -> Tensor:
+    """Token by token the next experts, none of more tokens than its capacity."""
+    turns = torch.arange(num_tokens * topk)
+    if capacity is not None:
+        turns = turns[turns // num_experts < capacity]
+    even = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
+    even[turns // topk, turns % num_experts] = True
+    return even.to(device)
+
+
+def _tokens_per_expert(dispatcher: Any, num_tokens: int) -> np.ndarray:
+    """Of one rank: to each expert, none of more than its capacity; all of that where padded."""
+    config, num_experts = dispatcher.config, dispatcher.num_experts
+    counts = _even(num_tokens * config.moe_router_topk, num_experts)
+    capacity = _capacity(config, num_tokens, num_experts)
+    if capacity is None:
+        return counts
+    return np.full_like(counts, capacity) if dispatcher.drop_and_pad else counts.clip(max=capacity)
 
 
 class _Selected(Function):
@@ -142,5 +168,5 @@ class _Selected(Function):
 
 
 def _even(total: int, parts: int) -> np.ndarray:
-    """Whole numbers that differ by one at most."""
-    return np.diff(np.arange(parts + 1) * total // parts)
+    """Whole numbers that differ by one at most, the first the largest, as turns give."""
+    return total // parts + (np.arange(parts) < total % parts)

@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.table import BYTE_QUANTITIES
@@ -47,60 +48,73 @@ def test_what_goes_on_until_values_are_even_is_refused():
 
 
 def dispatcher(**config) -> types.SimpleNamespace:
-    """Of rank 1 of 2 replicas' experts, 2 of 4, each on one of 2 ranks."""
+    """Of 2 experts in the middle of 4, of 2 replicas' experts, each on 2 ranks."""
     given = {"moe_router_topk": 2, "moe_expert_capacity_factor": None} | config
     return types.SimpleNamespace(
         config=types.SimpleNamespace(**given),
         num_experts=4,
-        local_expert_indices=[2, 3],
+        local_expert_indices=[1, 2],
         ep_size=2,
         tp_size=2,
         drop_and_pad=False,
-        sort_input_by_local_experts=torch.arange(8),
+        input_splits=None,
     )
+
+
+def preprocessed(there: types.SimpleNamespace, routing_map: torch.Tensor, monkeypatch):
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "preprocess", lambda _, given: given)
+    with even_experts():
+        return MoEAlltoAllTokenDispatcher.preprocess(there, routing_map)
+
+
+CAPACITY = {"moe_expert_capacity_factor": 0.8}  # of 10 / 4, and of that 0.8: 2
 
 
 @pytest.mark.parametrize(
     ("config", "own"),
-    [
-        ({}, [2, 3]),  # 5 tokens, 2 experts each: 2, 3, 2 and 3
-        ({"moe_expert_capacity_factor": 0.8}, [2, 2]),  # of 10 / 4 each, and of that 0.8
-    ],
+    [({}, [3, 2]), (CAPACITY, [2, 2])],  # 5 tokens, 2 experts each: 3, 3, 2 and 2
 )
 def test_every_expert_gets_as_many_tokens_within_its_capacity(config, own, monkeypatch):
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "preprocess", lambda *of: torch.zeros(2))
     there = dispatcher(**config)
-    with even_experts():
-        tokens = MoEAlltoAllTokenDispatcher.preprocess(there, torch.zeros(5, 4, dtype=torch.bool))
+    with FakeTensorMode():
+        tokens = preprocessed(there, torch.zeros(5, 4, dtype=torch.bool), monkeypatch)
     assert tokens.tolist() == [4 * count for count in own]  # of 4 ranks
     assert there.num_global_tokens_per_local_expert.tolist() == [own] * 4
-    assert there.input_splits.tolist() == [sum(own), sum(own)]
+    assert there.input_splits.tolist() == ([4, 4] if config else [6, 4])
     assert there.output_splits.tolist() == [sum(own)] * 2
     assert there.output_splits_tp.tolist() == [2 * sum(own)] * 2
-    assert there.num_out_tokens == 2 * sum(own)
+    assert there.num_out_tokens == sum(there.input_splits)
 
 
-def test_counts_that_are_padded_to_a_capacity_stay_where_megatron_has_them(monkeypatch):
-    """On a GPU's stand-in experts would wait for it, to read what is known."""
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "preprocess", lambda *of: torch.zeros(2))
-    there = dispatcher(moe_expert_capacity_factor=1.0)
+def test_what_is_padded_to_a_capacity_is_exchanged_evenly(monkeypatch):
+    there = dispatcher(**CAPACITY)
     there.drop_and_pad = True
-    routing_map = torch.zeros(5, 4, dtype=torch.bool, device="meta")
-    with even_experts():
-        tokens = MoEAlltoAllTokenDispatcher.preprocess(there, routing_map)
-    assert (tokens.tolist(), there.num_out_tokens) == ([12, 12], 12)
-    assert there.input_splits is there.output_splits is there.output_splits_tp is None
+    with FakeTensorMode():
+        tokens = preprocessed(there, torch.zeros(5, 4, dtype=torch.bool), monkeypatch)
+    assert (tokens.tolist(), there.num_out_tokens, there.input_splits) == ([8, 8], 8, None)
 
 
-def test_a_stand_in_exchanges_as_many_tokens_as_the_simulation(tmp_path):
+@pytest.mark.parametrize(("config", "counts"), [({}, [3, 3, 2, 2]), (CAPACITY, [2, 2, 2, 2])])
+def test_real_tokens_go_to_experts_in_turns(config, counts, monkeypatch):
+    """Autograd has multiplied by the map, and must not mind."""
+    routing_map, weights = torch.zeros(5, 4, dtype=torch.bool), torch.ones(5, 4, requires_grad=True)
+    product = weights * routing_map
+    assert preprocessed(dispatcher(**config), routing_map, monkeypatch) is routing_map
+    assert routing_map.sum(dim=0).tolist() == counts
+    assert routing_map[0].tolist() == [True, True, False, False]
+    product.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "exchanged", [[OVER, 4, PARTS, 1, "--moe-token-dispatcher-type", "alltoall"], [OVER, 1]]
+)
+def test_a_stand_in_exchanges_as_many_tokens_as_the_simulation(exchanged, tmp_path):
     """With ranks of another replica too; what its own router says does not count."""
     output = tmp_path / "costs.json"
-    experts = ["--num-experts", 8, "--moe-router-topk", 2, "--disable-bias-linear", OVER, 4]
-    flags = [*GPT, *experts, PARTS, 1, "--moe-token-dispatcher-type", "alltoall"]
+    experts = ["--num-experts", 8, "--moe-router-topk", 2, "--disable-bias-linear"]
+    flags = [*GPT, *experts, *exchanged]
     argv = [output, "nvlink3", 2, "megatron_ts", LENGTH, *flags, *COMMON]
     code, _, stderr = run_forked(
         "tests.simulator.stand_in_driver", [str(a) for a in argv], ranks=1, folder=tmp_path,
@@ -109,7 +123,7 @@ def test_a_stand_in_exchanges_as_many_tokens_as_the_simulation(tmp_path):
     assert code == 0, stderr[-4000:]
     table = read_cost_file(output).table
     fake = simulated(tmp_path / "fake", flags, 2, strategies=("megatron_ts",))
-    assert table.description.experts_shared and fake.description.experts_shared
+    assert table.description.experts_shared == fake.description.experts_shared == (4 in exchanged)
     for real, other in zip(table.measurements, fake.measurements, strict=True):
         assert real.is_ok and (real.strategy, real.operation) == (other.strategy, other.operation)
         for name in BYTE_QUANTITIES:
