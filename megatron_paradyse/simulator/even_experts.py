@@ -30,11 +30,12 @@ from megatron_paradyse.costs.description import ranks_together
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.simulator.models import last_value
+from megatron_paradyse.train.expert_flags import SINKHORN
 
 
-def check_experts(args: argparse.Namespace) -> None:
+def check_balancing(args: argparse.Namespace) -> None:
     """UserError for what depends on values even so."""
-    if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:
+    if args.num_experts and SINKHORN in args.moe_router_load_balancing_type:
         raise UserError(
             "--moe-router-load-balancing-type sinkhorn is not simulated: it goes on until values "
             "are even: give another, or profile on a device"

@@ -66,7 +66,7 @@ class Options:
 def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTable:
     """The cost table of the model of Megatron's flags. Once in a process.
 
-    Of a mixture of experts all get as many tokens; UserError where they lie over several replicas.
+    Of a mixture of experts all get as many tokens; UserError where values say when they do.
     """
     from megatron_paradyse.train import plugin
 
@@ -74,7 +74,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     from megatron.training import get_args
 
     from megatron_paradyse.profiler.model import grow_gather_buffer
-    from megatron_paradyse.simulator.even_experts import check_experts, even_experts, num_ranks
+    from megatron_paradyse.simulator.even_experts import check_balancing, even_experts, num_ranks
     from megatron_paradyse.simulator.flash_kernel import flash_kernel
     from megatron_paradyse.simulator.rows import simulated_rows
     from megatron_paradyse.simulator.short_loops import short_loops
@@ -91,7 +91,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
 
     start_megatron(flags, world=num_ranks(flags, options.p), rank=options.p - 1)
     args = get_args()
-    check_experts(args)
+    check_balancing(args)
     num_layers = count_layers(args)
     layers = ModelLayers.of_arguments(args, num_layers)
     kinds = layers.kinds()

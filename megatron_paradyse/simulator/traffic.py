@@ -208,10 +208,10 @@ def replaced(
 
     traffic = Traffic(network, clock, fill)
     doors = strategy_doors(traffic)
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+    names = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"
+    for name in names:
         doors.append((torch.distributed, name, getattr(traffic, name)))
     doors += [
-        (torch.distributed, "all_to_all_single", traffic.all_to_all_single),  # of experts
         (torch.distributed, "all_gather", traffic.all_gather_list),
         (torch.distributed, "reduce_scatter", traffic.reduce_scatter_list),
     ]

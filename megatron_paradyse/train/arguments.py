@@ -201,6 +201,6 @@ def after_validation(args: argparse.Namespace) -> None:
         if args.pipeline_model_parallel_size > 1:
             args.variable_seq_lengths = True  # stages then tell each other their shapes
         several = max(args.pipeline_model_parallel_size, args.expert_model_parallel_size) > 1
-        several = several or lie_over_replicas(args)
-        if several and args.moe_token_dispatcher_type == "allgather":  # of one length everywhere
+        of_one_length = args.moe_token_dispatcher_type == "allgather"  # everywhere
+        if of_one_length and (several or lie_over_replicas(args)):
             args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it, even if dense

@@ -30,7 +30,7 @@ def _in_order(*both: argparse.Namespace) -> bool:
     return distributed and not getattr(both[1], "dist_ckpt_optim_fully_reshardable", False)
 
 
-def check_experts(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> None:
+def check_expert_states(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> None:
     """UserError where Megatron keeps the optimizer states of experts apart in one of the two alone.
 
     So it does where experts have ranks of their own: it then finds too few states, or too many. Or

@@ -34,7 +34,7 @@ from megatron_paradyse.train.checkpoint_files import (
     whole_iterations,
 )
 from megatron_paradyse.train.checkpoint_source import source, whole
-from megatron_paradyse.train.checkpoint_states import check_experts, check_order
+from megatron_paradyse.train.checkpoint_states import check_expert_states, check_order
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
 from megatron_paradyse.train.helper_processes import managers_end_with_this_process
 
@@ -284,7 +284,7 @@ def _comparing(check: Callable[..., Any]) -> Callable[..., Any]:
     def compare(of_checkpoint: argparse.Namespace, *args: Any, **kwargs: Any) -> Any:
         result = check(of_checkpoint, *args, **kwargs)
         check_order(get_args(), of_checkpoint)
-        check_experts(get_args(), of_checkpoint)
+        check_expert_states(get_args(), of_checkpoint)
         said = counting.warning(get_args(), of_checkpoint)
         if said is not None:
             print_rank_0(f"> paradyse: {said}")

@@ -226,7 +226,9 @@ class CostPolicies:
             for _, policy in self.made:
                 policy.renew()
 
-        together = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        together = None
+        if self.together:
+            together = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return OnlineCorrection(
             self.costs.strategies,
             self._of_file.model,
@@ -237,7 +239,7 @@ class CostPolicies:
             beside=self._seconds_beside,
             margin=self.settings.memory_margin,
             renew=renew,
-            together=together if self.together else None,
+            together=together,
             experts_shared=self.experts_shared,
         )
 

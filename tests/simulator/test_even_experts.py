@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.costs.table import BYTE_QUANTITIES
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.simulator.even_experts import check_experts, even_experts, num_ranks
+from megatron_paradyse.simulator.even_experts import check_balancing, even_experts, num_ranks
 from tests.simulator.small_models import COMMON, GPT, LENGTH, simulated
 from tests.train.harness import run_forked
 
@@ -42,9 +42,9 @@ def test_experts_have_the_ranks_of_as_many_replicas_as_they_need(flags, ranks):
 def test_what_goes_on_until_values_are_even_is_refused():
     given = {"num_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}
     with pytest.raises(UserError, match="sinkhorn is not simulated"):
-        check_experts(argparse.Namespace(**given))
-    check_experts(argparse.Namespace(**given | {"num_experts": None}))
-    check_experts(argparse.Namespace(**given | {"moe_router_load_balancing_type": "aux_loss"}))
+        check_balancing(argparse.Namespace(**given))
+    check_balancing(argparse.Namespace(**given | {"num_experts": None}))
+    check_balancing(argparse.Namespace(**given | {"moe_router_load_balancing_type": "aux_loss"}))
 
 
 def dispatcher(**config) -> types.SimpleNamespace:

@@ -238,16 +238,19 @@ def test_a_quick_profile_of_a_checkpoints_model_is_refused(monkeypatch, tmp_path
 )
 def test_states_in_the_order_of_other_layers_are_refused(of_checkpoint, of_run, refused):
     """Megatron loads them for other parameters, and says nothing: losses go astray."""
-    plugin.install()
-    from megatron_paradyse.train.checkpoint_states import check_order
+    both = ({"use_distributed_optimizer": True} | own for own in (of_checkpoint, of_run))
+    compare("check_order", *both, said="--transformer-impl" if refused else None)
 
-    same = {"use_distributed_optimizer": True, "no_load_optim": None, "load": "saved"}
+
+def compare(check: str, of_checkpoint: dict, of_run: dict, *, said: str | None) -> None:
+    """One of checkpoint_states.py says this; None: nothing."""
+    plugin.install()
+    from megatron_paradyse.train import checkpoint_states
+
+    same = {"no_load_optim": None, "finetune": False, "load": "saved"}
     checkpoint, run = (argparse.Namespace(**same | own) for own in (of_checkpoint, of_run))
-    if refused:
-        with pytest.raises(UserError, match="--transformer-impl"):
-            check_order(run, checkpoint)
-    else:
-        check_order(run, checkpoint)
+    with contextlib.nullcontext() if said is None else pytest.raises(UserError, match=said):
+        getattr(checkpoint_states, check)(run, checkpoint)
 
 
 ALIKE = {"num_experts": 4, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 1}
@@ -272,16 +275,8 @@ DENSE = ALIKE | {"num_experts": None, "expert_tensor_parallel_size": None}
 )
 def test_states_of_experts_that_megatron_keeps_elsewhere_are_refused(of_checkpoint, of_run, give):
     """It would say that entries or a group of parameters are missing, and no remedy."""
-    plugin.install()
-    from megatron_paradyse.train.checkpoint_states import check_experts
-
-    same = {"no_load_optim": None, "finetune": False, "load": "saved"}
-    checkpoint, run = (argparse.Namespace(**same | own) for own in (of_checkpoint, of_run))
-    if give is None:
-        check_experts(run, checkpoint)
-    else:
-        with pytest.raises(UserError, match=f"and Megatron cannot load them: give {give}"):
-            check_experts(run, checkpoint)
+    said = None if give is None else f"and Megatron cannot load them: give {give}"
+    compare("check_expert_states", of_checkpoint, of_run, said=said)
 
 
 DISTRIBUTED = OVER_FOUR | {"expert_tensor_parallel_size": 1, "use_distributed_optimizer": True}
@@ -301,11 +296,5 @@ HALVES = DISTRIBUTED | {"expert_model_parallel_size": 2, "expert_tensor_parallel
 )
 def test_states_of_parts_of_experts_are_not_given_to_other_parts(of_checkpoint, of_run, refused):
     """A rank has as many parameters of one whole expert as of halves of two."""
-    plugin.install()
-    from megatron_paradyse.train.checkpoint_states import check_experts
-
-    same = {"no_load_optim": None, "finetune": False, "load": "saved"}
-    checkpoint, run = (argparse.Namespace(**same | own) for own in (of_checkpoint, of_run))
     said = "of the parts of experts there: give --expert-model-parallel-size . --expert-tensor-"
-    with pytest.raises(UserError, match=said) if refused else contextlib.nullcontext():
-        check_experts(run, checkpoint)
+    compare("check_expert_states", of_checkpoint, of_run, said=said if refused else None)
