@@ -76,6 +76,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     from megatron_paradyse.profiler.model import grow_gather_buffer
     from megatron_paradyse.simulator.even_experts import check_balancing, even_experts, num_ranks
     from megatron_paradyse.simulator.flash_kernel import flash_kernel
+    from megatron_paradyse.simulator.grouped_gemm import check_grouped_gemm, grouped_gemm
     from megatron_paradyse.simulator.rows import simulated_rows
     from megatron_paradyse.simulator.short_loops import short_loops
     from megatron_paradyse.simulator.simulated_device import SimulatedDevice, fused_functions
@@ -92,6 +93,7 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
     start_megatron(flags, world=num_ranks(flags, options.p), rank=options.p - 1)
     args = get_args()
     check_balancing(args)
+    check_grouped_gemm(args)
     num_layers = count_layers(args)
     layers = ModelLayers.of_arguments(args, num_layers)
     kinds = layers.kinds()
@@ -105,6 +107,8 @@ def simulate(options: Options, flags: Sequence[str], report: Report) -> CostTabl
         if options.fused:
             stack.enter_context(fused_functions(device))
             stack.enter_context(flash_kernel(device.scores))
+        if args.moe_grouped_gemm:
+            stack.enter_context(grouped_gemm())
         with device:
             chosen = tuple(kinds.first_layers.values())
             model = build_layers(layers.only(chosen, predicting=True))

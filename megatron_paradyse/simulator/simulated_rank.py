@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_paradyse.costs.layers import LayerKinds
 from megatron_paradyse.edges import cross_entropy
 from megatron_paradyse.profiler.model import ProfiledModel, model_configuration
+from megatron_paradyse.simulator.doors import opened
+from megatron_paradyse.simulator.flash_kernel import LEAST
 from megatron_paradyse.simulator.traffic import Place
 from megatron_paradyse.strategies import aligned_heads
 from megatron_paradyse.train.batch import derive_batch, derive_masked_batch
@@ -39,7 +41,8 @@ def start_megatron(flags: Sequence[str], *, world: int, rank: int) -> None:
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # no one is asked there
     sys.argv = ["simulate", *flags]
-    parse_and_validate_args()
+    with opened([(torch.cuda, "get_device_capability", lambda device=None: LEAST)]):
+        parse_and_validate_args()
     training.initialize_megatron()
     get_args().check_for_nan_in_loss_and_grad = False  # that check wants a value
 
