@@ -133,6 +133,10 @@ def apply_arguments(args) -> None:
     if getattr(args, "gpu_sniff_test_interval", None):  # products of 8,192 by 8,192 numbers
         args.gpu_sniff_test_interval = None
         megatron_start.say_once("--gpu-sniff-test-interval needs a GPU: left out")
+    grouped = getattr(args, "moe_grouped_gemm", False)
+    if grouped and torch.cuda.get_device_capability() < (8, 0):  # as Megatron asks: a simulation's
+        args.moe_grouped_gemm = False
+        megatron_start.say_once("--moe-grouped-gemm needs a GPU: experts run one after the other")
 
 
 def _patch_torch() -> None:

@@ -76,6 +76,18 @@ def test_what_only_a_gpu_can_record_is_left_out(by_pytorch, capsys):
         assert (f"{flag} needs a GPU" in said) is not by_pytorch
 
 
+@pytest.mark.parametrize("capability", [(0, 0), (8, 0)])
+def test_experts_are_grouped_where_a_gpu_is_simulated_alone(capability, capsys, monkeypatch):
+    from megatron_paradyse.cpu_platform import apply_arguments
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    args = argparse.Namespace(moe_grouped_gemm=True)
+    apply_arguments(args)
+    is_simulated = capability == (8, 0)
+    assert args.moe_grouped_gemm is is_simulated
+    assert ("--moe-grouped-gemm needs a GPU" in capsys.readouterr().out) is not is_simulated
+
+
 def test_it_is_not_imported_where_there_is_a_gpu():
     """plugin.install() with a GPU in sight: Megatron as it is, cpu_platform never imported."""
     code = (
