@@ -14,8 +14,10 @@ port.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_paradyse.costs.strict import (
@@ -50,20 +52,6 @@ class AlphaBeta:
 
 
 @dataclass(frozen=True)
-class Network:
-    """The collectives of one group of p ranks; source: a table's entry, or "measured"."""
-
-    name: str
-    p: int
-    source: str
-    collectives: Mapping[str, AlphaBeta]
-
-    def seconds(self, collective: str, sent_bytes: float) -> float:
-        """Of one collective; nothing for a group of one rank."""
-        return self.collectives[collective].seconds(sent_bytes) if self.p > 1 else 0.0
-
-
-@dataclass(frozen=True)
 class Link:
     """One device's way to the others, in one direction.
 
@@ -81,6 +69,30 @@ class Link:
     def rate(self) -> float:
         """Bytes per second of large messages."""
         return self.bytes_per_second * self.efficiency
+
+
+@dataclass(frozen=True)
+class Network:
+    """The collectives of one group of p ranks; source: a table's entry, or "measured".
+
+    links: of a table's, within a node and between nodes.
+    """
+
+    name: str
+    p: int
+    source: str
+    collectives: Mapping[str, AlphaBeta]
+    links: tuple[Link, Link] | None = None
+
+    def seconds(self, collective: str, sent_bytes: float) -> float:
+        """Of one collective; nothing for a group of one rank."""
+        return self.collectives[collective].seconds(sent_bytes) if self.p > 1 else 0.0
+
+    def of_ranks(self, ranks: Sequence[int]) -> Network:
+        """Of another group, those ranks of the job; this one where its links are not known."""
+        if self.links is None or list(ranks) == list(range(self.p)):
+            return self
+        return _network_of_links(self.name, self.links, _by_node(self.links[0], ranks))
 
 
 NODE, ANY = 8, 1 << 20
@@ -128,7 +140,8 @@ def find_network(text: str, p: int) -> Network:
         raise UserError(f"{text} does not join {p} ranks: name a link between nodes after +")
     one_node = p <= LINKS[within].max_ranks
     name = within if one_node or within == between else f"{within}+{between}"
-    return _network_of_links(name, LINKS[within], LINKS[between], p)
+    links = LINKS[within], LINKS[between]
+    return _network_of_links(name, links, _by_node(links[0], range(p)))
 
 
 def free_network(p: int) -> Network:
@@ -136,14 +149,21 @@ def free_network(p: int) -> Network:
     return Network("none", p, "no time", {c: AlphaBeta(0.0, float("inf")) for c in COLLECTIVES})
 
 
-def _network_of_links(name: str, within: Link, between: Link, p: int) -> Network:
-    nodes = -(-p // within.max_ranks)
-    fewest = p - (nodes - 1) * within.max_ranks  # ranks of a node, and so ports
+def _by_node(within: Link, ranks: Sequence[int]) -> tuple[int, ...]:
+    """How many of the ranks each node has that has any."""
+    return tuple(Counter(rank // within.max_ranks for rank in ranks).values())
+
+
+@functools.lru_cache(maxsize=64)
+def _network_of_links(name: str, links: tuple[Link, Link], by_node: tuple[int, ...]) -> Network:
+    """by_node: the group's ranks, and so ports, of each node."""
+    within, between = links
+    p, nodes, fewest, most = sum(by_node), len(by_node), min(by_node), max(by_node)
     rings = to_all = within.rate
     if nodes > 1:
         rings = min(within.rate, fewest * between.rate)
-        inside, outside = (within.max_ranks - 1) / (p - 1), (p - fewest) / (p - 1)
-        to_all = min(within.rate / inside, between.rate / outside)
+        inside, outside = (most - 1) / (p - 1), (p - fewest) / (p - 1)
+        to_all = min(within.rate / inside if inside else within.rate, between.rate / outside)
     used = (within,) if nodes == 1 else (within, between)
     around = (p - nodes) * within.hop_seconds + (nodes - 1) * between.hop_seconds
     ring = AlphaBeta(START_SECONDS + around, rings)
@@ -155,7 +175,8 @@ def _network_of_links(name: str, within: Link, between: Link, p: int) -> Network
         ),
         "all_reduce": AlphaBeta(START_SECONDS + 2 * around, rings),
     }
-    return Network(name, p, used[-1].source, {c: others.get(c, ring) for c in COLLECTIVES})
+    collectives = {c: others.get(c, ring) for c in COLLECTIVES}
+    return Network(name, p, used[-1].source, collectives, links)
 
 
 def read_network(path: str, p: int) -> Network:
@@ -183,4 +204,5 @@ def read_network(path: str, p: int) -> Network:
 
 def write_network(path: str, network: Network) -> None:
     """Write it whole, so that no reader finds a part."""
-    write_whole(path, json.dumps(asdict(network), indent=1) + "\n")
+    values = {name: value for name, value in asdict(network).items() if name != "links"}
+    write_whole(path, json.dumps(values, indent=1) + "\n")

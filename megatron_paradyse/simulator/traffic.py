@@ -67,16 +67,23 @@ class _Work:
 
 
 class Traffic:
-    """Stands where communication is begun; all groups are taken to be the network's."""
+    """Stands where communication is begun. A Place is in the network's group; others have links."""
 
     def __init__(
         self, network: Network, clock: Communications, fill: Callable[[Tensor, Tensor], None] | None
     ):
         self._network, self._clock, self._fill = network, clock, fill
 
-    def _begin(self, name: str, sent_bytes: float, into: Tensor | list[Tensor], x: Tensor) -> _Work:
+    def _begin(
+        self, name: str, sent_bytes: float, into: Tensor | list[Tensor], x: Tensor, group: Any
+    ) -> _Work:
         prepare = None if self._fill is None else functools.partial(self._fill_all, into, x)
-        return _Work(self._clock, self._network.seconds(name, sent_bytes), prepare)
+        return _Work(self._clock, self._network_of(group).seconds(name, sent_bytes), prepare)
+
+    def _network_of(self, group: Any) -> Network:
+        if self._network.links is None or isinstance(group, Place):
+            return self._network
+        return self._network.of_ranks(torch.distributed.get_process_group_ranks(group))
 
     def _fill_all(self, into: Tensor | list[Tensor], x: Tensor) -> None:
         assert self._fill is not None
@@ -86,10 +93,10 @@ class Traffic:
     # As in strategies/transport.py.
 
     def all_gather(self, into: Tensor, x: Tensor, group: Any) -> list:
-        return [self._begin("all_gather", into.nbytes - x.nbytes, into, x)]
+        return [self._begin("all_gather", into.nbytes - x.nbytes, into, x, group)]
 
     def reduce_scatter(self, into: Tensor, x: Tensor, group: Any) -> list:
-        return [self._begin("reduce_scatter", x.nbytes - into.nbytes, into, x)]
+        return [self._begin("reduce_scatter", x.nbytes - into.nbytes, into, x, group)]
 
     def all_to_all(
         self, into: Tensor, x: Tensor, group: Any, *, num_received=None, num_sent=None
@@ -99,17 +106,17 @@ class Traffic:
             row = x[0].nbytes if len(x) else 0
             kept = num_sent[group.rank()]
             sent = row * max(sum(num_sent) - kept, sum(num_received) - kept)
-        return [self._begin("all_to_all", sent, into, x)]
+        return [self._begin("all_to_all", sent, into, x, group)]
 
     def exchange(self, into: Tensor, x: Tensor, group: Any, *, to: int, source: int) -> list:
         size = max(x.nbytes, into.nbytes)
-        return [self._begin("exchange", size, into, x)] if size else []
+        return [self._begin("exchange", size, into, x, group)] if size else []
 
     def broadcast(self, x: Tensor, group: Any, *, owner: int) -> list:
-        return [self._begin("broadcast", x.nbytes, x, x)]
+        return [self._begin("broadcast", x.nbytes, x, x, group)]
 
     def reduce(self, x: Tensor, group: Any, *, owner: int) -> list:
-        return [self._begin("reduce", x.nbytes, x, x)]
+        return [self._begin("reduce", x.nbytes, x, x, group)]
 
     # As in torch.distributed.
 
@@ -130,7 +137,7 @@ class Traffic:
         if p == 1:
             return self._alone(tensor, tensor, async_op)
         sent = 2 * (p - 1) * tensor.nbytes / p
-        return _done(self._begin("all_reduce", sent, tensor, tensor), async_op)
+        return _done(self._begin("all_reduce", sent, tensor, tensor, group), async_op)
 
     def all_to_all_single(
         self,
@@ -154,13 +161,13 @@ class Traffic:
         if _size(group) == 1:
             return self._alone(tensor_list[0], tensor, async_op)
         sent = sum(x.nbytes for x in tensor_list) - tensor.nbytes
-        return _done(self._begin("all_gather", sent, tensor_list, tensor), async_op)
+        return _done(self._begin("all_gather", sent, tensor_list, tensor, group), async_op)
 
     def reduce_scatter_list(self, output, input_list, op=None, group=None, async_op=False):
         if _size(group) == 1:
             return self._alone(output, input_list[0], async_op)
         sent = sum(x.nbytes for x in input_list) - output.nbytes
-        return _done(self._begin("reduce_scatter", sent, output, input_list[0]), async_op)
+        return _done(self._begin("reduce_scatter", sent, output, input_list[0], group), async_op)
 
     def _alone(self, output: Tensor, tensor: Tensor, async_op: bool):
         if output is not tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron_paradyse.costs.fitting import fit_table
@@ -61,6 +63,24 @@ def test_between_nodes_rings_go_through_all_ports_and_a_message_through_one():
     assert rate(find_network("nvlink3", 12), "all_gather") == pytest.approx(4 * port)
     assert rate(find_network("nvlink3+infiniband-ndr", 16), "all_gather") == pytest.approx(inside)
     assert rate(find_network("infiniband-hdr", 16), "all_gather") == pytest.approx(port)
+
+
+def test_groups_beside_that_of_tensor_parallelism_lie_where_their_ranks_do():
+    """Those over which experts lie; 8 ranks fill a node."""
+    port, inside = 0.85 * 50e9, 0.75 * 450e9
+    network = find_network("nvlink4", 8)
+    assert network.of_ranks(range(8)) is network
+    assert network.of_ranks([8, 9]).collectives == find_network("nvlink4", 2).collectives
+    assert network.of_ranks(range(16)).collectives == find_network("nvlink4", 16).collectives
+    apart = network.of_ranks([7, 15, 23])  # one of each node
+    assert {rate(apart, name) for name in ("all_gather", "all_to_all", "exchange")} == {port}
+    assert apart.seconds("all_gather", 0) == pytest.approx(8e-6 + 2 * 5e-6)
+    pairs = network.of_ranks([6, 7, 14, 15])  # of 3 peers 2 are far
+    assert rate(pairs, "all_gather") == pytest.approx(2 * port)
+    assert rate(pairs, "all_to_all") == pytest.approx(port * 3 / 2)
+    assert rate(pairs.of_ranks([0, 1]), "all_gather") == inside
+    measured = dataclasses.replace(network, links=None)
+    assert measured.of_ranks([7, 15, 23]) is measured
 
 
 @pytest.mark.parametrize("name", ["pcie4+infiniband-ndr", "pcie4+infiniband-hdr", "nvlink4"])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.simulator.measure_network import _communication
-from megatron_paradyse.simulator.network import COLLECTIVES, AlphaBeta, Network, free_network
+from megatron_paradyse.simulator.network import (
+    COLLECTIVES,
+    AlphaBeta,
+    Network,
+    find_network,
+    free_network,
+)
 from megatron_paradyse.simulator.traffic import NoClock, Place, Traffic, strategy_doors
 
 # Seconds are bytes times a number of the collective's own.
@@ -95,6 +103,19 @@ def test_what_experts_exchange_is_counted_by_its_rows():
     splits = torch.tensor([2, 4, 5]), np.array([3, 4, 2])
     there.all_to_all_single(into, x, *splits, group=GROUP)
     assert clock.begun == pytest.approx([7 * 8 * 10 ** COLLECTIVES.index("all_to_all")])
+
+
+@pytest.mark.parametrize("name", MEGATRONS)
+def test_a_group_of_other_ranks_takes_what_its_links_do(name, monkeypatch):
+    apart, ranks = types.SimpleNamespace(size=lambda: 3), [1, 9, 17]
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: ranks)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 3)
+    tensors, collective, sent = MEGATRONS[name]
+    near, clock = find_network("nvlink3", 3), Record()
+    there = Traffic(near, clock, fill=None)
+    for group in (GROUP, apart):
+        getattr(there, name)(*tensors, group=group)
+    assert clock.begun == [n.seconds(collective, sent) for n in (near, near.of_ranks(ranks))]
 
 
 @pytest.mark.parametrize("name", MEGATRONS)
