@@ -115,9 +115,12 @@ def not_a_number(draw: random.Random, job: Job) -> Case:
         last = max(int(path.name[5:]) for path in good)
         (job.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(last))
 
-    flags = ["--rerun-mode", draw.choice(("disabled", "validate_results"))]
-    message = "the loss is not a number at iteration"
-    return Case(spec, ENDS, message, flags, saves=True, after=after)
+    messages = {
+        "disabled": f"the loss is not a number at iteration {iteration}",
+        "validate_results": f"a loss of iteration {iteration} was not a number",
+    }
+    mode = draw.choice(tuple(messages))
+    return Case(spec, ENDS, messages[mode], ["--rerun-mode", mode], saves=True, after=after)
 
 
 def full_disk(draw: random.Random, job: Job) -> Case:
