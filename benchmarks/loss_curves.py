@@ -66,7 +66,7 @@ def compare(folder: Path, grid: str, iterations: int, *, packed: bool) -> dict:
     fixed = train(folder / "fixed", *flags, ranks=4, timeout_seconds=1800)
     flags += ["--paradyse-policy", "optimal", "--paradyse-cost-model"]
     flags += [write_costs(folder / "costs.json"), "--paradyse-accept-costs"]
-    budget = "1GB" if packed else "150MB"  # rows of many documents; plans that change
+    budget = "1GB" if packed else "80MB"  # rows of many documents; plans that change
     flags += ["--paradyse-memory-budget", budget, "--paradyse-no-correction"]
     flags += ["--paradyse-sequences", "packed"] if packed else []
     trace = folder / "trace.jsonl"
