@@ -23,6 +23,8 @@ from torch.autograd import Function
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.simulator.doors import Door, opened
 
+LINEARS = ("linear_fc1", "linear_fc2")  # of an expert
+
 
 def check_grouped_gemm(args: argparse.Namespace) -> None:
     """UserError for what it leaves out."""
@@ -43,38 +45,107 @@ def grouped_gemm() -> Iterator[None]:
 def _together(found: Callable) -> Callable:
     @functools.wraps(found)
     def forward(self: Any, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
-        experts = list(self.local_experts)
+        first = self.local_experts[0]
         doors: list[Door] = [(self, "num_local_experts", 1)]
-        for name in ("linear_fc1", "linear_fc2"):
-            parts = [getattr(expert, name) for expert in experts]
-            doors.append((parts[0], "forward", _grouped([part.weight for part in parts])))
+        if _discards_activation(self.config):
+            doors.append((first, "forward", _discarding(self.local_experts)))
+        else:
+            for name in LINEARS:
+                grouped = functools.partial(_grouped, _weights(self.local_experts, name))
+                doors.append((getattr(first, name), "forward", grouped))
         with opened(doors):
             return found(self, hidden, tokens_per_expert, probs)
 
     return forward
 
 
-def _grouped(weights: Sequence[Tensor]) -> Callable[[Tensor], tuple[Tensor, None]]:
-    return lambda x: (_GroupedProduct.apply(x, *weights), None)
+def _discards_activation(config: Any) -> bool:
+    return config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+
+
+def _weights(experts: Sequence[Any], name: str) -> list[Tensor]:
+    return [getattr(expert, name).weight for expert in experts]
+
+
+def _grouped(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, None]:
+    return _GroupedProduct.apply(None, x, *weights), None
+
+
+def _discarding(experts: Sequence[Any]) -> Callable[[Tensor, Tensor], tuple[Tensor, None]]:
+    """The forward of the first for all, whose activation's result is not kept."""
+    first = experts[0]
+    found = first.forward
+    passing: list[Door] = [
+        (getattr(first, name), "forward", lambda x: (x, None)) for name in LINEARS
+    ]
+
+    def activate(inner: Tensor, probs: Tensor) -> Tensor:
+        with opened(passing):
+            return found(inner, probs)[0]
+
+    def forward(hidden: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        inner, _ = _grouped(_weights(experts, "linear_fc1"), hidden)
+        again = _Again(activate, (inner, probs))
+        x = _Discarded.apply(again, inner, probs)
+        return _GroupedProduct.apply(again, x, *_weights(experts, "linear_fc2")), None
+
+    return forward
+
+
+class _Again:
+    """x = activate(*given), once more when the backward comes to it; then its gradients."""
+
+    def __init__(self, activate: Callable[..., Tensor], given: tuple[Tensor, ...]):
+        self.activate, self._given = activate, given
+        self._x: Tensor | None = None
+
+    def x(self) -> Tensor:
+        self._given = tuple(tensor.detach().requires_grad_() for tensor in self._given)
+        with torch.enable_grad():
+            self._x = self.activate(*self._given)
+        return self._x.detach()
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
+        assert self._x is not None, "the product that x goes into comes first"
+        found = torch.autograd.grad(self._x, self._given, grad)
+        self._x, self._given = None, ()
+        return found
+
+
+class _Discarded(Function):
+    """What again makes, which nothing keeps."""
+
+    @staticmethod
+    def forward(ctx, again, *given):
+        ctx.again = again
+        return again.activate(*given)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, *ctx.again.gradients(grad)
 
 
 class _GroupedProduct(Function):
     """x [tokens, k], E weights [m, k] -> [tokens, m]: tokens / E of x times each weight.
 
     What does not divide is held, and not computed. It has the gradients of all weights at once.
+    again: makes x in the backward; None: it is kept.
     """
 
     @staticmethod
-    def forward(ctx, x, *weights):
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx, again, x, *weights):
+        ctx.again = again
+        ctx.save_for_backward(None if again else x, *weights)
         return _products(x, weights[0].t(), len(weights))
 
     @staticmethod
     def backward(ctx, grad):
         x, *weights = ctx.saved_tensors
+        if ctx.again is not None:
+            x = ctx.again.x()
         grad_x = _products(grad, weights[0], len(weights))
         grads = torch.bmm(_parts(grad, len(weights)).transpose(1, 2), _parts(x, len(weights)))
-        return grad_x, *grads.unbind()
+        return None, grad_x, *grads.unbind()
 
 
 def _products(x: Tensor, weight: Tensor, count: int) -> Tensor:

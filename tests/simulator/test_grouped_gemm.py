@@ -59,7 +59,9 @@ def alike() -> types.SimpleNamespace:
     experts = nn.ModuleList([Expert() for _ in range(3)])
     for expert in experts[1:]:
         expert.load_state_dict(experts[0].state_dict())
-    config = types.SimpleNamespace(moe_apply_probs_on_input=False, fp8=None, fp4=None)
+    config = types.SimpleNamespace(
+        moe_apply_probs_on_input=False, fp8=None, fp4=None, recompute_granularity=None
+    )
     return types.SimpleNamespace(num_local_experts=3, local_experts=experts, config=config)
 
 
@@ -91,6 +93,18 @@ def test_experts_of_one_weight_compute_together_what_they_compute_alone(alike):
     torch.testing.assert_close(again, expected)
 
 
+def test_activations_that_run_again_leave_results_alone(alike):
+    expected, _ = ran(alike)
+    alike.config.recompute_granularity = "selective"
+    alike.config.recompute_modules = ["core_attn", "moe_act"]
+    with grouped_gemm():
+        result, products = ran(alike)
+    assert products == 6 * ["bmm"]
+    for got, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert ran(alike)[1] == 18 * ["mm"], "the experts' own forwards are back"
+
+
 def test_tokens_that_do_not_divide_are_held(alike):
     hidden = torch.zeros(3 * TOKENS + 2, HIDDEN, dtype=torch.float64, requires_grad=True)
     with grouped_gemm():
@@ -108,13 +122,15 @@ def test_biases_of_experts_are_refused():
     check_grouped_gemm(argparse.Namespace(**given | {"moe_grouped_gemm": False}))
 
 
-def test_grouped_experts_keep_as_much_and_take_less_time(tmp_path):
+def test_grouped_experts_keep_as_much_and_take_less_time_or_run_activations_again(tmp_path):
     flags = ["--num-layers", 1, "--hidden-size", 64, "--num-attention-heads", 8]
     flags += ["--vocab-size", 96, "--num-experts", 8, "--moe-router-topk", 2, "--swiglu"]
     flags += ["--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall"]
+    flags += ["--moe-ffn-hidden-size", 128]
     options = {"p": 2, "strategies": ("megatron_ts",), "dtype": "bfloat16", "fused": True}
     alone = simulated(tmp_path / "alone", flags, **options)
-    together = simulated(tmp_path / "together", [*flags, "--moe-grouped-gemm"], **options)
+    flags.append("--moe-grouped-gemm")
+    together = simulated(tmp_path / "together", flags, **options)
     assert together.constants == alone.constants
     by_operation = [{m.operation: m for m in t.measurements} for t in (alone, together)]
     mlp, grouped = (measured.pop(MLP) for measured in by_operation)
@@ -122,3 +138,13 @@ def test_grouped_experts_keep_as_much_and_take_less_time(tmp_path):
     assert grouped.kept_bytes == mlp.kept_bytes
     assert grouped.forward_seconds < 0.8 * mlp.forward_seconds
     assert grouped.backward_seconds < 0.8 * mlp.backward_seconds
+
+    flags += ["--recompute-granularity", "selective", "--recompute-modules", "moe_act"]
+    again = simulated(tmp_path / "again", flags, **options)
+    activated = {m.operation: m for m in again.measurements}.pop(MLP)
+    result_bytes = 2 * 128 * 128 // 2 * 2  # two experts a token, of 128 tokens; bfloat16, p = 2
+    assert grouped.kept_bytes - activated.kept_bytes == result_bytes
+    assert activated.backward_bytes - grouped.backward_bytes == result_bytes
+    assert activated.forward_bytes == grouped.forward_bytes
+    assert activated.forward_seconds == grouped.forward_seconds
+    assert activated.backward_seconds > grouped.backward_seconds
