@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +81,19 @@ def path(tmp_path_factory):
 def policies(path, **settings):
     settings = Settings(policy="optimal", cost_model=path, memory_margin=0.0, **settings)
     return FilePolicies(settings, read_costs(settings), 1 << 40)
+
+
+def test_a_dense_mlp_runs_again_beside_experts_that_replicas_share(path, tmp_path):
+    content = json.loads(Path(path).read_text())
+    experts = {"experts": 8, "expert_parallel": 4}
+    dense = {"attention": {}, "mlp": {"experts": 0}, "attention@2": {}, "mlp@3": experts}
+    content["description"]["halves"] = dense
+    told = tmp_path / "told.json"
+    told.write_text(json.dumps(content))
+    made = policies(str(told))
+    layers = made.policy(made.stage(), smooth=False).problem(LAYERS, 1, 1024, False).layers
+    offered = {number: {choice.name for choice in layers[number].mlp} for number in LAYERS}
+    assert offered == {1: {*NAMES}, 2: {*NAMES}, 3: {*BASES}, 4: {*BASES}}
 
 
 def policy(path, budget_bytes=1 << 40, **settings):
