@@ -45,14 +45,11 @@ def grouped_gemm() -> Iterator[None]:
 def _together(found: Callable) -> Callable:
     @functools.wraps(found)
     def forward(self: Any, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
-        first = self.local_experts[0]
-        doors: list[Door] = [(self, "num_local_experts", 1)]
-        if _discards_activation(self.config):
-            doors.append((first, "forward", _discarding(self.local_experts)))
-        else:
-            for name in LINEARS:
-                grouped = functools.partial(_grouped, _weights(self.local_experts, name))
-                doors.append((getattr(first, name), "forward", grouped))
+        discards = _discards_activation(self.config)
+        doors: list[Door] = [
+            (self, "num_local_experts", 1),
+            (self.local_experts[0], "forward", _of_all(self.local_experts, discards=discards)),
+        ]
         with opened(doors):
             return found(self, hidden, tokens_per_expert, probs)
 
@@ -63,20 +60,17 @@ def _discards_activation(config: Any) -> bool:
     return config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
 
 
-def _weights(experts: Sequence[Any], name: str) -> list[Tensor]:
-    return [getattr(expert, name).weight for expert in experts]
+def _of_all(
+    experts: Sequence[Any], *, discards: bool
+) -> Callable[[Tensor, Tensor], tuple[Tensor, None]]:
+    """The forward of the first for all; discards: what the activation makes is not kept.
 
-
-def _grouped(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, None]:
-    return _GroupedProduct.apply(None, x, *weights), None
-
-
-def _discarding(experts: Sequence[Any]) -> Callable[[Tensor, Tensor], tuple[Tensor, None]]:
-    """The forward of the first for all, whose activation's result is not kept."""
-    first = experts[0]
-    found = first.forward
+    What goes into the activation is there to the end, as a name for it is in Megatron's.
+    """
+    found = experts[0].forward
+    first, second = ([getattr(expert, name).weight for expert in experts] for name in LINEARS)
     passing: list[Door] = [
-        (getattr(first, name), "forward", lambda x: (x, None)) for name in LINEARS
+        (getattr(experts[0], name), "forward", lambda x: (x, None)) for name in LINEARS
     ]
 
     def activate(inner: Tensor, probs: Tensor) -> Tensor:
@@ -84,10 +78,10 @@ def _discarding(experts: Sequence[Any]) -> Callable[[Tensor, Tensor], tuple[Tens
             return found(inner, probs)[0]
 
     def forward(hidden: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        inner, _ = _grouped(_weights(experts, "linear_fc1"), hidden)
-        again = _Again(activate, (inner, probs))
-        x = _Discarded.apply(again, inner, probs)
-        return _GroupedProduct.apply(again, x, *_weights(experts, "linear_fc2")), None
+        inner = _GroupedProduct.apply(None, hidden, *first)
+        again = _Again(activate, (inner, probs)) if discards else None
+        x = activate(inner, probs) if again is None else _Discarded.apply(again, inner, probs)
+        return _GroupedProduct.apply(again, x, *second), None
 
     return forward
 

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_paradyse.costs.table import MLP
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.simulator.grouped_gemm import check_grouped_gemm, grouped_gemm
 from tests.simulator.small_models import simulated
 
-HIDDEN, WIDE, TOKENS = 6, 8, 5
+HIDDEN, WIDE, TOKENS = 10, 8, 5
 
 
 class Linear(nn.Module):
@@ -36,7 +37,8 @@ class Expert(nn.Module):
 
     def forward(self, hidden, probs):
         inner, _ = self.linear_fc1(hidden)
-        return self.linear_fc2(gelu(inner) * probs.unsqueeze(-1))
+        inner = gelu(inner) * probs.unsqueeze(-1)  # lets go of what went in, as Megatron's MLP does
+        return self.linear_fc2(inner)
 
 
 class Products(TorchDispatchMode):
@@ -103,6 +105,20 @@ def test_activations_that_run_again_leave_results_alone(alike):
     for got, wanted in zip(result, expected, strict=True):
         torch.testing.assert_close(got, wanted)
     assert ran(alike)[1] == 18 * ["mm"], "the experts' own forwards are back"
+
+
+@pytest.mark.parametrize("granularity", [None, "selective"])
+def test_what_goes_into_the_activation_is_there_beside_the_output(granularity, alike):
+    """As in Megatron's TEGroupedMLP, where nothing is kept for a backward."""
+    alike.config.recompute_granularity = granularity
+    alike.config.recompute_modules = ["moe_act"]
+    hidden = torch.zeros(3 * TOKENS, HIDDEN, dtype=torch.float64)
+    probs = torch.ones(3 * TOKENS, dtype=torch.float64)
+    counts = torch.tensor([TOKENS] * 3)
+    counted = LiveBytes([hidden, probs, *alike.local_experts.parameters()])
+    with grouped_gemm(), torch.no_grad(), counted:
+        SequentialMLP.forward(alike, hidden, counts, probs)
+    assert counted.peak_bytes == 8 * 3 * TOKENS * (2 * WIDE + HIDDEN)
 
 
 def test_tokens_that_do_not_divide_are_held(alike):
