@@ -127,7 +127,7 @@ def render(content: Content, figures: Sequence[Drawn], warnings: Sequence[str]) 
         {
             "name": one.name,
             "seconds": "" if one.num_unfit else short_number(one.seconds),
-            "over": "" if one.num_unfit or not ours else f"{one.seconds / ours:.2f}",
+            "over": "" if one.num_unfit else f"{one.seconds / ours:.2f}",
             "unfit": f"{one.num_unfit:,}" if one.num_unfit else "",
         }
         for one in content.fixed
@@ -138,6 +138,6 @@ def render(content: Content, figures: Sequence[Drawn], warnings: Sequence[str]) 
         facts=facts(content),
         warnings=list(map(printable, warnings)),
         figures=figures,
-        fixed=fixed if ours else [],
+        fixed=fixed,
         footer=f"{content.source()}; megatron_paradyse {__version__}",
     )
