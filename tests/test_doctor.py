@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -61,6 +64,23 @@ def test_words_of_another_program_need_not_be_utf_8(found, tmp_path, monkeypatch
     assert found(CPU)["GPUs"].found == "nvidia-smi names A \ufffd GPU, torch sees none"
 
 
+def test_what_a_program_that_fails_prints_names_no_gpu(found, tmp_path, monkeypatch):
+    path = tmp_path / "nvidia-smi"
+    path.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert found(CPU)["GPUs"].found == "none"
+
+
+def test_a_probe_that_ended_before_megatron_says_how(found):
+    for failure, why in (("ended with code -9",) * 2, ("", "gave no answer")):
+        check = found({"torch": CPU["torch"]}, failure)["megatron-core"]
+        assert check.state == FAULT
+        assert check.found.endswith(f"whose training cannot be imported: importing it {why}")
+    check = found({}, "gave no answer within 120 s")["torch"]
+    assert check.found == "1.0, which cannot be imported: gave no answer within 120 s"
+
+
 def test_on_a_cpu_the_packages_of_gpus_are_no_lack(found):
     states = found(CPU)
     assert {states[n].state for n in ("transformer-engine", "apex", "flash-attn", "triton")} == {OK}
@@ -75,6 +95,8 @@ def test_on_a_gpu_every_lack_has_a_cost_and_a_command(found):
     for check in states.values():
         assert check.state == OK or (check.cost and check.remedy), check
     assert states["GPU 0"].found == "H100, 80.0 GiB"
+    assert states["torch"].found == "1.0, built for CUDA 13.2"
+    assert states["apex"].found == "not installed"
 
 
 def test_a_package_that_is_installed_and_does_not_load_says_why(found):
@@ -160,6 +182,27 @@ def test_memory_is_what_programs_may_take(free_gib, state, monkeypatch):
     assert (check.state, check.found) == (state, f"64.0 GiB{told}")
 
 
+@pytest.mark.parametrize(("free_gib", "state"), [(4, LACK), (6, OK)])
+def test_little_room_on_the_disk_is_a_lack(free_gib, state, monkeypatch):
+    usage = SimpleNamespace(free=free_gib << 30)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda place: usage)
+    check = {check.name: check for check in machine.resources()}["disk"]
+    assert check.state == state and check.found.startswith(f"{free_gib}.0 GiB free in ")
+
+
+def test_a_terminal_gets_a_table_of_everything_said(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    commands._print([commands.Check("GPUs", LACK, "[none]", "it is slow", "buy one")])
+    words = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).split()
+    told = "what found lack GPUs [none] it is slow buy one"
+    assert " ".join(words) == told
+
+
 def test_a_current_folder_that_is_gone_is_told(tmp_path, monkeypatch):
     """It ended the command: "No such file or directory"."""
     gone = tmp_path / "gone"
@@ -218,6 +261,7 @@ def matrix(rows: list[str]) -> str:
 NVSWITCH = ["X NV18 NV18 NV18", "NV18 X NV18 NV18", "NV18 NV18 X NV18", "NV18 NV18 NV18 X"]
 TWO_PAIRS = ["X NV12 SYS SYS", "NV12 X SYS SYS", "SYS SYS X NV12", "SYS SYS NV12 X"]
 NO_NVLINK = ["X PHB", "PHB X"]
+ODD_ONE = ["X NV12 SYS", "NV12 X SYS", "SYS SYS X"]  # no equal groups on NVLink alone
 
 
 @pytest.mark.parametrize(
@@ -226,6 +270,8 @@ NO_NVLINK = ["X PHB", "PHB X"]
         (NVSWITCH, OK, "NV18 between all pairs", ""),
         (TWO_PAIRS, LACK, "NV12: 2 pairs, SYS: 4 pairs", "--tensor-model-parallel-size 2 keeps"),
         (NO_NVLINK, LACK, "PHB between all pairs", "profile network --nproc 2"),
+        (["X NV4 NV18", "NV4 X NV4", "NV18 NV4 X"], OK, "NV18: 1 pair, NV4: 2 pairs", ""),
+        (ODD_ONE, LACK, "NV12: 1 pair, SYS: 2 pairs", "profile network --nproc 3"),
         (["X ODD", "ODD X"], LACK, "nvidia-smi topo -m says nothing", "profile network --nproc 2"),
         ([], LACK, "nvidia-smi topo -m says nothing", "profile network --nproc 4"),
     ],
@@ -259,7 +305,8 @@ def test_links_are_those_of_the_gpus_that_are_visible(visible, state, found, mon
 
 def test_gpus_that_cannot_read_each_other_are_told():
     checks_of = {check.name: check for check in links.links(2, {"pairs_apart": [[0, 1]]})}
-    assert "GPU0-GPU1" in checks_of["peer access"].found
+    told = checks_of["peer access"].found
+    assert told == "1 pair, such as GPU0-GPU1, cannot read each other's memory"
     assert "peer access" not in {check.name for check in links.links(2, {"pairs_apart": []})}
 
 

@@ -86,7 +86,7 @@ def probe(names: list[str], *, seconds: float = PROBE_SECONDS) -> tuple[dict[str
         if process.returncode:
             failure = f"ended with code {process.returncode}"
     except subprocess.TimeoutExpired as error:
-        output, failure = error.stdout or b"", f"no answer within {seconds:g} s"
+        output, failure = error.stdout or b"", f"gave no answer within {seconds:g} s"
     answers: dict[str, Any] = {}
     begun = ""
     for line in output.decode("utf-8", "replace").splitlines():

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_paradyse.doctor import LACK, OK, SKIP, Check
 from megatron_paradyse.doctor.tool import output_of
+from megatron_paradyse.units import counted
 
 # In nvidia-smi's words, from quick to slow: NV18 is 18 NVLinks; the others are PCIe, with no or one
 # bridge, with several, through the host bridge, between those of a NUMA node, between NUMA nodes.
@@ -80,7 +81,7 @@ def _within(kinds: dict[tuple[int, int], str], num_gpus: int) -> Check:
     if len(counts) == 1:
         found = f"{ordered[0]} between all pairs"
     else:
-        found = ", ".join(f"{kind}: {counts[kind]} pairs" for kind in ordered)
+        found = ", ".join(f"{kind}: {counted(counts[kind], 'pair')}" for kind in ordered)
     slow = [pair for pair, kind in kinds.items() if kind in PCIE[2:]]
     if not slow:
         return Check(name, OK, found)
@@ -90,7 +91,8 @@ def _within(kinds: dict[tuple[int, int], str], num_gpus: int) -> Check:
         remedy = f"--tensor-model-parallel-size {together} keeps each group on quick links"
     else:
         remedy = f"{_measure(num_gpus)}: measured costs know it"
-    cost = f"{len(slow)} pairs, such as {pair}, meet at the host: a group over them waits for that"
+    joined = f"the host joins {counted(len(slow), 'pair')}, such as {pair}"
+    cost = f"{joined}: a group over them waits for that"
     return Check(name, LACK, found, cost, remedy)
 
 
@@ -117,7 +119,7 @@ def _peers(apart: list[list[int]]) -> list[Check]:
     if not apart:
         return []
     pair = "GPU{}-GPU{}".format(*apart[0])
-    found = f"{len(apart)} pairs, such as {pair}, cannot read each other's memory"
+    found = f"{counted(len(apart), 'pair')}, such as {pair}, cannot read each other's memory"
     cost = "NCCL copies through the host's memory between them"
     return [Check("peer access", LACK, found, cost, "nvidia-smi topo -p2p r says why")]
 
