@@ -14,6 +14,19 @@ def test_free_memory_is_a_part_of_what_there_is():
     assert 0 < machine.free_bytes() <= total
 
 
+def test_memory_is_told_in_kilobytes_of_1024_bytes(tmp_path, monkeypatch):
+    told = tmp_path / "told"
+    monkeypatch.setattr(machine, "Path", lambda name: told)
+    monkeypatch.setattr(machine, "OWN_GROUP", tmp_path / "none")
+    monkeypatch.setattr(machine, "GROUPS", tmp_path / "none")
+    told.write_text("MemTotal: 900 kB\nMemAvailable:     700 kB\n")
+    assert machine.free_bytes() == 700 * 1024
+    told.write_text("MemTotal: 900 kB\n")
+    assert machine.free_bytes() is None
+    told.write_text("processor : 0\nmodel name\t: A: 2 x B\n")
+    assert machine.cpu_name() == "A: 2 x B"
+
+
 def write_group(folder, limit, used=400, inactive_file=0):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")

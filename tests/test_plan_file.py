@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import LayerChoice, Plan, uniform_plan
 from megatron_paradyse.plan_file import load_plan_file
-from megatron_paradyse.policy import make_policy
+from megatron_paradyse.policy import cost_policy_kind, make_policy
 from megatron_paradyse.settings import Settings
+from megatron_paradyse.strategies import takes_wide
 
 MIXED = Path(__file__).parents[1] / "configs" / "plans" / "mixed.yaml"
 
@@ -79,6 +81,33 @@ def test_a_plan_must_fit_the_number_of_layers():
     policy.check_layers(4)
     with pytest.raises(UserError, match=r"layer 4 is beyond the 3 of the model: drop it"):
         policy.check_layers(3)
+
+
+def test_a_plan_without_the_last_layer_does_not_fit(tmp_path):
+    policy = make_policy(Settings(policy=f"plan:{write(tmp_path, 'layers: {1-3: metp}')}"))
+    policy.check_layers(3)
+    with pytest.raises(UserError, match="layer 4 has no strategy"):
+        policy.check_layers(4)
+
+
+@pytest.mark.parametrize("policy", ["fixed", "fixed:", "plan:", "random", "random:", "optima"])
+def test_a_policy_without_what_it_needs_is_unknown(policy):
+    assert cost_policy_kind(Settings(policy=policy)) is None
+    with pytest.raises(UserError, match=f"unknown policy '{policy}': use fixed:STRATEGY"):
+        make_policy(Settings(policy=policy))
+
+
+def test_random_plans_run_wide_rows_by_what_can_alone():
+    policy = make_policy(Settings(policy="random:1", strategies=("local_z", "ulysses_z", "metp")))
+    names = {}
+    for row in (None, SimpleNamespace(groups=1), SimpleNamespace(groups=2)):
+        choices = policy.plan(1, 128, range(1, 65), row=row).layers.values()
+        names[row and row.groups] = [
+            {getattr(c, half) for c in choices} for half in ("attention", "mlp")
+        ]
+    every = {"local_z", "ulysses_z", "metp"}
+    wide = {name for name in every if takes_wide(name)}
+    assert wide < every and names == {None: [every] * 2, 1: [every] * 2, 2: [wide, every]}
 
 
 def test_random_plans_differ_by_microbatch_and_repeat_with_the_seed():

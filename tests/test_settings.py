@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.policy import cost_policy_kind, make_policy
-from megatron_paradyse.settings import Restriction, Settings, load_yaml_settings, make_settings
+from megatron_paradyse.settings import (
+    Restriction,
+    Settings,
+    load_yaml_settings,
+    make_settings,
+    settings_of,
+)
 
 
 def write(tmp_path, text):
@@ -40,6 +47,12 @@ def test_strategies_flag_is_a_comma_separated_list():
         "metp",
         "ulysses_z",
     )
+
+
+def test_a_part_of_a_run_file_may_not_say_a_thing_twice():
+    node = yaml.compose("order: shuffled\nlayers:\n  1: [metp]\n  1: [ulysses_z]\n")
+    with pytest.raises(UserError, match=r"run.yaml:4: key '1' is given twice: keep one"):
+        settings_of("run.yaml", node)
 
 
 @pytest.mark.parametrize(
