@@ -234,7 +234,16 @@ def test_tiles_of_counted_rows_hold_each_once_and_no_more_bytes_than_whole_tiles
     p, b, rows = (data.draw(st.integers(1, most)) for most in (4, 3, 24))
     counted = data.draw(st.lists(st.booleans(), min_size=b * p * rows, max_size=b * p * rows))
     counted = torch.tensor(counted).view(b, p * rows)
-    tile, row = data.draw(st.integers(1, 40)), data.draw(ROWS)
+    _check_counted_tiles(counted, p, data.draw(st.integers(1, 40)), data.draw(ROWS))
+
+
+def test_while_a_gradient_is_scattered_all_rows_of_its_tile_are_held():
+    """Those that do not count too: two tiles of 10 and 8 rows would hold more than whole ones."""
+    counted = torch.tensor([bit == "1" for bit in "000011101100001010"])[None]
+    _check_counted_tiles(counted, 2, 7, RowBytes(logits=8, gradient=5, hidden=49))
+
+
+def _check_counted_tiles(counted: torch.Tensor, p: int, tile: int, row: RowBytes) -> None:
     found, stops, tiles_, alone = torch.zeros_like(counted), [0], [(0, 0)], False
     for slice_, chosen in counted_tiles(counted.numpy(), p, tile=tile, row=row):
         assert len(chosen) and slice_.start >= stops[-1]
