@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_paradyse.edges.cross_entropy import _common_factor
+from megatron_paradyse.edges.cross_entropy import ROUNDINGS, _common_factor
 from megatron_paradyse.edges.embedding import tiled_positions
 from megatron_paradyse.parameters import normalised
 from megatron_paradyse.strategies import strategy_names
@@ -98,6 +98,16 @@ def test_the_factor_of_the_losses_is_a_number():
     factor = _common_factor(weights / 43607, weights)
     assert isinstance(factor, float) and factor == pytest.approx(1 / 43607, rel=1e-6)
     assert _common_factor(torch.tensor([[1.0, 0.5, 1.0]]), weights) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_off_by_more_than_roundings_has_no_common_factor(dtype):
+    weights = torch.tensor([[1.0, 0.5, 0.25]], dtype=dtype)
+    for roundings, is_common in ((ROUNDINGS / 2, True), (2 * ROUNDINGS, False)):
+        off = torch.tensor([[1.0, 1.0, 1.0 + roundings * torch.finfo(dtype).eps]], dtype=dtype)
+        assert (_common_factor(3 * weights * off, weights) is not None) == is_common
+    assert _common_factor(0 * weights, 0 * weights) == 0.0
+    assert _common_factor(weights, 0 * weights) is None
 
 
 class _Waits(TorchFunctionMode):
