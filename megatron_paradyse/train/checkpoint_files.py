@@ -108,15 +108,16 @@ def problem_of(checkpoint: Path) -> str | None:
     found = _sizes(checkpoint)
     for name, size in listed.items():
         if found.get(name) != size:
-            has = f"{found[name]} bytes" if name in found else "missing"
-            return f"{name!r:.100} is {has}, {size!r:.20} were written{_since(checkpoint, name)}"
+            has, since = "missing", ""
+            if name in found:
+                has, since = f"{found[name]} bytes", _since(checkpoint, name)
+            return f"{name!r:.100} is {has}, {size!r:.20} were written{since}"
     return None
 
 
 def _since(checkpoint: Path, name: str) -> str:
     """What else may be: a stock run saved over it, and knows of no list."""
-    file = checkpoint / name
-    if not file.is_file() or file.stat().st_mtime_ns <= (checkpoint / LIST).stat().st_mtime_ns:
+    if (checkpoint / name).stat().st_mtime_ns <= (checkpoint / LIST).stat().st_mtime_ns:
         return ""
     return f" (if a run without --paradyse has saved it again, remove its {LIST})"
 

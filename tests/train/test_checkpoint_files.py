@@ -132,6 +132,13 @@ def test_a_save_that_was_cut_off_is_told_of(folder):
     assert unfinished_iterations(str(folder / "nothing"), 0) == []
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "\0", "../" * 2000])
+def test_a_list_of_files_that_can_have_no_such_name_is_refused(folder, name):
+    (folder / "iter_0000012" / LIST).write_text(json.dumps({name: 1}))
+    with pytest.raises(UserError, match="is missing, 1 were written: load another with"):
+        iteration_to_load(str(folder), None)
+
+
 def test_a_list_that_stock_megatron_has_outdated_is_said_to_be_one(folder):
     path = folder / "iter_0000012" / "common.pt"
     path.write_bytes(b"longer than before")
