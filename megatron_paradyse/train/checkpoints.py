@@ -38,6 +38,7 @@ from megatron_paradyse.train.checkpoint_states import check_expert_states, check
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
 from megatron_paradyse.train.helper_processes import managers_end_with_this_process
 
+_TRACKS = "iter_finalize_fn"  # of what follows a save in the background: writes the tracker
 # What Megatron says of a checkpoint that is whole, but of another run -> the remedy.
 _ITS_FLAGS = "give the flags that it was trained with, or another --load"
 _ITS_OPTIMIZER = (
@@ -95,11 +96,10 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
             checkpoint = folder_of(folder, iteration)
             if kept:
                 begin_writing(checkpoint)
-            in_background = listed_when_written(checkpoint) if kept else contextlib.nullcontext()
-            with as_given(get_args()), managers_end_with_this_process(), in_background:
+            listing = listed_at_once if at_once else listed_when_written
+            listed = listing(checkpoint) if kept else contextlib.nullcontext()
+            with as_given(get_args()), managers_end_with_this_process(), listed:
                 result = save(iteration, *args, **kwargs)
-            if kept and at_once and checkpoint.is_dir():
-                list_files(checkpoint)
         except (Exception, CheckpointException) as error:
             release_byte_buffers()
             if is_lost_peer(error) or is_out_of_memory(error):
@@ -123,16 +123,45 @@ def _make_room(folder: str, *, before: float = inf) -> str:
 
 
 @contextlib.contextmanager
-def listed_when_written(checkpoint: Path) -> Iterator[None]:
-    """A save in the background that is begun inside lists its files once all are written.
+def listed_at_once(checkpoint: Path) -> Iterator[None]:
+    """A save that runs inside lists its files before the tracker names it.
 
-    Megatron hands what follows that (its metadata, the tracker) over with the request.
+    When all ranks have written theirs Megatron asks for the tracker's name.
+    """
+    found, listed = checkpointing.get_checkpoint_tracker_filename, False
+
+    def list_once() -> None:
+        nonlocal listed
+        if not listed and checkpoint.is_dir():
+            list_files(checkpoint)
+            listed = True
+
+    def list_and_find(folder: str) -> str:
+        list_once()
+        return found(folder)
+
+    checkpointing.get_checkpoint_tracker_filename = list_and_find
+    try:
+        yield
+    finally:
+        checkpointing.get_checkpoint_tracker_filename = found
+    list_once()
+
+
+@contextlib.contextmanager
+def listed_when_written(checkpoint: Path) -> Iterator[None]:
+    """A save in the background that is begun inside lists its files before the tracker names it.
+
+    Megatron hands what follows the last file (its metadata, the tracker) over with the request.
     """
     schedule = checkpointing.schedule_async_save
 
     def schedule_with_list(request: Any) -> Any:
-        if request.finalize_fns:  # else they came with another request, of logits
-            request.add_finalize_fn(functools.partial(list_files, checkpoint))
+        then = request.finalize_fns
+        if then:  # else they come with another request, of logits
+            names = [getattr(function, "__name__", "") for function in then]
+            place = names.index(_TRACKS) if _TRACKS in names else len(then)
+            then.insert(place, functools.partial(list_files, checkpoint))
         return schedule(request)
 
     checkpointing.schedule_async_save = schedule_with_list

@@ -30,6 +30,13 @@ def saved(tmp_path_factory):
     return folder
 
 
+def test_a_tracker_names_no_checkpoint_whose_files_are_not_listed(saved):
+    """A kill between the two would leave one that is written over for not whole."""
+    listed = checkpoint_files.folder_of(str(saved), 2) / checkpoint_files.LIST
+    tracker = saved / checkpoint_files.TRACKER
+    assert listed.stat().st_mtime_ns <= tracker.stat().st_mtime_ns
+
+
 def test_stock_megatron_takes_its_own_layers_from_a_checkpoint_of_ours(saved, tmp_path):
     flags = ["--mock-data", "--load", saved, "--use-checkpoint-args", "--train-iters", 3]
     run = train(tmp_path, *SMALL[:2], *flags, "--override-opt-param-scheduler", ranks=1)
@@ -144,11 +151,15 @@ def test_a_save_in_the_background_is_whole_when_all_is_written(has_logits, backg
     from megatron_paradyse.train import checkpoints
 
     folder, requests = background
+    named = []
+
+    def iter_finalize_fn():  # which writes the tracker
+        named.append(checkpoint_files.problem_of(folder))
 
     def save(iteration):
         folder.mkdir(exist_ok=True)
         (folder / "0.distcp").write_bytes(b"x")
-        then = [lambda: (folder / "metadata.json").write_text("{}")]
+        then = [lambda: (folder / "metadata.json").write_text("{}"), iter_finalize_fn]
         if has_logits:  # what follows both comes with the second request
             checkpoints.checkpointing.schedule_async_save(AsyncRequest(None, (), []))
         checkpoints.checkpointing.schedule_async_save(AsyncRequest(None, (), then))
@@ -163,6 +174,7 @@ def test_a_save_in_the_background_is_whole_when_all_is_written(has_logits, backg
         assert checkpoint_files.whole_iterations(str(folder.parent)) == [4]
         listed = json.loads((folder / checkpoint_files.LIST).read_text())
         assert listed == {"0.distcp": 1, "metadata.json": 2}
+        assert named.pop() is None and not named, "the tracker never names what is not whole"
         requests.clear()
     assert checkpoints.checkpointing.schedule_async_save == requests.append
 

@@ -97,21 +97,29 @@ def first_rank(monkeypatch):
         monkeypatch.setattr(checkpoints.torch.distributed, name, lambda value=value: value)
 
 
-def test_a_save_is_listed_once_it_has_ended(folder, first_rank, monkeypatch):
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_save_is_listed_once_it_has_ended(asks, folder, first_rank, monkeypatch):
+    """asks: for the name of the tracker, as Megatron does before it writes it."""
     args = arguments(save=str(folder), async_save=False)
     args.paradyse_instead_of, args.paradyse_settings = {}, None
     monkeypatch.setattr(checkpoints, "get_args", lambda: args)
-    found = []
+    found, named = [], []
 
     def write(iteration):
-        found.append(problem_of(folder_of(str(folder), iteration)))
-        folder_of(str(folder), iteration).mkdir(exist_ok=True)
-        (folder_of(str(folder), iteration) / "common.pt").write_bytes(b"longer")
+        checkpoint = folder_of(str(folder), iteration)
+        found.append(problem_of(checkpoint))
+        checkpoint.mkdir(exist_ok=True)
+        (checkpoint / "common.pt").write_bytes(b"longer")
+        if asks:
+            tracker = checkpointing.get_checkpoint_tracker_filename(str(folder))
+            assert tracker == str(folder / TRACKER)
+            named.append((checkpoint / LIST).is_file() and problem_of(checkpoint) is None)
 
     for iteration in (8, 12):
         checkpoints._saving(write)(iteration)
         assert (folder_of(str(folder), iteration) / LIST).is_file()
     assert found == ["paradyse-files.json lists no files", "its folder is not there"]
+    assert named == ([True, True] if asks else [])
     assert whole_iterations(str(folder)) == [4, 8, 12]
 
 
