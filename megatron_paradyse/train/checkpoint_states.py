@@ -11,17 +11,36 @@ def check_order(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> N
     """UserError where Megatron would give parameters the optimizer states of others.
 
     By default its distributed optimizer writes states in the order of the parameters, of which
-    TransformerEngine's layers, with norms inside their linears, have another one.
+    TransformerEngine's layers, with norms inside their linears, have another one, and so have its
+    experts where they are grouped: fc1 of all of them comes before fc2.
     """
-    theirs, ours = (getattr(args, "transformer_impl", None) for args in (of_checkpoint, run))
-    if theirs in (None, ours) or not _in_order(run, of_checkpoint) or run.no_load_optim:
+    if not _in_order(run, of_checkpoint) or run.no_load_optim:
         return
-    raise UserError(
-        f"the checkpoint in {run.load} is of --transformer-impl {theirs}, this run of {ours}, and "
-        "its distributed optimizer's states are in the order of the parameters, which differs: "
-        f"give --transformer-impl {theirs}, or save it there with "
+    theirs, ours = (getattr(args, "transformer_impl", None) for args in (of_checkpoint, run))
+    if theirs not in (None, ours):
+        flag = f"--transformer-impl {theirs}"
+        raise _of_other_order(run, f"of {flag}, this run of {ours}", f"give {flag}")
+    grouped, flag = _groups_experts(of_checkpoint), "--moe-grouped-gemm"
+    if grouped and not _groups_experts(run):
+        raise _of_other_order(run, f"of {flag}, this run without it", f"give {flag}")
+    if not grouped and _groups_experts(run):
+        raise _of_other_order(run, f"without {flag}, this run with it", f"leave {flag} out")
+
+
+def _of_other_order(run: argparse.Namespace, what: str, remedy: str) -> UserError:
+    return UserError(
+        f"the checkpoint in {run.load} is {what}, and its distributed optimizer's states are in "
+        f"the order of the parameters, which differs: {remedy}, or save it there with "
         "--dist-ckpt-optim-fully-reshardable, or --no-load-optim"
     )
+
+
+def _groups_experts(args: argparse.Namespace) -> bool:
+    """Whether several experts of a rank are one module; Megatron's own never are."""
+    engine = getattr(args, "transformer_impl", None) == "transformer_engine"
+    ranks = getattr(args, "expert_model_parallel_size", 1)
+    several = (getattr(args, "num_experts", None) or 0) > ranks
+    return engine and several and getattr(args, "moe_grouped_gemm", False)
 
 
 def _in_order(*both: argparse.Namespace) -> bool:

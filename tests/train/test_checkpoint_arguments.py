@@ -254,6 +254,30 @@ def test_states_in_the_order_of_other_layers_are_refused(of_checkpoint, of_run, 
     compare("check_order", *both, said="--transformer-impl" if refused else None)
 
 
+FOUR_OF_TE = TE | {"num_experts": 4, "use_distributed_optimizer": True}
+GROUPED = FOUR_OF_TE | {"moe_grouped_gemm": True}
+ONE_OF_RANK = {"expert_model_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("of_checkpoint", "of_run", "remedy"),
+    [
+        (GROUPED, FOUR_OF_TE, "give --moe-grouped-gemm"),
+        (FOUR_OF_TE, GROUPED, "leave --moe-grouped-gemm out"),
+        (GROUPED, GROUPED, None),
+        (GROUPED | ONE_OF_RANK, FOUR_OF_TE | ONE_OF_RANK, None),
+        (GROUPED | {"num_experts": None}, FOUR_OF_TE | {"num_experts": None}, None),
+        (GROUPED | LOCAL, FOUR_OF_TE | LOCAL, None),
+        (GROUPED | {"dist_ckpt_optim_fully_reshardable": True}, FOUR_OF_TE, None),
+        (GROUPED, FOUR_OF_TE | {"no_load_optim": True}, None),
+    ],
+)
+def test_states_in_the_order_of_grouped_experts_are_refused(of_checkpoint, of_run, remedy):
+    """There are as many of them, so that nothing fails: losses go astray, in one case by 16%."""
+    said = None if remedy is None else f"which differs: {remedy}, or save it there with"
+    compare("check_order", of_checkpoint, of_run, said=said)
+
+
 def compare(check: str, of_checkpoint: dict, of_run: dict, *, said: str | None) -> None:
     """One of checkpoint_states.py says this; None: nothing."""
     plugin.install()
