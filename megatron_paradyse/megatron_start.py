@@ -130,6 +130,7 @@ def install() -> None:
     import megatron.training.training as training
     from megatron.core import utils
     from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe.moe_utils import RouterGatingLinearFunction
 
     from megatron_paradyse import plain_adam
 
@@ -145,6 +146,16 @@ def install() -> None:
     torch_norm.WrappedTorchNorm.__new__ = _norm_with_sequence_parallel(
         torch_norm.WrappedTorchNorm.__new__
     )
+    RouterGatingLinearFunction.backward = _of_rows(RouterGatingLinearFunction.backward)
+
+
+def _of_rows(backward):
+    """The backward of the scores of experts, of a gradient whose rows lie one after another.
+
+    TransformerEngine's product, which Megatron takes where it is installed, reads it so in any
+    case; with --moe-router-load-balancing-type sinkhorn it comes transposed.
+    """
+    return staticmethod(lambda ctx, grad: backward(ctx, grad.contiguous()))
 
 
 def _stop_in_silence(detector, *error: object) -> bool:

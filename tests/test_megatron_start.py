@@ -218,6 +218,24 @@ def test_an_error_in_what_is_timed_for_stragglers_is_not_logged_beside_its_line(
     assert not caplog.records
 
 
+def test_scores_of_experts_have_their_gradients_where_a_product_reads_memory(monkeypatch):
+    """As TransformerEngine's does: it takes where a tensor begins, and its shape."""
+    from megatron.core.transformer.moe import moe_utils
+
+    def product(A, B, dtype, layout="TN", **kwargs):
+        A, B = (torch.as_strided(x, x.shape, (x.shape[1], 1)) for x in (A, B))
+        transposed = A.t() if layout[0] == "T" else A, B.t() if layout[1] == "T" else B
+        return [transposed[1] @ transposed[0]]
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", product)
+    tokens, weight = torch.randn(6, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    scores = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    assert scores.equal(product(weight, tokens, None)[0])
+    grad = torch.randn(4, 6).t()  # of what was transposed for the experts
+    found = torch.autograd.grad(scores, (tokens, weight), grad)
+    torch.testing.assert_close(found, (grad @ weight, grad.t() @ tokens))
+
+
 def test_the_wheel_need_not_be_compiled():
     from megatron.core.datasets import utils
 
