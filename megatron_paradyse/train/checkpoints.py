@@ -41,6 +41,10 @@ from megatron_paradyse.train.helper_processes import managers_end_with_this_proc
 _TRACKS = "iter_finalize_fn"  # of what follows a save in the background: writes the tracker
 # What Megatron says of a checkpoint that is whole, but of another run -> the remedy.
 _ITS_FLAGS = "give the flags that it was trained with, or another --load"
+_ITS_PARTS = (
+    "it has other parts than this model: give the flags that it was trained with, "
+    "--transformer-impl among them, or another --load"
+)
 _ITS_OPTIMIZER = (
     "give the optimizer that it was trained with (--optimizer, --use-distributed-optimizer), or "
     "--no-load-optim"
@@ -64,6 +68,9 @@ OF_ANOTHER_RUN = {
     "distrib_optim_sharding_type": _ITS_OPTIMIZER,
     "flattened_range is not supported": _ITS_OPTIMIZER,
     'KeyError: "optimizer.state.': _ITS_OPTIMIZER,
+    'KeyError: "chained_': _ITS_OPTIMIZER,
+    "from model not in state dict": _ITS_PARTS,
+    "Missing key in checkpoint state_dict": _ITS_PARTS,
     "KeyError: 'optimizer'": "it was saved with --no-save-optim: give --no-load-optim, or another "
     "--load",
     "Could not find parameter group": _ITS_RATES,

@@ -170,3 +170,22 @@ def test_a_checkpoint_without_states_is_told_from_one_of_another_optimizer(misse
     error = KeyError(f"{missed}{sorted(held)}")
     for failed in (error, CheckpointException("load", {1: (error, StackSummary())})):
         assert str(checkpoints.remedy_of(failed)).startswith(told)
+
+
+PART = "decoder.layers.self_attention.q_layernorm.weight"
+NO_PART = KeyError(f"{PART} from model not in state dict: ['common_state/shard_0_1', 'o.weight']")
+NO_STATE = KeyError(f"chained_1.{MISSED}{['decoder.weight', 'chained_0.optimizer.state.a.b']}")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (NO_PART, "it has other parts than this model: give the flags that it was trained with, "),
+        (RuntimeError(f"Missing key in checkpoint state_dict: {PART}."), "it has other parts"),
+        (NO_STATE, "give the optimizer that it was trained with"),
+    ],
+)
+def test_a_checkpoint_of_other_parts_is_not_taken_for_a_broken_one(error, told):
+    """As TransformerEngine's layers have, with norms inside their linears."""
+    for failed in (error, CheckpointException("load", {0: (error, StackSummary())})):
+        assert str(checkpoints.remedy_of(failed)).startswith(told)
