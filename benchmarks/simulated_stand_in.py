@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.strategies_rank import make_layer
+from megatron_paradyse.doors import opened
 from megatron_paradyse.simulator.clock import Clock
-from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.simulator.flash_kernel import flash_kernel
 from megatron_paradyse.simulator.hardware import Device, find_device
 from megatron_paradyse.simulator.network import free_network

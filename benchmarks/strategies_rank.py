@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_paradyse.doors import opened
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.simulator.network import free_network
 from megatron_paradyse.simulator.traffic import NoClock, Traffic, fill_with_own, strategy_doors
 from megatron_paradyse.strategies import get_strategy, strategy_names

@@ -24,6 +24,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
+from megatron_paradyse.doors import opened
 from megatron_paradyse.layer_specs import bert_layer_spec, norm_for
 from megatron_paradyse.model_edges import losses_in_tiles
 
@@ -139,9 +140,5 @@ class MaskedLanguageModel(BertModel):
 @contextlib.contextmanager
 def _head_norm(model) -> Iterator[None]:
     """The norm of the head as those of the layers."""
-    before = bert_lm_head.LNImpl
-    try:
-        bert_lm_head.LNImpl = norm_for(before, model)
+    with opened([(bert_lm_head, "LNImpl", norm_for(bert_lm_head.LNImpl, model))]):
         yield
-    finally:
-        bert_lm_head.LNImpl = before

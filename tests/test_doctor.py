@@ -55,20 +55,27 @@ def test_this_machine_can_train_and_says_what_it_has():
     assert all(c["cost"] for c in values["checks"] if c["state"] != OK)
 
 
-def test_words_of_another_program_need_not_be_utf_8(found, tmp_path, monkeypatch):
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Puts a script in its place."""
+
+    def place(script: str) -> None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    return place
+
+
+def test_words_of_another_program_need_not_be_utf_8(found, nvidia_smi):
     """They ended the command."""
-    path = tmp_path / "nvidia-smi"
-    path.write_text("#!/bin/sh\nprintf 'A \\377 GPU'\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    nvidia_smi("printf 'A \\377 GPU'")
     assert found(CPU)["GPUs"].found == "nvidia-smi names A \ufffd GPU, torch sees none"
 
 
-def test_what_a_program_that_fails_prints_names_no_gpu(found, tmp_path, monkeypatch):
-    path = tmp_path / "nvidia-smi"
-    path.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def test_what_a_program_that_fails_prints_names_no_gpu(found, nvidia_smi):
+    nvidia_smi("echo 'NVIDIA-SMI has failed'\nexit 9")
     assert found(CPU)["GPUs"].found == "none"
 
 

@@ -181,6 +181,10 @@ class Description:
         """Whether experts lie over ranks of several replicas, as halves tell."""
         return self.ranks > self.p
 
+    def has_experts(self, mlp: str) -> bool:
+        """Whether an MLP has some; where halves do not tell, it may."""
+        return (self.halves or {}).get(mlp, {}).get("experts") != 0
+
     @property
     def head_norm(self) -> str | None:
         """Of queries and keys, as halves tell of it; of latents there is another."""

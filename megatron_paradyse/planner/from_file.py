@@ -289,21 +289,16 @@ class FilePolicies:
             self._found[key] = tuple(able) or names
         return self._found[key]
 
-    def _has_experts(self, number: int) -> bool:
-        """Whether that layer has some, as far as the file tells."""
-        mlp = self.kinds.operations(number)[HALVES.index(MLP)]
-        halves = self.costs.file.table.description.halves or {}
-        return mlp not in halves or halves[mlp].get("experts") != 0
-
     def _allowed(self, number: int, operation: str) -> tuple[str, ...]:
         restriction = (self.settings.layers or {}).get(number)
         names = self.costs.default
         if restriction is not None:
             names = getattr(restriction, operation)
+        own = self.kinds.operations(number)[HALVES.index(operation)]
         if self.kinds.others:
-            own = self.kinds.operations(number)[HALVES.index(operation)]
             names = self._with_costs(own, names)
-        if operation == MLP and self._experts_shared and self._has_experts(number):
+        description = self.costs.file.table.description
+        if operation == MLP and self._experts_shared and description.has_experts(own):
             names = tuple(name for name in names if not recomputes(name))
             if not names:
                 raise UserError(

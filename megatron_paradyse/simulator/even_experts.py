@@ -27,8 +27,8 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_paradyse.costs.description import ranks_together
+from megatron_paradyse.doors import opened
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.simulator.models import last_value
 from megatron_paradyse.train.expert_flags import SINKHORN
 

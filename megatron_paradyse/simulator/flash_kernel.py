@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_paradyse.simulator.doors import opened
+from megatron_paradyse.doors import opened
 from megatron_paradyse.strategies import local_attention
 from megatron_paradyse.strategies.blocks import num_visible
 from megatron_paradyse.strategies.fused_tiles import are_written_for, tile_of

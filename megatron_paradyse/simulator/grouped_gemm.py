@@ -20,8 +20,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_paradyse.doors import Door, opened
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.simulator.doors import Door, opened
 
 LINEARS = ("linear_fc1", "linear_fc2")  # of an expert
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_paradyse.doors import Door, opened
 from megatron_paradyse.edges import cross_entropy, embedding
 from megatron_paradyse.simulator.clock import Clock
-from megatron_paradyse.simulator.doors import Door, opened
 from megatron_paradyse.strategies import (
     colossal_z,
     metp_attention,

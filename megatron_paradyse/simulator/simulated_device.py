@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from megatron_paradyse.doors import Door, opened
 from megatron_paradyse.live_bytes import LiveBytes
 from megatron_paradyse.simulator.clock import Clock
-from megatron_paradyse.simulator.doors import Door, opened
 from megatron_paradyse.simulator.hardware import Device
 from megatron_paradyse.simulator.kernel_times import KernelTimes
 from megatron_paradyse.strategies import heads, rms_norm

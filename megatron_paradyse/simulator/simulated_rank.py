@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_paradyse.costs.layers import LayerKinds
+from megatron_paradyse.doors import opened
 from megatron_paradyse.edges import cross_entropy
 from megatron_paradyse.profiler.model import ProfiledModel, model_configuration
-from megatron_paradyse.simulator.doors import opened
 from megatron_paradyse.simulator.flash_kernel import LEAST
 from megatron_paradyse.simulator.traffic import Place
 from megatron_paradyse.strategies import aligned_heads
@@ -69,18 +69,14 @@ def build_layers(layers: ModelLayers) -> ProfiledModel:
 @contextlib.contextmanager
 def _parameters_of_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Parameters are made in their dtype; fake ones cannot be converted in place afterwards."""
-    conversions = ("bfloat16", "half")
-    before = {name: getattr(torch.nn.Module, name) for name in conversions}
     default = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(dtype)
-        for name in conversions:
-            setattr(torch.nn.Module, name, lambda module: module)
-        yield
-    finally:
-        torch.set_default_dtype(default)
-        for name, original in before.items():
-            setattr(torch.nn.Module, name, original)
+    conversions = [(torch.nn.Module, name, lambda module: module) for name in ("bfloat16", "half")]
+    with opened(conversions):
+        try:
+            torch.set_default_dtype(dtype)
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 @contextlib.contextmanager
@@ -90,8 +86,7 @@ def without_values() -> Iterator[None]:
     What needs values, which rows METP's whole heads have, is computed beside them. The gradient of
     the losses is taken to be a multiple of the loss mask, as it is in training.
     """
-    fork, plan = CudaRNGStatesTracker.fork, aligned_heads._plan
-    common_factor = cross_entropy._common_factor
+    plan, common_factor = aligned_heads._plan, cross_entropy._common_factor
 
     @functools.cache
     def plan_with_values(*arguments):
@@ -104,16 +99,13 @@ def without_values() -> Iterator[None]:
         except DataDependentOutputException:
             return 1.0
 
-    try:
-        cross_entropy._common_factor = factor_without_values
-        CudaRNGStatesTracker.fork = lambda self, *name: contextlib.nullcontext()
-        aligned_heads._plan = plan_with_values
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
-    finally:
-        CudaRNGStatesTracker.fork = fork
-        aligned_heads._plan = plan
-        cross_entropy._common_factor = common_factor
+    doors = [
+        (cross_entropy, "_common_factor", factor_without_values),
+        (CudaRNGStatesTracker, "fork", lambda self, *name: contextlib.nullcontext()),
+        (aligned_heads, "_plan", plan_with_values),
+    ]
+    with opened(doors), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 @contextlib.contextmanager

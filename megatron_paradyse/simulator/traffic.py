@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_paradyse.simulator.doors import Door, opened
+from megatron_paradyse.doors import Door, opened
 from megatron_paradyse.simulator.network import Network
 from megatron_paradyse.strategies import transport
 

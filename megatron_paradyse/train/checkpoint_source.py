@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from megatron.training import checkpointing
 
+from megatron_paradyse.doors import opened
 from megatron_paradyse.megatron_start import say_once
 from megatron_paradyse.train.checkpoint_files import TRACKER, iteration_to_load
 from megatron_paradyse.whole_file import write_whole
@@ -44,11 +45,8 @@ def whole(folder: str | None, wanted: int | None, *, flag: str) -> Iterator[None
     def read_mended(path: str) -> tuple[int, bool]:
         return (iteration, False) if path == tracker else read(path)
 
-    checkpointing.read_metadata = read_mended
-    try:
+    with opened([(checkpointing, "read_metadata", read_mended)]):
         yield
-    finally:
-        checkpointing.read_metadata = read
     if wanted is None and os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # others' folders may be there to read alone
             write_whole(f"{folder}/{TRACKER}", str(iteration))

@@ -6,6 +6,8 @@ import argparse
 
 from megatron_paradyse.errors import UserError
 
+_OR_WITHOUT_ORDER = "or save it there with --dist-ckpt-optim-fully-reshardable, or --no-load-optim"
+
 
 def check_order(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> None:
     """UserError where Megatron would give parameters the optimizer states of others.
@@ -30,8 +32,7 @@ def check_order(run: argparse.Namespace, of_checkpoint: argparse.Namespace) -> N
 def _of_other_order(run: argparse.Namespace, what: str, remedy: str) -> UserError:
     return UserError(
         f"the checkpoint in {run.load} is {what}, and its distributed optimizer's states are in "
-        f"the order of the parameters, which differs: {remedy}, or save it there with "
-        "--dist-ckpt-optim-fully-reshardable, or --no-load-optim"
+        f"the order of the parameters, which differs: {remedy}, {_OR_WITHOUT_ORDER}"
     )
 
 
@@ -63,8 +64,8 @@ def check_expert_states(run: argparse.Namespace, of_checkpoint: argparse.Namespa
             return
         raise UserError(
             f"the checkpoint in {run.load} is of {theirs}, this run of {ours}, and its distributed "
-            f"optimizer's states are of the parts of experts there: give {theirs}, or save it "
-            "there with --dist-ckpt-optim-fully-reshardable, or --no-load-optim"
+            "optimizer's states are of the parts of experts there: "
+            f"give {theirs}, {_OR_WITHOUT_ORDER}"
         )
     p = run.tensor_model_parallel_size
     like_others = f"--expert-model-parallel-size 1 --expert-tensor-parallel-size {p}"

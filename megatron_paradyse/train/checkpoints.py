@@ -27,18 +27,17 @@ from megatron_paradyse.train.byte_buffers import release_byte_buffers
 from megatron_paradyse.train.checkpoint_files import (
     begin_writing,
     folder_of,
-    list_files,
     list_has_no_hash,
     others,
     unfinished_iterations,
     whole_iterations,
 )
+from megatron_paradyse.train.checkpoint_listing import listed_at_once, listed_when_written
 from megatron_paradyse.train.checkpoint_source import source, whole
 from megatron_paradyse.train.checkpoint_states import check_expert_states, check_order
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
 from megatron_paradyse.train.helper_processes import managers_end_with_this_process
 
-_TRACKS = "iter_finalize_fn"  # of what follows a save in the background: writes the tracker
 # What Megatron says of a checkpoint that is whole, but of another run -> the remedy.
 _ITS_FLAGS = "give the flags that it was trained with, or another --load"
 _ITS_PARTS = (
@@ -127,55 +126,6 @@ def _make_room(folder: str, *, before: float = inf) -> str:
     whole = [n for n in whole_iterations(folder) if n < before]
     remedy = f"iteration {whole[-1]} is whole: make room" if whole else "make room"
     return f"{remedy}, and start again with --load {folder}"
-
-
-@contextlib.contextmanager
-def listed_at_once(checkpoint: Path) -> Iterator[None]:
-    """A save that runs inside lists its files before the tracker names it.
-
-    When all ranks have written theirs Megatron asks for the tracker's name.
-    """
-    found, listed = checkpointing.get_checkpoint_tracker_filename, False
-
-    def list_once() -> None:
-        nonlocal listed
-        if not listed and checkpoint.is_dir():
-            list_files(checkpoint)
-            listed = True
-
-    def list_and_find(folder: str) -> str:
-        list_once()
-        return found(folder)
-
-    checkpointing.get_checkpoint_tracker_filename = list_and_find
-    try:
-        yield
-    finally:
-        checkpointing.get_checkpoint_tracker_filename = found
-    list_once()
-
-
-@contextlib.contextmanager
-def listed_when_written(checkpoint: Path) -> Iterator[None]:
-    """A save in the background that is begun inside lists its files before the tracker names it.
-
-    Megatron hands what follows the last file (its metadata, the tracker) over with the request.
-    """
-    schedule = checkpointing.schedule_async_save
-
-    def schedule_with_list(request: Any) -> Any:
-        then = request.finalize_fns
-        if then:  # else they come with another request, of logits
-            names = [getattr(function, "__name__", "") for function in then]
-            place = names.index(_TRACKS) if _TRACKS in names else len(then)
-            then.insert(place, functools.partial(list_files, checkpoint))
-        return schedule(request)
-
-    checkpointing.schedule_async_save = schedule_with_list
-    try:
-        yield
-    finally:
-        checkpointing.schedule_async_save = schedule
 
 
 def _hashing(save_hashes: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,8 @@ from multiprocessing.managers import BaseManager
 from multiprocessing.process import BaseProcess
 from typing import Any, TextIO
 
+from megatron_paradyse.doors import opened
+
 DEVICES = "/dev/nvidia"
 
 
@@ -48,11 +50,8 @@ def managers_end_with_this_process() -> Iterator[None]:
     ) -> None:
         start(manager, initializer or _end_with_parent, initargs)
 
-    BaseManager.start = start_bound  # type: ignore[assignment]
-    try:
+    with opened([(BaseManager, "start", start_bound)]):
         yield
-    finally:
-        BaseManager.start = start  # type: ignore[method-assign]
 
 
 def _end_with_parent() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_paradyse.simulator.doors import opened
+from megatron_paradyse.doors import opened
 from megatron_paradyse.simulator.measure_network import _communication
 from megatron_paradyse.simulator.network import (
     COLLECTIVES,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-Door = tuple[Any, str, Any]  # a module, a name in it, and what it is meanwhile
+Door = tuple[Any, str, Any]  # a module or class, a name in it, and what it is meanwhile
 
 
 @contextlib.contextmanager
