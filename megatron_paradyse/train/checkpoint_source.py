@@ -31,14 +31,18 @@ def whole(folder: str | None, wanted: int | None, *, flag: str) -> Iterator[None
     """While Megatron reads this folder, which the flag names; wanted: --ckpt-step.
 
     It reads the tracker even where --ckpt-step says more, and ends where that was cut off: then it
-    reads the newest checkpoint that is whole. UserError where what is to be loaded is not whole.
+    reads the newest checkpoint that is whole. In the legacy format it reads the states of a
+    distributed optimizer, and where to go on, by the tracker alone: --ckpt-step is what it finds
+    there. UserError where what is to be loaded is not whole.
     """
-    iteration = None if folder is None else iteration_to_load(folder, wanted, flag=flag)
+    mended = None if folder is None else iteration_to_load(folder, wanted, flag=flag)
+    iteration = mended if wanted is None else wanted
     if folder is None or iteration is None:
         yield
         return
-    which = ", the newest that is whole" if wanted is None else ""
-    say_once(f"{folder}/{TRACKER} was cut off: loading iteration {iteration}{which}")
+    if mended is not None:
+        which = ", the newest that is whole" if wanted is None else ""
+        say_once(f"{folder}/{TRACKER} was cut off: loading iteration {iteration}{which}")
     tracker = checkpointing.get_checkpoint_tracker_filename(folder)
     read = checkpointing.read_metadata
 

@@ -69,6 +69,18 @@ def test_a_step_that_is_named_is_loaded_whatever_the_tracker_holds(folder):
     assert (folder / TRACKER).read_text() == ""  # the next start may name none
 
 
+@pytest.mark.parametrize("newest", ["8", "release", None])
+def test_states_of_the_legacy_format_are_read_of_the_step_that_is_named(newest, folder, capfd):
+    """Megatron asks the tracker again for a distributed optimizer's, and where to go on."""
+    (folder / TRACKER).unlink()
+    if newest is not None:
+        (folder / TRACKER).write_text(newest)
+    with checkpoint_source.whole(str(folder), 4, flag="--load"):
+        assert checkpointing.read_metadata(str(folder / TRACKER)) == (4, False)
+    assert (folder / TRACKER).exists() == (newest is not None)
+    assert capfd.readouterr().out == ""
+
+
 def test_a_folder_that_cannot_be_written_is_read_all_the_same(folder, monkeypatch):
     def refused(*_):
         raise PermissionError(13, "Permission denied")
