@@ -17,7 +17,7 @@ from megatron_paradyse.strategies.contract import AttentionShape
 from megatron_paradyse.strategies.marks import check_heeds
 from megatron_paradyse.train.model_flags import check_costs_know
 from megatron_paradyse.train.model_kind import GPT
-from megatron_paradyse.train.model_layers import count_layers
+from megatron_paradyse.train.model_layers import EXPERTS, ModelLayers, count_layers
 from megatron_paradyse.units import parse_bytes
 
 
@@ -59,6 +59,7 @@ def check_strategies(args: argparse.Namespace) -> tuple[str, ...]:
         raise UserError(
             f"{problem} does not run with {others[0]}: use --paradyse-policy fixed:megatron_ts"
         )
+    _check_beside_experts(args)
     if problem is not None and not names:  # costs of our own choosing
         names = (MEGATRON_TS, MEGATRON_TS + RECOMPUTE)
         args.paradyse_settings = dataclasses.replace(settings, strategies=names)
@@ -77,11 +78,35 @@ def only_megatron_ts(args: argparse.Namespace) -> str | None:
 
 def _only_megatrons_mlp(args: argparse.Namespace) -> str | None:
     """The flag whose activation no other strategy computes; experts stay Megatron's anyway."""
-    if args.num_experts:
-        return None
+    return None if args.num_experts else _activation(args)
+
+
+def _activation(args: argparse.Namespace) -> str | None:
     if args.activation_func_clamp_value is not None:
         return f"--activation-func-clamp-value {args.activation_func_clamp_value}"
     return f"--glu-linear-offset {args.glu_linear_offset}" if args.glu_linear_offset else None
+
+
+def _check_beside_experts(args: argparse.Namespace) -> None:
+    """UserError where a plan would give such an activation, of a layer without experts among those
+    with some, to another strategy. Plans by cost do not: a profile finds that it cannot run.
+    """
+    settings, flag = args.paradyse_settings, _activation(args)
+    if flag is None or not args.num_experts or not args.num_layers or cost_policy_kind(settings):
+        return
+    layers = ModelLayers.of_arguments(args, count_layers(args))
+    experts = layers.patterns.get(EXPERTS, (1,) * len(layers.numbers))
+    policy = make_policy(settings)
+    for number, has in zip(layers.numbers, experts, strict=True):
+        names: tuple[str, ...] = policy.strategies
+        if not isinstance(policy, RandomPolicy):
+            names = (policy.plan(1, 1, [number])[number].mlp,)
+        others = [name for name in names if parse_strategy_name(name)[0] != MEGATRON_TS]
+        if not has and others:
+            raise UserError(
+                f"{flag} does not run with {others[0]} in the MLP of layer {number}, which has no "
+                "experts: use --paradyse-policy fixed:megatron_ts, or a plan file that does"
+            )
 
 
 def _strategies_of_policy(args: argparse.Namespace, settings: Settings) -> tuple[str, ...]:

@@ -98,6 +98,36 @@ def test_what_megatron_runs_is_not_refused(flags, monkeypatch):
     validated(args)
 
 
+CLAMPED = ["--swiglu", "--activation-func-clamp-value", 7.0, "--moe-layer-freq", "[0,1,1,1]"]
+CLAMPED_PLANS = {
+    "default: metp": "metp",
+    "{default: megatron_ts, layers: {1: {attention: megatron_ts, mlp: metp}}}": "metp",
+    "{default: metp, layers: {1: {attention: metp, mlp: megatron_ts+recompute}}}": None,
+}
+
+
+@pytest.mark.parametrize("plan", CLAMPED_PLANS)
+def test_a_clamped_mlp_beside_experts_runs_as_megatron_runs_it(plan, monkeypatch, tmp_path):
+    """It was refused at the first step; experts run whatever the plan says."""
+    (tmp_path / "plan.yaml").write_text(plan)
+    policy, refused = f"plan:{tmp_path / 'plan.yaml'}", CLAMPED_PLANS[plan]
+    args = parsed(monkeypatch, *FIXED, *CLAMPED, "--paradyse-policy", policy)
+    args.data_path = None
+    said = f"^--activation-func-clamp-value 7.0 does not run with {refused} in the MLP of layer 1,"
+    with pytest.raises(UserError, match=said) if refused else contextlib.nullcontext():
+        validated(args)
+
+
+@pytest.mark.parametrize("policy", ["fixed:ulysses_z", "random:1"])
+def test_so_it_does_where_no_file_says_what_runs(policy, monkeypatch):
+    args = parsed(monkeypatch, *FIXED, *CLAMPED, "--paradyse-policy", policy)
+    with pytest.raises(UserError, match=r" in the MLP of layer 1, which has no experts: use --"):
+        validated(args)
+    args = parsed(monkeypatch, *FIXED, *CLAMPED[:-2], "--paradyse-policy", policy)
+    args.data_path = None
+    validated(args)
+
+
 OVER_REPLICAS = ["--expert-model-parallel-size", 2], ["--expert-tensor-parallel-size", 2]
 
 
