@@ -133,6 +133,9 @@ def apply_arguments(args) -> None:
     if getattr(args, "gpu_sniff_test_interval", None):  # products of 8,192 by 8,192 numbers
         args.gpu_sniff_test_interval = None
         megatron_start.say_once("--gpu-sniff-test-interval needs a GPU: left out")
+    if getattr(args, "use_sharp", False):  # gloo takes no devices, which it names
+        args.use_sharp, args.sharp_enabled_group = False, None
+        megatron_start.say_once("--use-sharp needs GPUs: left out")
     grouped = getattr(args, "moe_grouped_gemm", False)
     if grouped and torch.cuda.get_device_capability() < (8, 0):  # as Megatron asks: a simulation's
         args.moe_grouped_gemm = False

@@ -36,6 +36,7 @@ def check_megatrons_limits(args: argparse.Namespace) -> None:
     _check_optimizer(args)
     _check_initialization(args)
     _check_packages(args)
+    _check_communicators(args)
     if args.rerun_mode == "report_stats":
         raise UserError(
             "--rerun-mode report_stats, which Megatron 0.19 takes and does not know: leave it out, "
@@ -186,6 +187,22 @@ def _check_packages(args: argparse.Namespace) -> None:
             raise UserError(
                 f"{flag}, for which Megatron imports {package}, which is not there: leave it out"
             )
+
+
+def _check_communicators(args: argparse.Namespace) -> None:
+    group, instances = args.sharp_enabled_group, "--num-distributed-optimizer-instances"
+    if args.use_sharp and group != "dp_replica":
+        raise UserError(
+            "--use-sharp: Megatron 0.19 asks for its group dp before it has made it: leave it out, "
+            f"or add --sharp-enabled-group dp_replica, with {instances}"
+        )
+    if group is not None and not args.use_sharp:
+        raise UserError(f"--sharp-enabled-group {group} without --use-sharp: leave it out")
+    if group is not None and args.num_distributed_optimizer_instances == 1:
+        raise UserError(f"--sharp-enabled-group {group} needs {instances} of 2 or more: give it")
+    path = args.nccl_communicator_config_path
+    if path is not None and not os.path.isfile(path):
+        raise UserError(f"--nccl-communicator-config-path {path} is no file: name one, or leave it")
 
 
 def _is_there(package: str) -> bool:

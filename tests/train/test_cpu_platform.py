@@ -9,8 +9,10 @@ import time
 import pytest
 import torch
 
+from megatron_paradyse.errors import UserError
 from megatron_paradyse.train import plugin
 from tests.train.harness import run_bounded, run_forked, with_defaults
+from tests.train.parsing import parsed, validated
 
 
 @pytest.mark.parametrize("spec", ["stock", "paradyse"])
@@ -68,12 +70,31 @@ def test_what_only_a_gpu_can_record_is_left_out(by_pytorch, capsys):
     args = argparse.Namespace(profile=True, use_pytorch_profiler=by_pytorch)
     args.record_memory_history = not by_pytorch
     args.gpu_sniff_test_interval = None if by_pytorch else 10
+    args.use_sharp, args.sharp_enabled_group = not by_pytorch, "dp"
     apply_arguments(args)
     assert (args.profile, args.record_memory_history) == (by_pytorch, False)
     assert args.gpu_sniff_test_interval is None
+    assert (args.use_sharp, args.sharp_enabled_group) == (False, "dp" if by_pytorch else None)
     said = capsys.readouterr().out
-    for flag in ("--profile", "--record-memory-history", "--gpu-sniff-test-interval"):
-        assert (f"{flag} needs a GPU" in said) is not by_pytorch
+    flags = "--profile", "--record-memory-history", "--gpu-sniff-test-interval", "--use-sharp"
+    for flag in flags:
+        assert (f"{flag} needs" in said) is not by_pytorch
+
+
+SHARP = {
+    None: "--use-sharp: Megatron 0.19 asks for its group dp before",
+    "dp": "--use-sharp: Megatron 0.19 asks for its group dp before",
+    "dp_replica": "--sharp-enabled-group dp_replica needs --num-distributed-optimizer-instances",
+}
+
+
+@pytest.mark.parametrize("group", SHARP)
+def test_groups_that_a_network_adds_up_for_are_ones_that_megatron_makes(group, monkeypatch):
+    """On GPUs: elsewhere --use-sharp is left out as arguments are read."""
+    args = parsed(monkeypatch, "--paradyse-sequences", "fixed", "--mock-data")
+    args.use_sharp, args.sharp_enabled_group = True, group
+    with pytest.raises(UserError, match=f"^{SHARP[group]}"):
+        validated(args)
 
 
 @pytest.mark.parametrize("capability", [(0, 0), (8, 0)])

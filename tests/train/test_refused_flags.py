@@ -194,6 +194,10 @@ REFUSED = {
     "--object-storage-cache-path with --paradyse-sequences documents": [
         "--object-storage-cache-path", "here",
     ],
+    "--sharp-enabled-group dp without --use-sharp: leave it out": ["--sharp-enabled-group", "dp"],
+    "--nccl-communicator-config-path nowhere is no file: name one": [
+        "--nccl-communicator-config-path", "nowhere",
+    ],
     "--batch-invariant-mode does not run with metp": [
         "--batch-invariant-mode", "--paradyse-policy", "fixed:metp",
     ],
