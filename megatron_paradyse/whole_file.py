@@ -121,12 +121,15 @@ def check_replaced(path: str | os.PathLike[str], what: str, marks: Sequence[str]
     marks: words that stand in the first HEAD_BYTES of every such file. An empty file may go.
     """
     check_output(path)
-    if not os.path.exists(path):
-        return
+    if os.path.exists(path) and os.path.getsize(path) and not has_marks(path, marks):
+        raise UserError(f"{path} is another file, not {what}: give the name of a new file")
+
+
+def has_marks(path: str | os.PathLike[str], marks: Sequence[str]) -> bool:
+    """Whether these words stand in the first HEAD_BYTES of a file."""
     with open(path, "rb") as stream:
         head = stream.read(HEAD_BYTES)
-    if head and not all(mark.encode() in head for mark in marks):
-        raise UserError(f"{path} is another file, not {what}: give the name of a new file")
+    return all(mark.encode() in head for mark in marks)
 
 
 def check_figure(path: str) -> None:

@@ -146,7 +146,7 @@ def lengths(prefix: str, scale: float, plot: str | None, as_json: bool) -> None:
     """
     from megatron_paradyse.data import lengths as work
     from megatron_paradyse.data.index import read_index
-    from megatron_paradyse.data.metadata import read_metadata
+    from megatron_paradyse.data.metadata import is_synthetic
     from megatron_paradyse.whole_file import check_figure
 
     if plot is not None:
@@ -156,9 +156,7 @@ def lengths(prefix: str, scale: float, plot: str | None, as_json: bool) -> None:
     if plot is not None:
         from megatron_paradyse.data.lengths_plot import plot_lengths
 
-        described = os.path.exists(index.prefix + ".json")
-        synthetic = described and read_metadata(index.prefix).is_synthetic
-        source = "synthetic data" if synthetic else "measured"
+        source = "synthetic data" if is_synthetic(index.prefix) else "measured"
         label = printable(os.path.basename(index.prefix))
         plot_lengths(summary, plot, label=label, source=f"{label}: {source}")
     if as_json:

@@ -14,11 +14,13 @@ from typing import Any
 
 from megatron_paradyse import __version__
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.whole_file import has_marks
 
 SCHEMA_VERSION = 1
 MAX_METADATA_BYTES = 1 << 20
 SOURCES = ("tree", "jsonl", "fasta", "synthetic", "prompts", "chat")
 DTYPES = ("uint8", "uint16", "int32")
+MARKS = ('"tokenizer"', '"tokenizer_parameters"')  # in the head of every such file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,12 @@ def read_metadata(prefix: str | os.PathLike[str]) -> DatasetMetadata:
     if not isinstance(values, dict):
         raise UserError(f"{path}: a JSON object is needed: prepare the data again")
     return _checked(path, values)
+
+
+def is_synthetic(prefix: str | os.PathLike[str]) -> bool:
+    """Whether PREFIX.json says so; it may be missing, or another file that happens to be there."""
+    path = strip_suffix(prefix) + ".json"
+    return os.path.isfile(path) and has_marks(path, MARKS) and read_metadata(prefix).is_synthetic
 
 
 def _checked(path: str, values: dict[str, Any]) -> DatasetMetadata:

@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from megatron_paradyse.data import targets
-from megatron_paradyse.data.metadata import DatasetMetadata, strip_suffix
+from megatron_paradyse.data.metadata import MARKS, DatasetMetadata, strip_suffix
 from megatron_paradyse.data.tokenizers import TokenArray
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.whole_file import sync, temporary_path
+from megatron_paradyse.whole_file import check_replaced, sync, temporary_path
 
 MAX_DOCUMENT_TOKENS = np.iinfo(np.int32).max  # .idx keeps lengths as int32
 SUFFIXES = (targets.SUFFIX, ".bin", ".idx", ".json")
@@ -71,6 +71,9 @@ class DatasetWriter:
         existing = [self.prefix + s for s in SUFFIXES if os.path.lexists(self.prefix + s)]
         if existing and not overwrite:
             raise UserError(f"{existing[0]} exists: choose another prefix, or give --overwrite")
+        if self.prefix + ".json" in existing:  # such as a tokenizer's own
+            with self._naming_the_prefix():
+                check_replaced(self.prefix + ".json", "the metadata of a data set", MARKS)
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise UserError(f"{folder} is not a folder: choose another prefix than {self.prefix}")
         with self._naming_the_prefix():

@@ -238,6 +238,28 @@ def test_what_is_being_written_into_a_tree_is_no_document_of_it(tmp_path, monkey
     assert "1 document, 2,097,153 tokens" in result.stdout
 
 
+def test_another_file_of_the_name_of_metadata_stays_and_is_not_asked(tmp_path):
+    """tokenizer.json of a folder that is read was replaced; a figure wanted our keys in it."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    other = tmp_path / "tokenizer.json"
+    other.write_text('{"version": "1.0", "model": {}}')
+    prepare = ("data", "prepare", tmp_path / "a.jsonl", "-o", tmp_path / "tokenizer")
+    result = run(*prepare, "--overwrite")
+    assert result.exit_code == 1
+    said = f"error: {other} is another file, not the metadata of a data set: give the name of a new"
+    assert result.stderr.startswith(said)
+    assert other.read_text() == '{"version": "1.0", "model": {}}'
+    other.write_text("")
+    assert run(*prepare, "--overwrite").exit_code == 0
+    other.write_text('{"version": "1.0", "model": {}}')
+    result = run("data", "lengths", tmp_path / "tokenizer", "--plot", tmp_path / "a.svg")
+    assert result.exit_code == 0, result.stderr
+    assert "tokenizer: measured" in (tmp_path / "a.svg").read_text()
+    other.write_text('{"tokenizer": "bytes", "tokenizer_parameters": {}}')
+    result = run("data", "lengths", tmp_path / "tokenizer", "--plot", tmp_path / "a.svg")
+    assert result.exit_code == 1 and "schema_version must be 1" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["no \udcff text", "$\\foo$"])
 def test_a_figure_has_whatever_name_a_data_set_has(name, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
