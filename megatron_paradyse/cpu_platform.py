@@ -136,6 +136,11 @@ def apply_arguments(args) -> None:
     if getattr(args, "use_sharp", False):  # gloo takes no devices, which it names
         args.use_sharp, args.sharp_enabled_group = False, None
         megatron_start.say_once("--use-sharp needs GPUs: left out")
+    group_no_experts(args)
+
+
+def group_no_experts(args) -> None:
+    """Once more where a checkpoint has set what it was trained with (--use-checkpoint-args)."""
     grouped = getattr(args, "moe_grouped_gemm", False)
     if grouped and torch.cuda.get_device_capability() < (8, 0):  # as Megatron asks: a simulation's
         args.moe_grouped_gemm = False

@@ -115,6 +115,10 @@ def _wrap_parsing(arguments, on_cpu: bool) -> None:
 
     @functools.wraps(validate_args)
     def validate_with_paradyse(args, defaults=None):
+        if on_cpu:
+            from megatron_paradyse import cpu_platform
+
+            cpu_platform.group_no_experts(args)
         before_validation(args)
         args = validate(args, defaults or {})
         after_validation(args)

@@ -51,3 +51,11 @@ def test_a_checkpoint_may_give_the_sequence_length(monkeypatch, tmp_path):
         validated(argparse.Namespace(**vars(args)))
     args.seq_length = 64
     assert validated(args).calculate_per_token_loss
+
+
+def test_grouped_experts_of_a_checkpoint_run_one_after_the_other_on_a_cpu(monkeypatch):
+    """Megatron ended in "Unsupported compute capability for GroupedGEMM kernels."."""
+    flags = ["--num-experts", 4, "--disable-bias-linear", "--mock-data"]
+    args = parsed(monkeypatch, *flags, "--paradyse-sequences", "fixed")
+    args.data_path, args.moe_grouped_gemm = None, True
+    assert validated(args).moe_grouped_gemm is False
