@@ -100,6 +100,7 @@ def cost_key(args: argparse.Namespace, settings: Settings) -> str:
         for name, value in vars(args).items()
         if not WITHOUT_EFFECT.fullmatch(name)
     }
+    values |= _as_without_a_checkpoint(args)
     values |= {
         "head_tile": repr(settings.head_tile),
         "strategies": repr(measured_strategies(settings)),
@@ -111,6 +112,20 @@ def cost_key(args: argparse.Namespace, settings: Settings) -> str:
     values |= {"code": code_digest(CODE_WITHOUT_EFFECT)}
     values |= {"device": f"{device_name()}, {_size()}", "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _as_without_a_checkpoint(args: argparse.Namespace) -> dict[str, str]:
+    """What --use-checkpoint-args sets to what Megatron would make of the flags itself."""
+    found = {}
+    if not args.group_query_attention:
+        found["num_query_groups"] = repr(None)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    if (
+        args.vocab_size
+        and args.padded_vocab_size == math.ceil(args.vocab_size / multiple) * multiple
+    ):
+        found["padded_vocab_size"] = repr(None)
+    return found
 
 
 def measured_strategies(settings: Settings) -> tuple[str, ...] | None:

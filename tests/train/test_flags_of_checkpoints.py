@@ -7,6 +7,7 @@ import argparse
 import pytest
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.train.cost_cache import cost_key
 from tests.train.harness import write_documents
 from tests.train.parsing import parsed, validated
 
@@ -59,3 +60,15 @@ def test_grouped_experts_of_a_checkpoint_run_one_after_the_other_on_a_cpu(monkey
     args = parsed(monkeypatch, *flags, "--paradyse-sequences", "fixed")
     args.data_path, args.moe_grouped_gemm = None, True
     assert validated(args).moe_grouped_gemm is False
+
+
+def test_what_a_checkpoint_says_in_other_words_finds_the_costs_of_the_flags(monkeypatch):
+    """Of --use-checkpoint-args, which no quick profile can read: kept ones were not found."""
+    args = parsed(monkeypatch, "--mock-data", "--paradyse-sequences", "fixed")
+    args.data_path = None
+    args = validated(args)
+    key = cost_key(args, args.paradyse_settings)
+    args.padded_vocab_size, args.num_query_groups = 64, args.num_attention_heads
+    assert cost_key(args, args.paradyse_settings) == key
+    args.padded_vocab_size = 128
+    assert cost_key(args, args.paradyse_settings) != key
