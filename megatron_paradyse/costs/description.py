@@ -261,11 +261,16 @@ def differences(
 ) -> list[str]:
     """What differs and would make the file's costs wrong for the run, as "key: file, run".
 
-    What one of them does not tell is not compared. places: where the two are, for the text.
+    What one of them does not tell is not compared, but for what no version had that did not tell
+    it: multi-token prediction, latent attention and a gate of the output. places: where the two
+    are, for the text.
     """
     here, there = places
     if None in (of_file.halves, of_run.halves):
-        of_file, of_run = (dataclasses.replace(d, halves=None) for d in (of_file, of_run))
+        of_file, of_run = map(_with_later_halves, (of_file, of_run))
+    of_file, of_run = (
+        dataclasses.replace(d, mtp_num_layers=d.mtp_num_layers or 0) for d in (of_file, of_run)
+    )
     ours, theirs = _comparable(of_file), _comparable(of_run)
     found = []
     for key in [*ours, *(key for key in theirs if key not in ours)]:
@@ -279,6 +284,18 @@ def differences(
         if mine != other:
             found.append(f"{key}: {mine} in {here}, {other} in {there}")
     return found
+
+
+def _with_later_halves(d: Description) -> Description:
+    """Only with what versions that told of no halves refused: untold, there was none."""
+    later = (OUTPUT_GATE, LATENT_ROTATED)
+    return dataclasses.replace(
+        d,
+        halves={
+            name: {key: number for key, number in has.items() if key in later}
+            for name, has in (d.halves or {}).items()
+        },
+    )
 
 
 def _comparable(d: Description) -> dict[str, Any]:

@@ -82,6 +82,23 @@ def test_what_one_description_does_not_tell_is_not_compared(key, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        ({"mtp_num_layers": 1}, "mtp_num_layers: 0 in the file, 1"),
+        ({"halves": {"attention": {"qk_norm": 0, "output_gate": 1}}}, "output_gate: none in the"),
+        (
+            {"halves": {"attention": {"qk_norm": 0, "qk_pos_emb_head_dim": 16}}},
+            "qk_pos_emb_head_dim: none in the file, 16",
+        ),
+    ],
+)
+def test_what_came_after_a_file_that_does_not_tell_it_is_not_in_its_costs(later, said):
+    """Versions that told no halves had neither latents nor a gate, and refused both."""
+    with pytest.raises(UserError, match=f": (attention.)?{said}[^;]*: profile"):
+        check_compatible(MEASURED, changed(**later))
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [("head_tile", "auto"), ("head_tile", "0"), ("head_tile", 3), ("num_experts", "8"),
      ("attention_dropout", 0.1), ("attention_window", None), ("halves", []),
