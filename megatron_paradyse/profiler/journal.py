@@ -15,7 +15,7 @@ from megatron_paradyse.profiler.points import Point
 from megatron_paradyse.profiler.row_points import RowPoint
 
 Key = tuple[str, str, int, int]  # strategy, operation, s, b
-RowKey = tuple[str, Load]  # strategy, of its attention
+RowKey = tuple[str, Load]  # strategy, of its attention; without buffers
 
 
 class Journal:
@@ -49,7 +49,7 @@ class Journal:
             tokens = table.buffer_tokens
             self.constants = dataclasses.replace(table.constants, buffer_tokens=tokens)
         self._measurements = {_key(m): m for m in table.measurements}
-        self._rows = {(m.strategy, m.load): m for m in table.rows}
+        self._rows = {_row_key(m): m for m in table.rows}
 
     def __len__(self) -> int:
         return len(self._measurements) + len(self._rows)
@@ -63,14 +63,18 @@ class Journal:
         self.constants = known
 
     def found(self, point: Point | RowPoint) -> Measurement | RowMeasurement | None:
-        """What is there of a point."""
-        if isinstance(point, RowPoint):
-            return self._rows.get((point.strategy, point.load))
-        return self.get(point.key)
+        """What is there of a point; of a row its load is told in full from now on."""
+        if not isinstance(point, RowPoint):
+            return self.get(point.key)
+        measured = self._rows.get(_row_key(point))
+        if measured is not None and measured.load != point.load:
+            measured = dataclasses.replace(measured, load=point.load)
+            self.record(measured)
+        return measured
 
     def record(self, measurement: Measurement | RowMeasurement) -> None:
         if isinstance(measurement, RowMeasurement):
-            self._rows[measurement.strategy, measurement.load] = measurement
+            self._rows[_row_key(measurement)] = measurement
         else:
             self.add(measurement)
 
@@ -98,3 +102,9 @@ class Journal:
 
 def _key(m: Measurement) -> Key:
     return m.strategy, m.operation, m.seq_length, m.batch_size
+
+
+def _row_key(m: RowMeasurement | RowPoint) -> RowKey:
+    """Of what every version tells of a load: the sizes of its buffers became more, day by day."""
+    within = m.load.within and dataclasses.replace(m.load.within, buffers=None)
+    return m.strategy, dataclasses.replace(m.load, buffers=None, within=within)

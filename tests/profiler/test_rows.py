@@ -6,15 +6,18 @@ import dataclasses
 
 import pytest
 
-from megatron_paradyse.costs.cost_file import read_cost_file
+from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
 from megatron_paradyse.costs.layers import half_of
 from megatron_paradyse.costs.row_costs import RowCosts
-from megatron_paradyse.costs.table import ATTENTION, MLP
+from megatron_paradyse.costs.rows import RowMeasurement
+from megatron_paradyse.costs.table import ATTENTION, MLP, CostTable
 from megatron_paradyse.packing.load import load_of
 from megatron_paradyse.packing.placement import place
+from megatron_paradyse.profiler.journal import Journal
 from megatron_paradyse.profiler.row_points import point_of_key, row_points, rows_of
-from tests.costs.synthetic import DESCRIPTION
+from megatron_paradyse.strategies.row_sizes import RowSizes
+from tests.costs.synthetic import CONSTANTS, DESCRIPTION
 from tests.profiler.profiling import LATENT, ROPE, run_profile
 
 LENGTHS = (64, 128, 256)
@@ -109,3 +112,27 @@ def test_rows_are_placed_by_the_window_that_all_layers_have_and_count_any(everyw
         assert again == point.row
         assert point.load == load_of(point.row, causal=True, window=WINDOW)
         assert point_of_key(point.key, description) == point
+
+
+@pytest.mark.parametrize("told", [None, RowSizes(longest=128, piece=128, held=128, pieces=1)])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_profile_goes_on_with_rows_of_versions_that_told_less_of_buffers(tmp_path, told, window):
+    """Measured once: a row that is not found would be there twice."""
+    halves = {"attention": {"window": window}} if window else {}
+    d = dataclasses.replace(DESCRIPTION, halves=halves)
+    points = list(row_points({256: True}, NAMES, d))
+    rows = []
+    for i, point in enumerate(points, 1):
+        within = point.load.within and dataclasses.replace(point.load.within, buffers=told)
+        load = dataclasses.replace(point.load, buffers=told, within=within)
+        rows.append(RowMeasurement(point.strategy, load, "ok", float(i), float(i)))
+    path = tmp_path / "costs.json"
+    write_cost_file(path, CostTable(d, (), CONSTANTS, tuple(rows)))
+    journal = Journal(path, d)
+    journal.complete(CONSTANTS)
+    found = [journal.found(point) for point in points]
+    journal.save()
+    assert [m and m.forward_seconds for m in found] == [m.forward_seconds for m in rows]
+    again = read_cost_file(path).table.rows
+    assert [(m.strategy, m.load) for m in again] == [(p.strategy, p.load) for p in points]
+    assert list(again) == found
