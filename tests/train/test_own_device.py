@@ -25,7 +25,8 @@ args = types.SimpleNamespace(
     local_rank=5, world_size=1, num_layers=1, num_experts=None, window_size=None, no_rope_freq=None,
     paradyse_model="gpt", micro_batch_size=1, seq_length=64, distributed_timeout_minutes=1,
     multi_latent_attention=False, mtp_num_layers=None, kv_channels=64, params_dtype=torch.bfloat16,
-    attention_dropout=0.0, attention_output_gate=False,
+    attention_dropout=0.0, attention_output_gate=False, group_query_attention=False,
+    make_vocab_size_divisible_by=128, tensor_model_parallel_size=1, vocab_size=None,
 )
 megatron.training.get_args = lambda: args
 session.Session = lambda settings: types.SimpleNamespace(settings=settings, enter=lambda _: None)
