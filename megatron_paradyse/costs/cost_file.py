@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_paradyse.costs.description import (
     HALVES_KEY,
+    HOLDINGS_KEY,
     OPTIONAL_KEYS,
     OTHER_LAYERS,
     WINDOW,
@@ -54,6 +55,7 @@ from megatron_paradyse.costs.table import (
     measured_quantities,
 )
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.sizes import HOLDINGS
 from megatron_paradyse.units import MAX_BATCH_SIZE, MAX_SEQ_LENGTH
 from megatron_paradyse.whole_file import check_replaced, write_whole
 
@@ -89,13 +91,26 @@ class CostFile:
         return self.model
 
     def warnings(self) -> list[str]:
-        """Where another version fitted the model: that this one predicts otherwise."""
+        """Where another version measured, or fitted the model: that this one predicts otherwise."""
+        told = holdings_warnings(self.path, self.table.description)
         if self.laws == LAWS:
-            return []
+            return told
         return [
+            *told,
             f"another version of megatron_paradyse fitted {self.path}: this one predicts better "
-            f"after megatron-paradyse fit {self.path} -o {self.path}"
+            f"after megatron-paradyse fit {self.path} -o {self.path}",
         ]
+
+
+def holdings_warnings(path: str | os.PathLike[str], of_file: Description) -> list[str]:
+    """Where strategies hold other bytes than those of the version that made the file."""
+    if of_file.holdings == HOLDINGS:
+        return []
+    again = "simulate" if of_file.source == "simulated" else "profile"
+    return [
+        f"the bytes in {path} are of strategies of another version of megatron_paradyse, which may "
+        f"hold more or less than these: {again} again, into a new file"
+    ]
 
 
 def read_cost_file(path: str | os.PathLike[str]) -> CostFile:
@@ -233,8 +248,9 @@ def _read_constants(value: Any) -> dict[str, float]:
 
 
 def _read_description(value: Any) -> Description:
-    optional = (*OPTIONAL_KEYS, OTHER_LAYERS)
+    optional = (*OPTIONAL_KEYS, HOLDINGS_KEY, OTHER_LAYERS)
     values = dict(check_fields(Description, value, "description", optional=optional))
+    values.setdefault(HOLDINGS_KEY, None)
     values["model"] = ModelShape(**check_fields(ModelShape, values["model"], "description.model"))
     values["hardware"] = Hardware(
         **check_fields(Hardware, values["hardware"], "description.hardware")

@@ -20,6 +20,7 @@ from megatron_paradyse.costs.layers import (
 )
 from megatron_paradyse.edges.tiles import AUTO, OFF, automatic_tile
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.strategies.sizes import HOLDINGS
 
 CAUSAL = "causal"
 MASKS = (CAUSAL, "bidirectional")
@@ -37,7 +38,8 @@ OF_MODEL = (
     *("mtp_num_layers", "halves"),
 )
 OPTIONAL_KEYS = (*OF_MODEL, "tiled_scores")  # the last is of the device
-HALVES_KEY, OTHER_LAYERS = "halves", "other_layers"  # the second is missing where there are none
+HALVES_KEY, HOLDINGS_KEY = "halves", "holdings"
+OTHER_LAYERS = "other_layers"  # missing where there are none
 # Of an attention in halves.
 WINDOW, OUTPUT_GATE, HEAD_NORM, L2_NORM = "window", "output_gate", "qk_norm", "qk_l2_norm"
 EXPERT_PARALLEL, EXPERT_TENSOR_PARALLEL = "expert_parallel", "expert_tensor_parallel"
@@ -86,8 +88,8 @@ class Description:
         and whether all layers have it; mtp_num_layers: how many of the layers are of multi-token
         prediction; halves: of each kind of attention and MLP (see layers.py) what it has, numbers
         by name, such as the keys of its window; tiled_scores: whether attention of dropout or a
-        window, where no flash kernel takes it, holds tiles of scores in memory. Files of earlier
-        versions do not tell these, which are then None.
+        window, where no flash kernel takes it, holds tiles of scores in memory; holdings: see
+        strategies/sizes.py. Files of earlier versions do not tell these, which are then None.
     other_layers: see layers.py; none of a model whose layers are alike.
     """
 
@@ -110,6 +112,7 @@ class Description:
     mtp_num_layers: int | None = None
     halves: Mapping[str, Mapping[str, int]] | None = None
     tiled_scores: bool | None = None
+    holdings: int | None = HOLDINGS
     other_layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -301,7 +304,7 @@ def _with_later_halves(d: Description) -> Description:
 def _comparable(d: Description) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in dataclasses.asdict(d).items():
-        if key in ("source", "date", "package_version"):
+        if key in ("source", "date", "package_version", HOLDINGS_KEY):
             continue
         if key == OTHER_LAYERS:
             values |= {f"layers with {name}": ranges_text(layers) for name, layers in value.items()}

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
+from megatron_paradyse.costs.cost_file import (
+    holdings_warnings,
+    read_cost_file,
+    write_cost_file,
+)
 from megatron_paradyse.costs.description import Description, differences
 from megatron_paradyse.costs.rows import RowMeasurement
 from megatron_paradyse.costs.table import Constants, CostTable, Measurement
@@ -53,6 +57,10 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._measurements) + len(self._rows)
+
+    def warnings(self) -> list[str]:
+        """Of a file that another version began: what is added is not alike, nor told apart."""
+        return holdings_warnings(self._path, self.description)
 
     def complete(self, constants: Constants) -> None:
         """Take these where the file has none: it was begun by an earlier version, or just now."""

@@ -61,6 +61,8 @@ def profile(options: Options, flags: Sequence[str], report: Report) -> None:
     journal = Journal(output, describe(args, num_layers))
     _check_same(output, agreement.everyone(len(journal)))
     torch.distributed.barrier()
+    for warning in journal.warnings():
+        report({"text": warning})
     meter = make_meter()
     report({"text": "building the model"})
     model, constants = build_and_measure(

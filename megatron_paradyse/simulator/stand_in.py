@@ -67,6 +67,8 @@ def stand_in_profile(
         described, source="stand-in", interconnect=options.network.name, hardware=hardware
     )
     journal = Journal(Path(options.output), description)
+    for warning in journal.warnings():
+        report({"text": warning})
     meter, clock = make_meter(), MeasuredClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(even_experts())

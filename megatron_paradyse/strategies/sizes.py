@@ -9,6 +9,8 @@ from math import inf, isinf, lcm
 from megatron_paradyse.strategies.contract import LatentSizes
 from megatron_paradyse.strategies.row_sizes import RowSizes
 
+# One more with each change after which strategies hold other bytes of the same microbatch.
+HOLDINGS = 1
 # Rows of a rank in a tile of what goes in tiles of a long sequence: matrix products of so many take
 # far longer than their weights take to arrive.
 TILE_ROWS = 8192
