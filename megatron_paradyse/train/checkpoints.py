@@ -48,6 +48,7 @@ _ITS_OPTIMIZER = (
     "give the optimizer that it was trained with (--optimizer, --use-distributed-optimizer), or "
     "--no-load-optim"
 )
+_OF_LEGACY = "Error(s) in loading state_dict"
 _PARAMETERS = "fp32_param"  # which an optimizer of a half type saves besides its states
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.")
 _MISSED = re.compile(rf"{_STATE.pattern}.* from model not in state dict: (.*)", re.DOTALL)
@@ -64,6 +65,7 @@ OF_ANOTHER_RUN = {
     "or --use-checkpoint-opt-param-scheduler the checkpoint's",
     "is not equal to the input argument value": _ITS_FLAGS,
     "shape mismatch": _ITS_FLAGS,
+    "size mismatch for": _ITS_FLAGS,  # of the legacy format
     "distrib_optim_sharding_type": _ITS_OPTIMIZER,
     "flattened_range is not supported": _ITS_OPTIMIZER,
     'KeyError: "optimizer.state.': _ITS_OPTIMIZER,
@@ -292,7 +294,10 @@ def reason_of(error: BaseException) -> str:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     if isinstance(error, SystemExit):
         return "Megatron cannot read it"
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith(_OF_LEGACY):
+        del lines[0]  # what differs follows, a line each
+    first = next(iter(lines), "")
     words = " ".join(first.split()).partition(". Please use ")[0].rstrip(".")
     named = words and isinstance(error, AssertionError)  # a check that says what it wants
     kind = type(error).__name__

@@ -7,6 +7,7 @@ import os
 from traceback import StackSummary
 
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_paradyse.errors import UserError
@@ -170,6 +171,16 @@ def test_a_checkpoint_without_states_is_told_from_one_of_another_optimizer(misse
     error = KeyError(f"{missed}{sorted(held)}")
     for failed in (error, CheckpointException("load", {1: (error, StackSummary())})):
         assert str(checkpoints.remedy_of(failed)).startswith(told)
+
+
+def test_the_legacy_format_says_which_weight_is_of_another_size():
+    """PyTorch begins with a line that says nothing of it."""
+    saved = torch.nn.Linear(2, 4).state_dict()
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 3).load_state_dict(saved)
+    reason = checkpoints.reason_of(caught.value)
+    assert reason.startswith("RuntimeError: size mismatch for weight: copying a param with shape ")
+    assert str(checkpoints.remedy_of(caught.value)).startswith("give the flags that it was trained")
 
 
 PART = "decoder.layers.self_attention.q_layernorm.weight"
