@@ -119,3 +119,54 @@ def test_padding_goes_to_kernels_as_documents_no_longer_than_the_longest():
     params = packed_for_kernels(contiguous((3, 2), 2, alignment=12), torch.device("cpu"))
     assert params.cu_seqlens_q.tolist() == [0, 3, 5, 8, 11, 12]
     assert (params.qkv_format, params.max_seqlen_q, params.max_seqlen_kv) == ("thd", 3, 3)
+
+
+def test_what_is_rolled_and_summed_stays_within_documents():
+    """Rows of all ranks, one after the other: of p=2 with padding on the second."""
+    params = RowParams(row=SPREAD)
+    values = torch.tensor([[10, 11, 15, 16, 12, 13, 14, 17]])  # by positions 10 to 17
+    for _ in range(2):  # what is kept for other layers as well
+        assert params.rolled(values).tolist() == [[11, 12, 16, 0, 13, 14, 0, 0]]
+        assert params.rolled(values[None])[0].tolist() == params.rolled(values).tolist()
+        assert params.sums(values)[0, [0, 1, 4, 5, 6]].tolist() == [60] * 5
+        assert params.sums(values)[0, [2, 3]].tolist() == [31] * 2
+
+
+def test_the_first_row_may_be_the_next_of_another():
+    params = RowParams(row=Row((8,), (((2, 6),), ((0, 2), (6, 8)))))
+    values = torch.tensor([[2, 3, 4, 5, 0, 1, 6, 7]])
+    assert params.rolled(values).tolist() == [[3, 4, 5, 6, 1, 2, 7, 0]]
+
+
+def test_every_layer_of_every_microbatch_drops_other_scores():
+    seeds = [
+        planned_microbatch(None, None, None, plan=Plan({}), seed=seed).dropout_seed(layer)
+        for seed in (0, 1, 2, 2**32 - 1)
+        for layer in (1, 2, 4095)
+    ]
+    assert len({*seeds}) == len(seeds) and max(seeds) < 2**63
+
+
+def test_angles_are_of_the_table_that_is_given():
+    """Megatron's is another one after a longer microbatch, and shorter than padding may be."""
+    row = contiguous((5,), 2, alignment=8)
+    planned = planned_microbatch(None, row, None, plan=Plan({}), seed=0)
+    table = torch.arange(5.0).view(5, 1, 1, 1)
+    for one in (table, table + 10):
+        angles = planned.angles(one)
+        assert len(angles) == 8 and torch.equal(angles[:5], one)
+
+
+def test_rows_of_one_document_have_angles_in_their_own_order():
+    row = Row((8,), (((0, 2), (6, 8)), ((2, 6),)))
+    planned = planned_microbatch(None, row, None, plan=Plan({}), seed=0)
+    angles = planned.angles(torch.arange(8.0).view(8, 1, 1, 1), by_rows=True)
+    assert angles.flatten().tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+def test_a_plan_travels_with_the_groups_and_the_seed_of_its_microbatch():
+    params = RowParams(row=SPREAD, wide="the groups")
+    planned = planned_microbatch(params, SPREAD, None, plan=Plan({}), seed=7)
+    assert (planned.wide, planned.seed) == ("the groups", 7)
+    assert planned.shards == SPREAD.shards
+    assert planned_microbatch(None, None, None, plan=Plan({}), seed=7).shards is None

@@ -18,7 +18,7 @@ from megatron_paradyse.attention import SwitchableSelfAttention
 from megatron_paradyse.core_attention import CoreAttention
 from megatron_paradyse.microbatch_params import planned_microbatch
 from megatron_paradyse.packing.row import Row, contiguous
-from megatron_paradyse.parameters import bias_of, normalised, of_strategy
+from megatron_paradyse.parameters import announce_use, bias_of, normalised, of_strategy
 from megatron_paradyse.plan import Plan
 from megatron_paradyse.prediction import PredictionLayer
 from megatron_paradyse.strategies.second_run import second_run, without_values
@@ -140,6 +140,15 @@ def test_norm_inside_a_linear_is_applied_with_gradients(normalization, zero_cent
 def test_a_linear_without_a_norm_inside_leaves_its_input_alone():
     x = torch.ones(2)
     assert normalised(x, SimpleNamespace(), None) is x
+
+
+def test_hooks_that_wait_for_parameters_run_where_a_strategy_reads_them():
+    """Megatron's of --overlap-param-gather; those that want keyword arguments are others'."""
+    seen, module = [], torch.nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda *given: seen.append(given))
+    module.register_forward_pre_hook(lambda *given: seen.append("others"), with_kwargs=True)
+    announce_use(None, torch.nn.Linear(2, 2), module)
+    assert seen == [(module, ())]
 
 
 def test_an_empty_bias_is_none():
