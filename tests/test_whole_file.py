@@ -9,7 +9,14 @@ import pytest
 
 from megatron_paradyse.data.writer import DatasetWriter
 from megatron_paradyse.errors import UserError
-from megatron_paradyse.whole_file import append_whole, whole_file, write_whole
+from megatron_paradyse.whole_file import (
+    append_whole,
+    check_figure,
+    check_output,
+    check_replaced,
+    whole_file,
+    write_whole,
+)
 from tests.full_disk import largest_file
 
 
@@ -24,6 +31,25 @@ def test_two_that_write_one_file_at_once_do_not_meet(tmp_path, monkeypatch):
         assert path.read_text() == "second"
     assert path.read_text() == "first"
     assert os.listdir(tmp_path) == ["costs.json"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):
+    """A crash of the machine in between would else leave an empty file, or the old one."""
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda x: (done.append(os.readlink(f"/proc/self/fd/{x}")), fsync(x))
+    )
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("named"), replace(*names)))
+    opened = os.listdir("/proc/self/fd")
+    write_whole(tmp_path / "x.json", "text")
+    assert done[0].endswith(".tmp.json") and done[1:] == ["named", str(tmp_path)]
+    assert len(os.listdir("/proc/self/fd")) == len(opened), "one is open still"
+
+
+def test_a_name_alone_is_of_this_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_whole("x.json", "text")
+    assert (tmp_path / "x.json").read_text() == "text"
 
 
 def test_two_that_prepare_one_data_set_have_files_of_their_own(tmp_path, monkeypatch):
@@ -103,3 +129,31 @@ def test_a_pipe_that_is_read_takes_lines(tmp_path):
         os.close(kept)
     reader.join(timeout=60)
     assert found == [b"first\n", long]
+
+
+def test_what_cannot_be_written_is_told_before_long_work(tmp_path):
+    folder, other = tmp_path / "folder", tmp_path / "other.svg"
+    folder.mkdir()
+    other.write_text("another's")
+    for name in (folder, f"{folder}/", f"{tmp_path}/none/"):
+        with pytest.raises(UserError, match="is a folder: give the name of a file in it"):
+            check_output(name)
+    for check in (check_output, check_figure, lambda name: check_replaced(name, "it", ("a",))):
+        with pytest.raises(UserError, match=f"there is no folder {tmp_path}/none: make it"):
+            check(f"{tmp_path}/none/x.svg")
+    for name in ("x.svg", "x.PNG", "x.y.pdf", "other.svg"):
+        check_figure(str(tmp_path / name))
+    with pytest.raises(UserError, match=r"a figure ends in \.png, \.svg or \.pdf, got x\.jpg"):
+        check_figure("x.jpg")
+
+
+def test_a_file_of_another_kind_is_not_replaced(tmp_path):
+    path = tmp_path / "x.json"
+    check_replaced(path, "a thing", ("one", "two"))  # there is none yet
+    for text, marks in (("", ("one",)), ("two and one", ("one", "two"))):
+        path.write_text(text)
+        check_replaced(path, "a thing", marks)
+    for text in ("one alone", " " * 8192 + "one two"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="is another file, not a thing: give the name of a new"):
+            check_replaced(path, "a thing", ("one", "two"))
