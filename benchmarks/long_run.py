@@ -146,7 +146,7 @@ def draw(rows: list[dict], by_cost: dict) -> None:
         for text, memory in {**lines, "by cost": by_cost["memory"]}.items():
             axis.plot([m["iteration"] for m in memory], [m[name] for m in memory], lw=1, label=text)
         axis.set(title=label, xlabel="iteration")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
     axes[0].legend(fontsize=8, loc="lower right")
     figure.savefig(FIGURES / "long-run-memory.png", dpi=110)
 
