@@ -6,9 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.description import check_compatible
 from megatron_paradyse.costs.fitting import fit_table
@@ -17,6 +15,7 @@ from megatron_paradyse.profiler.journal import Journal
 from megatron_paradyse.strategies.accounting import operation_costs
 from megatron_paradyse.strategies.sizes import HOLDINGS, LayerSizes
 from tests.costs.synthetic import make_table
+from tests.costs.telling import assert_commands_tell
 
 # Of two layers: kept, in the forward, in the backward.
 BYTES = {
@@ -72,11 +71,7 @@ def test_costs_of_strategies_that_held_other_bytes_are_told_of(tmp_path, source,
         assert read.warnings() == [told]
         assert check_compatible(read.table.description, run) == check_compatible(run, run)
         values["description"]["holdings"] = HOLDINGS
-    for command in (("plan", "--lengths", "4K"), ("max-length", "--memory-budget", "1GiB")):
-        name, *flags = command
-        said = CliRunner().invoke(cli, [name, str(path), *flags])
-        assert said.exit_code == 0, said.output
-        assert told in " ".join(said.output.split())
+    assert_commands_tell(path, told)
 
 
 def test_a_profile_that_goes_on_with_older_bytes_says_so_and_its_file_stays_one(tmp_path):

@@ -6,9 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import read_cost_file, write_cost_file
 from megatron_paradyse.costs.fit_values import LAWS
 from megatron_paradyse.costs.fitting import fit_table
@@ -16,6 +14,7 @@ from megatron_paradyse.costs.model import HYBRID, PAPER
 from megatron_paradyse.costs.table import BYTE_QUANTITIES, CostTable
 from megatron_paradyse.errors import UserError
 from tests.costs.synthetic import make_table
+from tests.costs.telling import assert_commands_tell
 
 STRATEGIES = ("megatron_ts", "metp", "metp+recompute", "ulysses_z")
 PEAK = BYTE_QUANTITIES[-1]
@@ -79,11 +78,7 @@ def test_costs_that_other_laws_were_fitted_to_are_told_of(tmp_path):
         told += f"after megatron-paradyse fit {path} -o {path}"
         assert read_cost_file(path).warnings() == [told]
         values["model"]["laws"] = LAWS
-    for command in (("plan", "--lengths", "4K"), ("max-length", "--memory-budget", "1GiB")):
-        name, *flags = command
-        said = CliRunner().invoke(cli, [name, str(path), *flags])
-        assert said.exit_code == 0, said.output
-        assert told in " ".join(said.output.split())
+    assert_commands_tell(path, told)
     values["model"]["laws"] = 0
     path.write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"model\.laws must lie in \[1, .*got 0"):
