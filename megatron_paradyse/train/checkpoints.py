@@ -35,6 +35,7 @@ from megatron_paradyse.train.checkpoint_files import (
 from megatron_paradyse.train.checkpoint_listing import listed_at_once, listed_when_written
 from megatron_paradyse.train.checkpoint_source import source, whole
 from megatron_paradyse.train.checkpoint_states import check_expert_states, check_order
+from megatron_paradyse.train.checkpoint_weights import weights_all_read
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
 from megatron_paradyse.train.helper_processes import managers_end_with_this_process
 
@@ -203,7 +204,7 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
             )
         # Megatron asks a checkpoint for what it would save, and then misses the rest.
         asks_for_all = other_values(megatron, no_save_optim=None, no_save_rng=None)
-        with _reading(megatron, flag, folder), asks_for_all:
+        with _reading(megatron, flag, folder), asks_for_all, weights_all_read(folder):
             result = load(*args, **kwargs)
         _tell_unfinished(folder)
         return result
