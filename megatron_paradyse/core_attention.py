@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.parameters import normalised
 from megatron_paradyse.shapes import attention_shape
 from megatron_paradyse.strategies.blocks import Span, whole
 from megatron_paradyse.strategies.contract import Microbatch
@@ -41,6 +43,19 @@ class TorchNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class NormedLinear(ColumnParallelLinear):
+    """Megatron's linear with the norm of its input inside, by the names of TransformerEngine's."""
+
+    def __init__(self, input_size: int, output_size: int, *, config, **of_linear):
+        super().__init__(input_size, output_size, config=config, **of_linear)
+        norm: Any = TorchNorm(config, input_size)
+        self.layer_norm_weight = norm.weight
+        self.register_parameter("layer_norm_bias", getattr(norm, "bias", None))
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(normalised(hidden_states, self, self.config), *args, **kwargs)
 
 
 class CoreAttention(MegatronModule):

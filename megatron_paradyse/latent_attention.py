@@ -11,12 +11,14 @@ import functools
 
 import torch
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_paradyse.attention import SwitchableAttention
-from megatron_paradyse.core_attention import CoreAttention
+from megatron_paradyse.core_attention import CoreAttention, NormedLinear
 from megatron_paradyse.microbatch_params import PlannedMicrobatch
 from megatron_paradyse.parameters import announce_use, normalised, of_strategy
 from megatron_paradyse.plan import MEGATRON_TS
@@ -63,6 +65,18 @@ class SwitchableLatentAttention(SwitchableAttention, MLASelfAttention):
             self._shape(factor),
             self._microbatch(planned, hidden_states, table),
         )
+
+    def _resolve_qk_norm_config(self, submodules):
+        """The classes of norms and projections, by name.
+
+        Without a rank of queries Megatron has their norm in TransformerEngine's linear alone.
+        """
+        resolver = QKNormConfigResolver(self.config, submodules)
+        in_linear = self.config.qk_layernorm and self.config.q_lora_rank is None
+        if in_linear and resolver.fused_norm_linear_impl is None:
+            resolver.submodules = dataclasses.replace(submodules, q_layernorm=IdentityOp)
+            resolver.fused_norm_linear_impl = NormedLinear
+        return resolver.resolve()
 
     def _announce_use(self) -> None:
         names = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "q_layernorm")

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import pickle
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -98,8 +99,7 @@ class LatentCase:
             shapes["linear_q_up_proj.weight"] = (N * query, self.q_rank)
         shapes["linear_kv_down_proj.weight"] = (kv + self.positions, H)
         shapes["linear_kv_up_proj.weight"] = (N * (self.content + self.value), kv)
-        norms = {"kv": kv} | ({} if self.q_rank is None else {"q": self.q_rank})
-        for name, size in norms.items() if self.norm else ():
+        for name, size in {"kv": kv, "q": self.q_rank or H}.items() if self.norm else ():
             shapes[f"{name}_layernorm.weight"] = (size,)
             if self.norm == "LayerNorm":
                 shapes[f"{name}_layernorm.bias"] = (size,)
@@ -126,7 +126,7 @@ def oracle(case: LatentCase) -> dict[str, Tensor]:
         return F.layer_norm(t, t.shape[-1:], weight, of[f"{name}_layernorm.bias"], EPS)
 
     if case.q_rank is None:
-        q = x @ of["linear_q_proj.weight"].t()
+        q = norm(x, "q") @ of["linear_q_proj.weight"].t()
     else:
         q = norm(x @ of["linear_q_down_proj.weight"].t(), "q") @ of["linear_q_up_proj.weight"].t()
     down = x @ of["linear_kv_down_proj.weight"].t()
@@ -230,7 +230,7 @@ def build(case: LatentCase, *, megatrons: bool = False) -> Any:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     module = build_module(spec, config=config, layer_number=1, pg_collection=groups).to(case.dtype)
     for name, parameter in module.named_parameters():
-        whole, dim = case.whole[name], getattr(parameter, "partition_dim", 0)
+        whole, dim = case.whole[_of_norm(name)], getattr(parameter, "partition_dim", 0)
         shards = whole.shape[dim] // parameter.shape[dim]
         with torch.no_grad():
             parameter.copy_(whole.chunk(shards, dim)[groups.tp.rank() % shards])
@@ -271,9 +271,13 @@ def run(group, case: LatentCase, *, megatrons: bool = False) -> dict[str, Tensor
     for name, parameter in module.named_parameters():
         if getattr(parameter, "sequence_parallel", False) and case.p > 1:
             torch.distributed.all_reduce(parameter.grad, group=group)
-        name = name.replace("linear_q_up_proj.layer_norm_", "q_layernorm.")
-        found[name.replace("linear_kv_up_proj.layer_norm_", "kv_layernorm.")] = parameter.grad
+        found[_of_norm(name)] = parameter.grad
     return found
+
+
+def _of_norm(name: str) -> str:
+    """Of a parameter: that of a norm, where it is inside a linear, as of one before it."""
+    return re.sub(r"linear_(q|kv)(_up)?_proj\.layer_norm_", r"\1_layernorm.", name)
 
 
 def _generated(module, case: LatentCase) -> Tensor:

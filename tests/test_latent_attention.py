@@ -21,6 +21,8 @@ TOLERANCE = 1e-6  # angles, cosine and sine are of float32
 VARIANTS = {
     "plain": {},
     "no rank of queries": {"q_rank": None, "norm": None},
+    "no rank of queries, norms": {"q_rank": None, "rope": "yarn"},
+    "no rank of queries, layer norms": {"q_rank": None, "norm": "LayerNorm"},
     "YaRN, wide values": {"rope": "yarn", "value": 14, "norm": "LayerNorm"},
     "offset, window": {"softmax": "learnable", "window": 5, "value": 4},
     "dropout, padding": {"dropout": 0.3, "padded": True},
@@ -34,7 +36,13 @@ def cases(p: int) -> dict[str, LatentCase]:
     found = {}
     for strategy, (name, options) in itertools.product(strategy_names(), VARIANTS.items()):
         found[f"{strategy}, {name}"] = LatentCase(strategy, p, **options)
-    for name in ("plain", "no rank of queries", "YaRN, wide values", "offset, window"):
+    for name in (
+        "plain",
+        "no rank of queries",
+        "no rank of queries, norms",
+        "YaRN, wide values",
+        "offset, window",
+    ):
         found[f"generated, {name}"] = LatentCase("megatron_ts", p, generates=True, **VARIANTS[name])
     for strategy in strategy_names(packed=True):
         for name, row in (("in order", contiguous((9, 3, 5), p)), ("dealt", zigzag((13, 2, 7), p))):
@@ -78,12 +86,14 @@ def test_every_strategy_equals_the_definition(p, name):
 OF_MEGATRON = {
     name: LatentCase("megatron_ts", 1, **options)
     for name, options in VARIANTS.items()
-    if not {"softmax", "dropout", "engine"} & {*options}
+    if not {"softmax", "dropout", "engine"} & {*options} and "no rank of queries, " not in name
 }
 
 
 def test_the_definition_equals_megatrons_own_module():
-    """On one rank; its attention is the test's, for it has none without TransformerEngine."""
+    """On one rank; its attention is the test's, for it has none without TransformerEngine, and
+    none of norms before queries without a rank.
+    """
     found = run_cases(OF_MEGATRON, 1, megatrons=True)
     for name, case in OF_MEGATRON.items():
         error, of = worst_error(case, found[name])

@@ -219,11 +219,6 @@ def check_latent(args: argparse.Namespace) -> None:
     p, positions = args.tensor_model_parallel_size, args.qk_pos_emb_head_dim
     if args.transformer_impl != "local":
         return
-    if args.qk_layernorm and args.q_lora_rank is None:
-        raise UserError(
-            "--qk-layernorm without --q-lora-rank, where Megatron's --transformer-impl local has "
-            "no norm of queries: give --q-lora-rank, or leave --qk-layernorm out"
-        )
     for name, size in (("q_lora_rank", args.q_lora_rank), ("kv_lora_rank", args.kv_lora_rank)):
         columns = (size or 0) + (positions if name == "kv_lora_rank" else 0)
         if columns % p:

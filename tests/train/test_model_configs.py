@@ -50,8 +50,6 @@ def test_a_model_trains_with_the_flags_of_its_configuration(config, tmp_path):
 def toy(flags: list[str]) -> list[str]:
     found: list[str] = []
     dropped = [*DROPPED, "--bf16"]
-    if "--multi-latent-attention" in flags and "--q-lora-rank" not in flags:
-        dropped.append("--qk-layernorm")  # of TransformerEngine's spec alone
     for flag in flags:
         if flag.startswith("--"):
             name, keep = flag, flag not in dropped

@@ -171,9 +171,6 @@ REFUSED = {
     "--attention-output-gate with --multi-latent-attention, which has no gate in Megatron": [
         *LATENT, "--attention-output-gate",
     ],
-    "--qk-layernorm without --q-lora-rank, where Megatron's --transformer-impl local": [
-        "--multi-latent-attention", "--qk-layernorm", "--position-embedding-type", "rope",
-    ],
     "--q-lora-rank 25 is no multiple of --tensor-model-parallel-size 2, over": [
         *LATENT, "--q-lora-rank", 25, "--tensor-model-parallel-size", 2, "--sequence-parallel",
     ],
