@@ -23,6 +23,13 @@ LLAMA = [
     *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
     "--untie-embeddings-and-output-weights",
 ]
+LATENT = [  # norms of the layer's input before queries, as DeepSeek-V2-Lite by Megatron
+    *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 8, "--vocab-size", 96),
+    *("--multi-latent-attention", "--kv-lora-rank", 16, "--qk-head-dim", 12, "--v-head-dim", 12),
+    *("--qk-pos-emb-head-dim", 8, "--qk-layernorm", "--normalization", "RMSNorm"),
+    *("--position-embedding-type", "rope", "--rope-type", "yarn", "--no-rope-fusion"),
+    *("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+]
 BERT = [*GPT, "--paradyse-model", "bert"]
 DIFFERING = [*LLAMA, "--num-layers", 4, "--window-size", "31,0"]
 DIFFERING += ["--window-attn-skip-freq", "[0,1,0,1]", "--no-rope-freq", "[0,0,1,0]"]
@@ -63,6 +70,7 @@ CASES = {
     "gpt-2": (GPT, 2, TILE_ROWS),
     "llama-4": (LLAMA, 4, TILE_ROWS),
     "gated-2": ([*LLAMA, "--attention-output-gate", "--qk-layernorm"], 2, TILE_ROWS),
+    "latents-2": (LATENT, 2, TILE_ROWS),
     "bert-2": (BERT, 2, TILE_ROWS),
     "differing-predicting-2": ([*DIFFERING, *PREDICTING], 2, TILE_ROWS),
     "predicting-2": ([*LLAMA, *PREDICTING, "--paradyse-head-tile", 96], 2, TILE_ROWS),
