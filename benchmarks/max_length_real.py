@@ -97,7 +97,9 @@ def _train(data: Path, policy: str, tokens: int, costs: str, flags: list[str]) -
         )
     module = "pretrain_bert" if "bert" in flags else "pretrain_gpt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), "-m", f"megatron_paradyse.{module}", *flags]
+    command += ["--nproc-per-node", str(RANKS), "-m", f"megatron_paradyse.{module}"]
+    told = flags.index("--vocab-size")  # by the data, which need no tokenizer then
+    command += flags[:told] + flags[told + 2 :]
     command += ["--seq-length", str(tokens), "--micro-batch-size", "1", "--global-batch-size", "1"]
     if tokens > int(MODEL["--max-position-embeddings"]):  # RoPE, which has no table of parameters
         command += ["--max-position-embeddings", str(tokens)]
@@ -116,8 +118,7 @@ def _train(data: Path, policy: str, tokens: int, costs: str, flags: list[str]) -
     )
     lines = (run.stdout + run.stderr).splitlines()
     error = next((line for line in lines if line.startswith("error")), "")
-    return {
-        "finished": run.returncode == 0,
-        "out_of_memory": "out of memory" in error,
-        "error": error[:300],
-    }
+    finished, out_of_memory = run.returncode == 0, "out of memory" in error
+    if not (finished or out_of_memory):
+        raise RuntimeError(f"it tells nothing of memory: {error or lines[-20:]}")
+    return {"finished": finished, "out_of_memory": out_of_memory, "error": error[:300]}

@@ -17,6 +17,7 @@ from benchmarks import (
     hybrid_cp,
     loss_curves,
     max_length,
+    max_length_real,
     megatron_flags,
     packed_workload,
     whole_model,
@@ -184,3 +185,14 @@ def test_a_wrong_value_is_told_in_a_line_before_anything_runs(
         benchmark.main()
     assert ended.value.code == 2
     assert f"error: argument {option}: {said}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_trainings_within_a_budget_begin(tmp_path, monkeypatch):
+    """Their lengths are limits, which --quick does not train at: once none of them began."""
+    flags = [str(text) for pair in dynamic_workload.QUICK_MODEL.items() for text in pair]
+    monkeypatch.setattr(max_length_real, "RANKS", 1)
+    costs = str(tmp_path / "none.json")
+    ended = max_length_real._train(tmp_path / "a", "fixed:metp", 64, costs, flags)
+    assert ended == {"finished": True, "out_of_memory": False, "error": ""}
+    with pytest.raises(RuntimeError, match=r"tells nothing of memory: error: .*none\.json"):
+        max_length_real._train(tmp_path / "b", "optimal", 64, costs, flags)
