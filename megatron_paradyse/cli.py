@@ -193,7 +193,8 @@ def cli() -> None:
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:
-    # An exception, so that unfinished files are removed on the way out.
+    # An exception, so that unfinished files are removed on the way out; timeout sends it twice.
+    signal.signal(signum, signal.SIG_IGN)
     _exit_with_line("terminated", SIGNALLED_EXIT_CODE + signum)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import sys
@@ -31,6 +32,11 @@ def free_port() -> int:
             if _reserve(port):
                 return port
     raise OSError(f"no free port between {LOW} and {HIGH}")
+
+
+def without_torchrun() -> dict[str, str]:
+    """The environment, less what sends ranks to the store of a torchrun's agent."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
 
 
 def _reserve(port: int) -> bool:

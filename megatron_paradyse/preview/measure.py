@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,13 +31,14 @@ def run_measurement(
 ) -> None:
     """Make the trials; returns when they are in the file. As one of the ranks it never returns."""
     from megatron_paradyse.preview.trials import Options, run_trials
+    from megatron_paradyse.profiler.start import as_rank, launched, ranks_there, start_ranks
     from megatron_paradyse.simulator.models import model_flags
     from megatron_paradyse.train_command import take_environment
 
     check_output(how.output)
     take_environment(how.model)
     p, needed = setup.description.p, setup.description.ranks
-    ranks = int(os.environ.get("WORLD_SIZE", how.nproc or 0))
+    ranks = ranks_there(how.nproc)
     if how.stand_in and ranks:
         raise UserError("--stand-in is one process: leave out --nproc and torchrun")
     if not (how.stand_in or ranks):
@@ -67,8 +67,6 @@ def run_measurement(
         with quiet():
             work(lambda event: print(event["text"], file=sys.stderr, flush=True))
         return
-    from megatron_paradyse.profiler.start import as_rank, start_ranks
-
-    if "RANK" in os.environ:
+    if launched():
         as_rank(work, tell)
     start_ranks(sys.argv[1:], ranks=ranks, output=Path(how.output))

@@ -77,6 +77,7 @@ def profile(
     from megatron_paradyse.profiler.flags import megatron_flags
     from megatron_paradyse.profiler.lengths import check_longest
     from megatron_paradyse.profiler.points import strategies_to_profile
+    from megatron_paradyse.profiler.start import as_rank, launched, ranks_there, start_ranks
     from megatron_paradyse.train_command import take_environment
     from megatron_paradyse.whole_file import check_output, check_replaced
 
@@ -106,7 +107,7 @@ def profile(
     if stand_in is not None:
         from megatron_paradyse.simulator.stand_in_command import profile_stand_in
 
-        if nproc is not None or "RANK" in os.environ:
+        if nproc is not None or launched():
             raise UserError(f"--stand-in {stand_in} is one process: leave out --nproc and torchrun")
         if packed:
             raise UserError("--stand-in measures no packed rows: leave out --packed, or simulate")
@@ -118,7 +119,7 @@ def profile(
         return
     if interconnect is not None:
         raise UserError("--interconnect describes a --stand-in: real ranks are measured")
-    ranks = int(os.environ.get("WORLD_SIZE", nproc or 0))
+    ranks = ranks_there(nproc)
     if not ranks:
         raise UserError("give --nproc P to start P ranks here, or start it under torchrun")
     if network:
@@ -126,16 +127,13 @@ def profile(
             raise UserError(f"a network is of 2 ranks or more, got {ranks}: give --nproc 2 or more")
         check_replaced(output, "a network's", ('"collectives"',))
     megatron = [] if network else megatron_flags(flags, model_path=model, ranks=ranks)
-    if "RANK" not in os.environ:
-        from megatron_paradyse.profiler.start import start_ranks
-
+    if not launched():
         start_ranks(sys.argv[1:], ranks=ranks, output=Path(output))
         if as_json:
             _print_outcome(output, network=network)
         else:
             click.echo(f"wrote {output}")
         return
-    from megatron_paradyse.profiler.start import as_rank
 
     def work(report: Callable[[dict], None]) -> None:
         if network:

@@ -17,12 +17,36 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatron_paradyse.errors import UserError, errors_said, say_error
-from megatron_paradyse.ports import free_port
+from megatron_paradyse.ports import free_port, without_torchrun
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
 from megatron_paradyse.train.ending import current_watchdog
+from megatron_paradyse.train.uncaught import say_once
 
 PROGRESS_FD = "MEGATRON_PARADYSE_PROGRESS_FD"
 MAX_RESTARTS = 100
+
+
+def launched() -> bool:
+    """Whether this process is one of the ranks: torchrun's, or those that start_ranks started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def ranks_there(nproc: int | None) -> int:
+    """How many ranks measure: those of a launcher, or the nproc to be started here; 0: no one says.
+
+    UserError where both are told and differ: variables of a launcher also outlive it, and some
+    schedulers give every node those of one rank.
+    """
+    if not launched():
+        return nproc or 0
+    rank, told = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if nproc is not None and told != str(nproc):
+        raise UserError(
+            f"--nproc {nproc} starts ranks here, and by RANK={rank} and "
+            f"WORLD_SIZE={told} a launcher has started this process as one: unset both, or leave "
+            "--nproc out"
+        )
+    return int(told)
 
 
 def start_ranks(argv: Sequence[str], *, ranks: int, output: Path) -> None:
@@ -50,7 +74,7 @@ def _run(argv: Sequence[str], ranks: int, log: Path, display: Display) -> int:
         with log.open("w") as said:
             for rank in range(ranks):
                 environment = {
-                    **os.environ,
+                    **without_torchrun(),
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(ranks),
@@ -72,9 +96,9 @@ def _run(argv: Sequence[str], ranks: int, log: Path, display: Display) -> int:
                 display.show(json.loads(line))
         return _wait(processes)
     finally:
+        for process in processes:  # all before the first is waited for: a signal may come again
+            process.kill()
         for process in processes:
-            if process.poll() is None:
-                process.kill()
             process.wait()
 
 
@@ -135,6 +159,8 @@ def as_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     _tell_others(failed)
+    if code == 2 and rank != 0:  # it may be wrong on this rank alone
+        say_once(rank, str(failed))
     os._exit(code)
 
 

@@ -23,7 +23,7 @@ from megatron_paradyse.costs.cost_file import read_cost_file
 from megatron_paradyse.errors import UserError, errors_said
 from megatron_paradyse.planner.known import known_strategies, nothing_known
 from megatron_paradyse.policy import cost_policy_kind
-from megatron_paradyse.ports import free_port
+from megatron_paradyse.ports import free_port, without_torchrun
 from megatron_paradyse.settings import PACKED, Settings
 from megatron_paradyse.train.cost_cache import (
     cached_costs,
@@ -305,7 +305,7 @@ class Search:
 
 def _environment() -> dict[str, str]:
     """Of a process that finds costs: it imports the Megatron of this run, also of a checkout."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+    environment = without_torchrun()
     found = find_megatron()
     if found is not None and not is_wheel(found[1]):
         path = [str(found[1]), environment.get("PYTHONPATH", "")]

@@ -13,7 +13,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from megatron_paradyse import cli as command_line
 from megatron_paradyse.cli import COMMANDS, RootGroup, cli
 from megatron_paradyse.data.commands import data
 from megatron_paradyse.data.prepare_inputs import check_kept, kind_of
@@ -285,27 +284,6 @@ def test_synthesize_prints_what_it_wrote(tmp_path):
     assert "1,024 documents" in result.stdout
     result = run("data", "lengths", tmp_path / "s", "--scale", "1/256")
     assert "edges x 0.00390625" in result.stdout
-
-
-@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN], ids=["default", "nohup"])
-def test_a_terminal_that_closes_ends_a_command_as_a_signal_to_end_does(before, monkeypatch, capsys):
-    """So that what is unfinished is removed."""
-
-    def closed(**_):
-        os.kill(os.getpid(), signal.SIGHUP)
-        sys.exit(0)
-
-    monkeypatch.setattr(command_line, "cli", closed)
-    handlers = {ends: signal.getsignal(ends) for ends in (signal.SIGHUP, signal.SIGTERM)}
-    signal.signal(signal.SIGHUP, before)
-    try:
-        with pytest.raises(SystemExit) as left:
-            command_line.main()
-    finally:
-        for ends, handler in handlers.items():
-            signal.signal(ends, handler)
-    ended = (left.value.code, capsys.readouterr().err)
-    assert ended == ((0, "") if before == signal.SIG_IGN else (129, "error: terminated\n"))
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
