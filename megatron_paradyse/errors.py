@@ -12,9 +12,12 @@ class UserError(ValueError):
 
 
 def say_error(message: str, *, rank: int = 0) -> None:
-    """One line on stderr itself: torch.distributed redirects sys.stderr."""
+    """One line on stderr itself: torch.distributed redirects sys.stderr.
+
+    Bytes of a file's name that are no text are escaped.
+    """
     name = f" (rank {rank})" if rank else ""
-    os.write(2, f"error{name}: {message}\n".encode())
+    os.write(2, f"error{name}: {message}\n".encode(errors="backslashreplace"))
 
 
 def errors_said(lines: Iterable[str]) -> list[str]:

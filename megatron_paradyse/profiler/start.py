@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from megatron_paradyse.errors import UserError, errors_said, say_error
 from megatron_paradyse.ports import free_port, without_torchrun
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
-from megatron_paradyse.train.ending import current_watchdog
+from megatron_paradyse.train.ending import current_watchdog, words_of
 from megatron_paradyse.train.uncaught import say_once
 
 PROGRESS_FD = "MEGATRON_PARADYSE_PROGRESS_FD"
@@ -150,9 +150,9 @@ def as_rank(
             tell()
         code = 0
     except UserError as error:
+        code, failed = 2, words_of(error)
         if rank == 0:
-            say_error(str(error))
-        code, failed = 2, str(error)
+            say_error(failed)
     except BaseException as error:
         traceback.print_exc()
         failed = f"{type(error).__name__}: {error}"

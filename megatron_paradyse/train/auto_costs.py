@@ -33,6 +33,7 @@ from megatron_paradyse.train.cost_cache import (
 )
 from megatron_paradyse.train.meeting import meet
 from megatron_paradyse.train.megatron_version import find_megatron, is_wheel
+from megatron_paradyse.units import printable
 from megatron_paradyse.whole_file import write_whole
 
 BUDGET_SECONDS = 40  # of measuring; starting processes and fitting take about 15 more
@@ -289,7 +290,7 @@ class Search:
     def _fail(self, reason: str) -> NoReturn:
         """End the search on every rank."""
         if not self._store.check(["failed"]):
-            self._store.set("failed", reason)
+            self._store.set("failed", printable(reason))
         self._raise_failed()
 
     def _raise_failed(self) -> NoReturn:

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_paradyse.errors import UserError
+from megatron_paradyse.units import printable
 
 if TYPE_CHECKING:
     from megatron_paradyse.train.watchdog import Watchdog
@@ -51,14 +52,14 @@ def current_watchdog() -> Watchdog | None:
 
 
 def words_of(error: BaseException) -> str:
-    """What it says, in one line.
+    """What it says, in one line that any stream and store takes.
 
     PyTorch puts the traceback of a loader's worker before the words of an error there.
     """
     said = str(error)
     if said.startswith(f"Caught {UserError.__name__} in DataLoader worker"):
         said = said.rpartition(f"{UserError.__name__}: ")[2]
-    return " ".join(said.split())[:2000]
+    return printable(" ".join(said.split()))[:2000]
 
 
 def leave(code: int) -> None:

@@ -189,6 +189,13 @@ def test_ranks_write_what_the_first_found_where_it_is_not_there_yet(tmp_path, mo
     assert written == [True, False]
 
 
+def test_all_ranks_hear_of_a_folder_whose_name_is_no_text(tmp_path, monkeypatch):
+    """The store refused the words, and the others waited for more."""
+    one = search(tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=r"^caf\\udce9: no$"):
+        one._fail("caf\udce9: no")
+
+
 def test_costs_with_which_nothing_can_be_planned_say_why_and_are_not_kept(tmp_path, monkeypatch):
     """Else every later start would find them, and end without a reason."""
     made = write_costs(tmp_path / "made.json")

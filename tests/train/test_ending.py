@@ -84,3 +84,20 @@ def test_ctrl_c_is_one_line_of_the_first_rank(rank, said):
         check=False,
     )
     assert (done.returncode, done.stderr) == (-signal.SIGINT, said)
+
+
+def test_a_name_that_is_no_text_does_not_hide_what_is_wrong():
+    """The line could not be written: a traceback of ours stood in its place, with exit code 1."""
+    code = "import sys; from megatron_paradyse.train import uncaught; "
+    code += "from megatron_paradyse.errors import UserError; "
+    code += "uncaught.show_user_errors_in_one_line(); raise UserError(f'{sys.argv[1]}.idx is gone')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, b"data\xff\n"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "error: data\\udcff .idx is gone\n")
+    torch.distributed.HashStore().set("failed", words_of(UserError("data\udcff is gone")))
