@@ -72,10 +72,10 @@ def format_count(count: float) -> str:
         if count >= KIBI**power:
             return (
                 f"{count / KIBI**power:.3g}{symbol}"
-                if count < 1000 * KIBI**power
+                if count < 999.5 * KIBI**power
                 else (f"{count / KIBI**power:.0f}{symbol}")
             )
-    return f"{count:.3g}" if count < 1000 else f"{count:.0f}"
+    return f"{count:.3g}" if count < 999.5 else f"{count:.0f}"
 
 
 def short_number(value: float) -> str:
