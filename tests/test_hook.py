@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from megatron_paradyse.errors import UserError
 from megatron_paradyse.hook import Counts, MicrobatchHook
 from megatron_paradyse.microbatch_params import RowParams
 from megatron_paradyse.packing.row import contiguous
-from megatron_paradyse.plan import LayerChoice, Plan
+from megatron_paradyse.plan import LayerChoice, Plan, uniform_plan
+from megatron_paradyse.policy import RandomPolicy
 
 START = Counts(1, 0, None)
 P, HIDDEN = 2, torch.zeros(4, 1, 8)  # [s/p, b, h]
@@ -73,6 +75,7 @@ def test_a_microbatch_has_random_numbers_of_its_own_and_the_same_again(monkeypat
     block = _Block(monkeypatch, counts=counts)
     first = block.seeds(4)
     assert first[0] != first[1] and first[2:] == first[:2]  # Megatron runs the iteration again
+    assert max(first) >> 24 and not max(first) >> 32, "layers have the other bits"
     assert block.seeds(1) == first[:1]
     block.counts = counts._replace(iteration=1)
     following = block.seeds(2)
@@ -128,6 +131,44 @@ def test_a_policy_that_draws_is_told_of_the_microbatch(monkeypatch):
     block = _Block(monkeypatch, policy, counts=Counts(1, 7, None))
     block.seeds(2)
     assert [how["at"] for *_, how in policy.asked] == [(7, 0), (7, 1)]
+
+
+def test_random_plans_differ_by_microbatch(monkeypatch):
+    policy = RandomPolicy("1", ("metp", "ulysses_z", "megatron_cz"))
+    block = _Block(monkeypatch, policy)
+    plans = {block.run().plan.runs() for _ in range(8)}
+    assert len(plans) > 4
+
+
+ROW = contiguous((4, 4), P)
+
+
+def test_a_policy_by_cost_is_asked_as_others_are_and_its_predictions_are_observed(monkeypatch):
+    policy, observer, seen = _Policy(), _Observer(), []
+    monkeypatch.setattr(observer, "begins", lambda *given: seen.append(given))
+    monkeypatch.setattr(hooks.time, "perf_counter", iter((5.0, 7.0)).__next__)
+    monkeypatch.setattr(hooks, "_drop_other_buffers", lambda num_elements: None)
+    policy.outcome = lambda *shape, **how: SimpleNamespace(
+        plan=policy.plan(*shape, **how), seconds=1.0, peak_bytes=5
+    )
+    block = _Block(monkeypatch, policy, observer=observer, counts=Counts(1, 3, None))
+    plan = block.run(RowParams(row=ROW)).plan
+    assert policy.asked == [(1, 8, (3, 4), {"forward_only": False, "row": ROW})]
+    (planned, hidden), *_ = seen
+    assert hidden is HIDDEN and planned.plan is plan and planned.policy is policy
+    assert planned == hooks.Planned(3, 0, 1, 8, plan, 2.0, 1.0, 5, ROW, policy)
+
+
+@pytest.mark.parametrize("row", [ROW, contiguous((5, 3), P)], ids=["apart", "over both ranks"])
+@pytest.mark.parametrize("choice", [("local_z", "metp"), ("metp", "local_z")])
+def test_local_z_runs_rows_whose_documents_lie_on_one_rank_each(choice, row, monkeypatch):
+    block = _Block(monkeypatch, _Policy(*choice))
+    params = RowParams(row=row)
+    if row is ROW:
+        assert block.run(params).row is row
+    else:
+        with pytest.raises(UserError, match="local_z cannot run 2 packed documents of s=8"):
+            block.run(params)
 
 
 @pytest.mark.parametrize("choice", [("local_z", "metp"), ("metp", "local_z")])
@@ -208,3 +249,53 @@ def test_a_mask_says_what_is_padding_where_no_row_does(monkeypatch):
     assert asked == [(mask, {"batch_size": 1, "causal": True})]
     row = contiguous((3, 5), P)
     assert block.run(RowParams(row=row)).documents == (row.documents,) and len(asked) == 1
+
+
+class _Group:
+    def __init__(self, rank: int):
+        self.rank = lambda: rank
+        self.size = lambda: P
+
+
+def _verified(monkeypatch, mine: Plan, others: Plan):
+    """As on the second rank of P, of which the first has the other plan."""
+
+    def all_gather(gathered, mine, group):
+        sent.append(int(mine))
+        for one, value in zip(gathered, (sent[0], int(mine)), strict=True):
+            one.fill_(value)
+
+    sent: list[int] = []
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    for rank, plan in enumerate((others, mine)):
+        planned = hooks.Planned(7, 0, 1, 64, plan, 0.0)
+        hooks._verify(planned, _Group(rank), torch.device("cpu"))
+
+
+def test_ranks_with_another_plan_are_told_with_both(monkeypatch):
+    plan = uniform_plan([1, 2], "metp")
+    _verified(monkeypatch, plan, uniform_plan([1, 2], "metp"))
+    for other in (uniform_plan([1, 2], "ulysses_z"), Plan({1: LayerChoice("metp", "ulysses_z")})):
+        message = r"iteration 7, s=64: rank 1 of .* runs 1-2 metp, ranks \[0\] another plan"
+        with pytest.raises(UserError, match=message):
+            _verified(monkeypatch, plan, other)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "training", "task", "refused"),
+    [
+        (0.1, True, 0, True),
+        (0.1, True, -1, False),
+        (0.1, False, 0, False),
+        (0.0, True, 0, False),
+    ],
+)
+def test_a_forward_inside_a_backward_that_would_drop_other_scores_is_refused(
+    dropout, training, task, refused, monkeypatch
+):
+    block = _Block(monkeypatch)
+    block.config.attention_dropout, block.training = dropout, training
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: task)
+    match = "with attention_dropout 0.1, which would then drop other scores"
+    with pytest.raises(UserError, match=match) if refused else contextlib.nullcontext():
+        block.run()

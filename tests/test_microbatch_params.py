@@ -47,6 +47,12 @@ def test_megatrons_packed_sequences_are_contiguous_documents(ends):
     assert _row(_packed(*ends)) == contiguous((3, 4), 2)
 
 
+def test_queries_stand_for_keys_that_are_not_told():
+    params = _packed(0, 3, 8)
+    params.cu_seqlens_kv = None
+    assert _row(params) == contiguous((3, 5), 2)
+
+
 def test_padding_between_documents_belongs_to_none():
     params = _packed(0, 3, 5, cu_seqlens_q_padded=torch.tensor([0, 4, 8], dtype=torch.int32))
     row = _row(params)
