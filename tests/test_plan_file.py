@@ -28,10 +28,20 @@ def test_the_committed_example_reads_as_written():
     assert plan.runs() == ("1-2 ulysses_z, 3 megatron_cz/metp, 4 metp+recompute, 5 megatron_ts")
 
 
+def test_a_fixed_policy_runs_one_strategy_on_every_layer_of_every_stage():
+    policy = make_policy(Settings(policy="fixed:metp+recompute"))
+    assert policy.strategies == ("metp+recompute",)
+    for layers in ([1, 2], [3, 4, 5], [1, 2]):
+        assert policy.plan(1, 128, layers) == uniform_plan(layers, "metp+recompute")
+    with pytest.raises(UserError, match="no strategy named 'metb'"):
+        make_policy(Settings(policy="fixed:metb"))
+
+
 def test_a_stage_gets_the_plan_of_its_own_layers(tmp_path):
     plan_file = load_plan_file(write(tmp_path, "layers: {1-2: metp, 3-4: ulysses_z}\n"))
     assert plan_file.plan([3, 4]) == uniform_plan([3, 4], "ulysses_z")
-    assert plan_file.strategies == ("metp", "ulysses_z")
+    policy = make_policy(Settings(policy=f"plan:{tmp_path / 'plan.yaml'}"))
+    assert policy.strategies == plan_file.strategies == ("metp", "ulysses_z")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +98,9 @@ def test_a_plan_without_the_last_layer_does_not_fit(tmp_path):
     policy.check_layers(3)
     with pytest.raises(UserError, match="layer 4 has no strategy"):
         policy.check_layers(4)
+    policy = make_policy(Settings(policy=f"plan:{write(tmp_path, 'layers: {2-3: metp}')}"))
+    with pytest.raises(UserError, match="layer 1 has no strategy"):
+        policy.check_layers(3)
 
 
 @pytest.mark.parametrize("policy", ["fixed", "fixed:", "plan:", "random", "random:", "optima"])

@@ -23,9 +23,11 @@ from megatron_paradyse.units import (
         (1, "1 byte"),
         (0, "0.0 MiB"),
         (12, "12 bytes"),  # a budget whose unit was left out
+        (52_428, "52,428 bytes"),
         (1 << 17, "0.1 MiB"),
         (-(1 << 20), "-1.0 MiB"),
         (1023 << 20, "1,023.0 MiB"),
+        (1 << 30, "1.00 GiB"),
         (3 << 29, "1.50 GiB"),
     ],
 )
@@ -45,7 +47,8 @@ def test_short_numbers_have_three_digits(value, text):
     [
         (0, "0"),
         (1 / 3, "0.333"),
-        (999.6, "1000"),
+        (999, "999"),
+        (999.5, "1000"),
         (1023, "1023"),
         (1024, "1K"),
         (1_023_400, "999K"),
@@ -87,6 +90,7 @@ def test_what_a_terminal_would_obey_is_escaped():
         (parse_bytes, "2TiB", 2 << 40),
         (parse_bytes, "0.3KiB", 307),  # of 307.2
         (parse_ratio, "3/4", 0.75),
+        (parse_ratio, "3/1", 3.0),
         (parse_ratio, "1e2", 100.0),
     ],
 )
@@ -97,9 +101,11 @@ def test_quantities_are_read_as_they_are_written(read, text, number):
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
+        (parse_count, "4096 tokens", "a count is written like 4096, 128K or 1.5M"),
         (parse_count, "0.3K", "a count must be whole, got '0.3K' = 307.2"),
         (parse_bytes, "76G", "a size is written like 76GiB, 512MiB or 80GB, got '76G'"),
         (parse_bytes, "1kB", "a size is written"),
+        (parse_ratio, "0", "above 0, got '0'"),
         (parse_ratio, "2/0", "above 0, got '2/0'"),
         (parse_ratio, "1/3/4", "a factor is written"),
     ],
