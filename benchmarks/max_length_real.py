@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.common import finish
 from benchmarks.dynamic_workload import MODEL, PROFILED, RANKS, profile_and_fit
 from megatron_paradyse.data.writer import DatasetWriter
+from megatron_paradyse.strategies import OFFLOAD, RECOMPUTE, strategy_names
 
 BUDGET = "80MiB"
 # What the paper's models have besides the sizes, which here are the demo's.
@@ -26,6 +27,8 @@ SHAPES = {
     ],
     "bert": ["--paradyse-model", "bert"],
 }
+# Named, since of costs of a CPU plans offload only what is.
+STRATEGIES = ",".join(f"{n}{how}" for n in strategy_names() for how in ("", RECOMPUTE, OFFLOAD))
 FACTORS = (0.95, 1.05)
 ENFORCED = {"ParaDySe": "optimal"}
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +41,7 @@ def real(folder: Path, arguments) -> None:
     command = [sys.executable, "-m", "megatron_paradyse", "max-length", costs, "--json"]
     command += ["--memory-budget", BUDGET, "--memory-margin", "0", "--nproc", str(RANKS)]
     command += ["--measure", str(folder / "trials.json")]
-    command += ["--strategies", "megatron_ts,colossal_z"] if arguments.quick else []
+    command += ["--strategies", "megatron_ts,colossal_z" if arguments.quick else STRATEGIES]
     run = subprocess.run([*command, *flags], check=True, timeout=3400, stdout=subprocess.PIPE)
     measured = json.loads(run.stdout)["measured"]
     limits = measured["limits"]
@@ -111,7 +114,7 @@ def _train(data: Path, policy: str, tokens: int, costs: str, flags: list[str]) -
     command += ["--paradyse-memory-budget", BUDGET, "--log-interval", "1"]
     if not policy.startswith("fixed"):
         command += ["--paradyse-cost-model", costs, "--paradyse-accept-costs"]
-        command += ["--paradyse-memory-margin", "0"]
+        command += ["--paradyse-memory-margin", "0", "--paradyse-strategies", STRATEGIES]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=900, env=environment, check=False
