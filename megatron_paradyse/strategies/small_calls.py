@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from megatron_paradyse.strategies.tiled_kernel import BlockRule
+
 # FlashAttention's backward may count the elements of its accumulator [b, sq, n, d] in 32 bits; it
-# rounds sq up to 128 and d to 64.
+# rounds sq up to 128 and d to 64. Of documents side by side that is [sq + 128 documents, n, d].
 MOST_ELEMENTS = 2**31 - 1
 
 Backward = Callable[..., tuple[Tensor, ...]]
@@ -18,7 +20,7 @@ def in_small_calls(backward: Backward) -> Backward:
     """The same by sequences, and by heads, where a call would have more than MOST_ELEMENTS."""
 
     def run(grad_out, q, k, v, out, lse, rule):
-        pieces = list(_pieces(q, k))
+        pieces = list(_pieces(q, k, rule))
         if len(pieces) == 1:
             return backward(grad_out, q, k, v, out, lse, rule)
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
@@ -33,10 +35,11 @@ def in_small_calls(backward: Backward) -> Backward:
     return run
 
 
-def _pieces(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+def _pieces(q: Tensor, k: Tensor, rule: BlockRule) -> Iterator[tuple[slice, slice, slice]]:
     """Sequences, heads of queries, heads of keys: all at once if that is few enough."""
     (b, n, rows, d), g = q.shape, k.shape[1]
-    of_head = (rows + -rows % 128) * (d + -d % 64) * (n // g)  # with all its queries
+    rows += 128 * len(rule.parts) if rule.parts else -rows % 128
+    of_head = rows * (d + -d % 64) * (n // g)  # with all its queries
     if b * g * of_head <= MOST_ELEMENTS:
         yield slice(None), slice(None), slice(None)
         return

@@ -167,15 +167,17 @@ def test_a_backward_with_too_many_elements_for_a_call_goes_in_several(kernel, mo
     assert calls[most] == 2 * 2 * calls[2**31 - 1]  # sequences x key heads
 
 
+@pytest.mark.parametrize("most", [128 * 64 * 4, 1])
 @pytest.mark.parametrize("kernel", [CUDA_FLASH, FLASH_ATTN], ids=lambda kernel: kernel.name)
-def test_documents_with_too_many_elements_for_a_call_go_by_heads(kernel, monkeypatch):
+def test_documents_with_too_many_elements_for_a_call_go_by_heads(kernel, most, monkeypatch):
+    """The accumulator has 128 rows more for each, as if none of them had fewer."""
     row = contiguous((5, 1, 7, 3), 1)
     truth = attend_in_row(TILED, row, causal=True)
     operators = CudaOperators()
     for module in (kernels, document_kernels):
         monkeypatch.setattr(module, "aten", operators)
     _install_flash_attn(monkeypatch, operators)
-    monkeypatch.setattr(small_calls, "MOST_ELEMENTS", 1)
+    monkeypatch.setattr(small_calls, "MOST_ELEMENTS", most)
     for got, true in zip(attend_in_row(kernel, row, causal=True), truth, strict=True):
         torch.testing.assert_close(got, true)
     assert operators.names.count("_flash_attention_backward") > 1
