@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_paradyse import megatron_start
+from megatron_paradyse import gpu_packages, megatron_start
 
 # Megatron flags that a machine without a GPU needs; applied to the parsed arguments.
 CPU_ARGUMENTS: dict[str, Any] = {
@@ -107,6 +107,7 @@ def install() -> None:
     _installed = True
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     megatron_start.use_one_connection()  # Megatron asks for it, in vain here
+    gpu_packages.hide_all()
     warnings.filterwarnings("ignore", message="Apex is not installed")
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", message="Only transformer-engine")

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_paradyse import gpu_packages
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.tokenizer_hub import cache_alone_if_unreachable
 
@@ -115,6 +116,8 @@ def make_ready() -> bool:
     import torch
 
     if torch.cuda.is_available():
+        if reason := gpu_packages.hide_broken_apex():
+            say_once(f"apex is left out, for its compiled parts are not there ({reason})")
         install()
         return False
     from megatron_paradyse import cpu_platform

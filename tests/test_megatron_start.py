@@ -111,7 +111,7 @@ def test_a_package_at_which_megatrons_import_ends_is_told_with_what_helps(code, 
 
 
 def test_a_broken_package_ends_a_start_in_one_line(tmp_path):
-    package = tmp_path / "transformer_engine"
+    package = tmp_path / "nvidia_resiliency_ext"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('no libcudnn')")
     command = [sys.executable, "-m", "megatron_paradyse.pretrain_gpt", "--paradyse"]

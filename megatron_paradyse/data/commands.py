@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from megatron_paradyse import gpu_packages
 from megatron_paradyse.option_types import COUNT, RATIO, json_option
 from megatron_paradyse.units import counted, printable
 
@@ -39,6 +40,7 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an ex
 @click.group()
 def data() -> None:
     """Prepare, inspect and synthesize data sets in Megatron's .bin/.idx format."""
+    gpu_packages.hide_all()
 
 
 @data.command(short_help="Turn source files, JSONL or FASTA into a data set.")
