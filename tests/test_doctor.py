@@ -107,9 +107,24 @@ def test_on_a_gpu_every_lack_has_a_cost_and_a_command(found):
 
 
 def test_a_package_that_is_installed_and_does_not_load_says_why(found):
-    broken = {**GPU, "flash-attn": {"error": "ImportError: undefined symbol"}}
-    check = found(broken, extra=["flash-attn"])["flash-attn"]
+    broken = {**GPU, "apex": {"error": "ImportError: undefined symbol"}}
+    check = found(broken, extra=["apex"])["apex"]
     assert check.state == LACK and "cannot be imported: ImportError: undefined" in check.found
+
+
+@pytest.mark.parametrize(
+    ("version", "used"), [("2.6.3", False), ("2.7.0.post2", True), ("2.10.1", True), ("3.0", False)]
+)
+def test_a_flash_attention_that_attention_does_not_call_is_a_lack_on_a_gpu(
+    version, used, found, monkeypatch
+):
+    monkeypatch.setattr(checks, "_version", lambda name: version)
+    check = found(GPU, extra=["flash-attn"])["flash-attn"]
+    assert check.state == (OK if used else LACK)
+    assert check.found == version or not used
+    assert used or "is installed, 2.7 or a later 2.x would be used" in check.found
+    check = found(CPU, extra=["flash-attn"])["flash-attn"]
+    assert (check.state, check.found) == (OK, version)
 
 
 def test_triton_without_a_compiler_is_a_lack_on_a_gpu_alone(found):

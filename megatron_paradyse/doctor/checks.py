@@ -15,6 +15,7 @@ from megatron_paradyse import __version__
 from megatron_paradyse.doctor import FAULT, LACK, OK, Check, machine
 from megatron_paradyse.doctor.links import links
 from megatron_paradyse.doctor.probe import COMPILED
+from megatron_paradyse.strategies.flash_versions import why_not_used
 from megatron_paradyse.train.megatron_version import (
     PACKAGE,
     SUPPORTED,
@@ -181,6 +182,8 @@ def _on_gpus(name: str, answers: dict[str, Any], gpus: bool) -> Check:
     version = _version(name)
     cost, remedy = ON_GPUS[name]
     error = answers.get(name, {}).get("error", "")
+    if gpus and name == "flash-attn" and version and (why_not := why_not_used(version)):
+        return Check(name, LACK, why_not, cost, remedy)
     if version and not error:
         return Check(name, OK, version)
     builds = COMPILED[name] is None  # on a GPU alone

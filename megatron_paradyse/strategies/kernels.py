@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,6 +28,7 @@ from megatron_paradyse.strategies.document_kernels import (
     flash_attn_documents_backward,
     flash_attn_documents_forward,
 )
+from megatron_paradyse.strategies.flash_versions import why_not_used
 from megatron_paradyse.strategies.fused_tiles import can_fuse, fused_backward, fused_forward
 from megatron_paradyse.strategies.small_calls import in_small_calls
 from megatron_paradyse.strategies.tiled_kernel import BlockRule, tiled_backward, tiled_forward
@@ -106,15 +106,14 @@ def _runs_efficient(capability: tuple[int, int], dtype: torch.dtype, head_dim: i
 def _flash_attn_package() -> tuple[str, str]:
     """The version of the FlashAttention package, "" if there is none, and why not to use it.
 
-    Its signatures changed in 2.7 and are the same in all later 2.x. A package built for another
-    PyTorch is found but cannot be imported.
+    A package built for another PyTorch is found but cannot be imported.
     """
     try:
         version = metadata.version("flash_attn")
     except metadata.PackageNotFoundError:
         return "", ""
-    if re.match(r"2\.([7-9]|\d\d)\b", version) is None:
-        return version, f"FlashAttention {version} is installed, 2.7 or a later 2.x would be used"
+    if why_not := why_not_used(version):
+        return version, why_not
     try:
         importlib.import_module("flash_attn.flash_attn_interface")
     except Exception as error:  # whatever a broken extension raises
