@@ -18,6 +18,7 @@ from megatron_paradyse.costs.strict import (
 )
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.preview.longest import Longest
+from megatron_paradyse.strategies.sizes import HOLDINGS
 from megatron_paradyse.units import MAX_SEQ_LENGTH
 from megatron_paradyse.whole_file import write_whole
 
@@ -32,6 +33,7 @@ class About:
     """What trials are of: these must be alike for trials to be compared.
 
     costs: the fingerprint of the cost file. margin_ppm: of its predictions. allocator: of a GPU.
+    holdings: see strategies/sizes.py; None: not told, as by files of earlier versions.
     """
 
     costs: str
@@ -44,6 +46,7 @@ class About:
     hardware: str
     torch: str
     allocator: str
+    holdings: int | None = HOLDINGS
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,11 @@ class TrialFile:
         if path is None or not Path(path).exists():
             return
         there, trials = read_trials(path)
+        if there.holdings != about.holdings:
+            raise UserError(
+                f"the trials in {path} are of strategies of another version of megatron_paradyse, "
+                f"which may hold more or less than these: {REMEDY}"
+            )
         for name, value in asdict(there).items():
             if value != getattr(about, name):
                 raise UserError(
@@ -124,7 +132,8 @@ def read_trials(path: str) -> tuple[About, list[Trial]]:
     content, _ = load_json(path, max_bytes=MAX_FILE_BYTES, remedy=REMEDY)
     try:
         values = check_keys(content, "the file", ("about", "trials"))
-        about = About(**check_fields(About, values["about"], "about"))
+        told = check_fields(About, values["about"], "about", optional=("holdings",))
+        about = About(**{"holdings": None, **told})
         listed = check_array(values["trials"], "trials", max_items=MAX_TRIALS)
         trials = [
             Trial(**check_fields(Trial, value, f"trials[{i}]")) for i, value in enumerate(listed)

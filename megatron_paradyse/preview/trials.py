@@ -27,6 +27,7 @@ from megatron_paradyse.preview.trial_start import check_model, start_alone, star
 from megatron_paradyse.units import MAX_SEQ_LENGTH
 
 NO_HOST_ROOM = "not run: the host has no room for what all layers would copy to it"
+MOST_OF_PLAN = 400  # characters that a trial tells
 OWN_ALLOCATOR = "PyTorch's defaults"
 NO_ALLOCATOR = "none: bytes are counted"
 
@@ -158,17 +159,23 @@ class _Rank:
         if self._writes:
             self._file.save()
 
+    def _forget(self, name: str, tokens: int) -> None:
+        """A trial of another plan: who tells the limits would take it for one of this."""
+        if self._file.trials.pop((name, tokens), None) is not None and self._writes:
+            self._file.save()
+
     def empty(self, name: str, tokens: int, status: str, plan: str = "") -> Trial:
-        return Trial(name, tokens, status, plan[:400], datetime.date.today().isoformat())
+        return Trial(name, tokens, status, plan[:MOST_OF_PLAN], datetime.date.today().isoformat())
 
     def fits(self, name: str, tokens: int) -> bool | None:
         """None where it would take too long."""
         trial = self._file.trials.get((name, tokens))
-        if trial is None:
-            outcome = self._planned(name, tokens)
+        outcome = self._planned(name, tokens)
+        if trial is None or not _is_of(trial, outcome):
             if outcome is not None and self._takes_too_long(outcome):
                 about = f"about {outcome.seconds:.0f} s, left out"
                 self._report({"text": f"{name} at {tokens:,}: {about}"})
+                self._forget(name, tokens)
                 return None
             if outcome is None:
                 trial = self.empty(name, tokens, NO_HOST_ROOM)
@@ -302,3 +309,13 @@ class _Rank:
         peak = self._meter.peak_bytes - self._before
         reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
         return tuple(map(int, largest_over_ranks([peak, reserved, 1e6 * seconds])))
+
+
+def _is_of(trial: Trial, outcome: Outcome | None) -> bool:
+    """Whether what was tried would run now: by other settings, or another version, another plan is.
+
+    Of what ended a rank alone no plan is known.
+    """
+    if outcome is None or trial.status == NO_HOST_ROOM:
+        return outcome is None and trial.status == NO_HOST_ROOM
+    return trial.plan in ("", outcome.plan.runs()[:MOST_OF_PLAN])

@@ -12,12 +12,13 @@ from click.testing import CliRunner
 from megatron_paradyse.cli import cli
 from megatron_paradyse.costs.cost_file import write_cost_file
 from megatron_paradyse.costs.fitting import fit_table
+from megatron_paradyse.costs.table import OOM
 from megatron_paradyse.errors import UserError
 from megatron_paradyse.plan import parse_runs
 from megatron_paradyse.planner.problem import TooLargeError
 from megatron_paradyse.preview.forecast import alone
-from megatron_paradyse.preview.longest import find_longest, longest
-from megatron_paradyse.preview.measured import TrialFile
+from megatron_paradyse.preview.longest import PARADYSE, find_longest, longest
+from megatron_paradyse.preview.measured import FITS, TrialFile
 from megatron_paradyse.preview.setup import make_setup
 from megatron_paradyse.preview.trials import NO_HOST_ROOM, Options, _Rank
 from tests.costs.synthetic import make_table
@@ -78,6 +79,43 @@ def test_offload_reaches_furthest_and_is_told_apart(tmp_path):
     assert with_it["ratio_to_best_single_without_offload"] > with_it["ratio_to_best_single"]
 
 
+def rank_of(setup, most_seconds=None):
+    """One that tries nothing by itself: no model is there."""
+    trials = object.__new__(_Rank)
+    trials._setup, trials._found = setup, SimpleNamespace(batch_size=1)
+    trials._file = TrialFile(None, ABOUT)
+    trials._options = Options("unused", 0.02, most_seconds, stand_in=False, only=None)
+    trials._writes, trials._report = False, lambda told: None
+    return trials
+
+
+def test_a_trial_of_another_plan_is_made_again(costs, monkeypatch):
+    """As of other --strategies, or of an earlier version: its limit was told as this one's."""
+    again = []
+
+    def tried(self, name, plan, tokens):
+        again.append(plan.runs())
+        return self.empty(name, tokens, FITS, plan.runs())
+
+    monkeypatch.setattr(_Rank, "_try", tried)
+    trials = rank_of(make_setup(costs, {"memory_budget": "400MB"}))
+    planned = trials._planned(PARADYSE, 1_024).plan.runs()
+    trials.record(trials.empty(PARADYSE, 1_024, OOM, "1-4 of_before"))
+    assert trials.fits(PARADYSE, 1_024) and again == [planned]
+    assert trials.fits(PARADYSE, 1_024) and len(again) == 1  # it is known now
+    trials.record(trials.empty(PARADYSE, 1_024, OOM))  # it ended a rank alone: no plan is known
+    assert not trials.fits(PARADYSE, 1_024) and len(again) == 1
+    trials.record(trials.empty(PARADYSE, 1_024, NO_HOST_ROOM))  # the host has room now
+    assert trials.fits(PARADYSE, 1_024) and len(again) == 2
+
+
+def test_a_trial_of_another_plan_that_would_take_too_long_now_is_forgotten(costs):
+    trials = rank_of(make_setup(costs, {"memory_budget": "400MB"}), most_seconds=1e-9)
+    trials.record(trials.empty(PARADYSE, 1_024, FITS, "1-4 of_before"))
+    assert trials.fits(PARADYSE, 1_024) is None
+    assert not trials._file.trials
+
+
 def test_a_strategy_ends_where_the_host_has_no_room_for_all_its_layers(tmp_path):
     """Of 16 layers at 1,024 tokens; the GPU alone would take more, and fewer layers do."""
     path = str(write_costs(tmp_path / "costs.json", host_bytes_per_second=1e9, kind="cuda"))
@@ -89,11 +127,7 @@ def test_a_strategy_ends_where_the_host_has_no_room_for_all_its_layers(tmp_path)
     single = {limit.strategy: limit.tokens for limit in found.single}
     assert single["metp+offload"] == 1_024 < found.paradyse.tokens
 
-    trials = object.__new__(_Rank)
-    trials._setup, trials._found = setup, SimpleNamespace(batch_size=1)
-    trials._file = TrialFile(None, ABOUT)
-    trials._options = Options("unused", 0.02, most_seconds=None, stand_in=False, only=None)
-    trials._writes, trials._report = False, lambda told: None
+    trials = rank_of(setup)
     assert trials.fits("metp+offload", 1_088) is False
     assert trials._file.trials["metp+offload", 1_088].status == NO_HOST_ROOM
 

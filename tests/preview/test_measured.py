@@ -91,6 +91,22 @@ def test_trials_go_on_from_their_file(tmp_path):
         TrialFile(path, replace(ABOUT, budget_bytes=5))
 
 
+@pytest.mark.parametrize("holdings", [None, 0])
+def test_trials_of_strategies_of_another_version_are_refused(holdings, tmp_path):
+    """They held other bytes; files of before 2026-11-29 do not tell which."""
+    path = tmp_path / "trials.json"
+    file = TrialFile(str(path), ABOUT)
+    file.add(trial(64))
+    file.save()
+    content = json.loads(path.read_text())
+    content["about"].pop("holdings")
+    content["about"] |= {} if holdings is None else {"holdings": holdings}
+    path.write_text(json.dumps(content))
+    assert read_trials(str(path)) == (replace(ABOUT, holdings=holdings), [trial(64)])
+    with pytest.raises(UserError, match=r"strategies of another version .*give another --measure"):
+        TrialFile(str(path), ABOUT)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
