@@ -103,11 +103,14 @@ def sources() -> dict[Path, bytes]:
     return {path.relative_to(root): hashlib.sha256(path.read_bytes()).digest() for path in paths}
 
 
-def code_digest(without: Collection[str] = ()) -> str:
-    """Of the sources of this package, by their paths and contents. without: folders left out."""
+def code_digest(without: Collection[str] = (), but: Collection[str] = ()) -> str:
+    """Of the sources of this package, by their paths and contents.
+
+    without: folders left out, but for these files of them.
+    """
     hashed = hashlib.sha256()
     for path, digest in sources().items():
-        if path.parts[0] not in without:
+        if path.parts[0] not in without or path.as_posix() in but:
             hashed.update(f"{path.as_posix()}\0".encode() + digest)
     return hashed.hexdigest()[:16]
 

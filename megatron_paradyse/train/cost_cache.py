@@ -42,6 +42,8 @@ WITHOUT_EFFECT = re.compile(
 
 # Folders of this package that make no costs. A change of any other makes costs anew, once.
 CODE_WITHOUT_EFFECT = ("data", "doctor", "planner", "preview", "report", "train")
+# But for these: a run that they describe otherwise refuses costs that were kept before.
+DESCRIBING = ("train/describe.py", "train/model_layers.py")
 
 
 def cache_folder() -> Path:
@@ -109,7 +111,7 @@ def cost_key(args: argparse.Namespace, settings: Settings) -> str:
     values |= {"model": args.paradyse_model} if args.paradyse_model != GPT else {}
     others = ModelLayers.of_arguments(args, count_layers(args)).kinds().others
     values |= {"layers": repr(others)} if others else {}
-    values |= {"code": code_digest(CODE_WITHOUT_EFFECT)}
+    values |= {"code": code_digest(CODE_WITHOUT_EFFECT, DESCRIBING)}
     values |= {"device": f"{device_name()}, {_size()}", "versions": repr(versions())}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

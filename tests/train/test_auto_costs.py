@@ -254,23 +254,26 @@ def test_devices_of_one_name_and_two_sizes_have_costs_of_their_own(tmp_path, mon
 
 
 def test_costs_of_other_code_are_not_found(tmp_path, monkeypatch):
-    """An earlier version measured and fitted otherwise; what only plans or reports changes none."""
+    """An earlier version measured, fitted or described them otherwise: the last ended the start, as
+    costs of another run. What only plans or reports changes none.
+    """
     write_documents(tmp_path / "corpus", [20] * 10)
     args = parsed(monkeypatch, "--paradyse-policy", "optimal", "--micro-batch-size", 1)
     args.data_path = [str(tmp_path / "corpus")]
     args = validated(args)
-    root = tmp_path / "megatron_paradyse"
+    real, root = Path(agreement.__file__).parents[1], tmp_path / "megatron_paradyse"
     package = argparse.Namespace(__file__=str(root / "__init__.py"))
     monkeypatch.setattr(agreement, "megatron_paradyse", package)
     keys = []
-    made_by = ("costs/laws.py", "strategies/metp.py", "submodules.py")
+    made_by = ("costs/laws.py", "strategies/metp.py", "submodules.py", *cost_cache.DESCRIBING)
     for name in (*made_by, "planner/a.py", "train/b.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("one line\n")
         agreement.sources.cache_clear()
         keys.append(cost_cache.cost_key(args, args.paradyse_settings))
     agreement.sources.cache_clear()
-    assert len(set(keys)) == 3 and keys[2] == keys[3] == keys[4]
+    assert len(set(keys)) == 5 and keys[4] == keys[5] == keys[6]
+    assert all((real / name).is_file() for name in made_by[3:])
 
 
 TO_PROFILE = {  # of each setting a value that a run by cost may have
