@@ -23,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_paradyse import gpu_packages, megatron_start
+from megatron_paradyse.errors import UserError
 
 # Megatron flags that a machine without a GPU needs; applied to the parsed arguments.
 CPU_ARGUMENTS: dict[str, Any] = {
@@ -118,7 +119,14 @@ def install() -> None:
 
 
 def apply_arguments(args) -> None:
-    """Set the Megatron arguments that a CPU needs on a parsed namespace, in place."""
+    """Set the Megatron arguments that a CPU needs on a parsed namespace, in place.
+
+    UserError for what Megatron builds on GPUs alone.
+    """
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(args, name, False):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} needs GPUs, and there is none: leave {flag} out")
     for name, value in CPU_ARGUMENTS.items():
         if hasattr(args, name):
             setattr(args, name, value)

@@ -63,6 +63,16 @@ def test_saves_in_the_background_are_saved_at_once(capsys):
     assert capsys.readouterr().out.count("--async-save needs a GPU") == 1
 
 
+@pytest.mark.parametrize("flag", ["--use-megatron-fsdp", "--use-torch-fsdp2"])
+def test_what_megatron_shards_on_gpus_alone_is_refused(flag):
+    """It ended in a traceback: "Invalid device string: 'cuda:cpu'"."""
+    from megatron_paradyse.cpu_platform import apply_arguments
+
+    args = argparse.Namespace(**{flag[2:].replace("-", "_"): True})
+    with pytest.raises(UserError, match=f"^{flag} needs GPUs, .*: leave {flag} out$"):
+        apply_arguments(args)
+
+
 @pytest.mark.parametrize("by_pytorch", [False, True])
 def test_what_only_a_gpu_can_record_is_left_out(by_pytorch, capsys):
     from megatron_paradyse.cpu_platform import apply_arguments

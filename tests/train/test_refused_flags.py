@@ -285,20 +285,25 @@ def test_megatron_divides_by_the_interval_of_evaluations(interval, said, monkeyp
         validated(args)
 
 
-SHARDED = ["--tensor-parallel-num-weight-shards 2", "--use-megatron-fsdp", "--use-torch-fsdp2"]
+ON_GPUS = ["--use-megatron-fsdp", "--use-torch-fsdp2"]  # parsed on a CPU they are refused
 OF_LINEARS = ["--save-activations-interval 1", "--save-dgrads-interval 1"]
+OF_LINEARS += ["--tensor-parallel-num-weight-shards 2"]
 WHOLE = ["--paradyse-head-tile", "off", "--paradyse-policy"]
 
 
-@pytest.mark.parametrize("flag", [*SHARDED, *OF_LINEARS])
+@pytest.mark.parametrize("flag", [*ON_GPUS, *OF_LINEARS])
 def test_what_needs_megatrons_linears_runs_with_its_own_layers_only(flag, monkeypatch):
+    def given(*more) -> argparse.Namespace:
+        if flag not in ON_GPUS:
+            return parsed(monkeypatch, *flag.split(), *WHOLE, *more)
+        args = parsed(monkeypatch, *WHOLE, *more)
+        return argparse.Namespace(**vars(args) | {flag[2:].replace("-", "_"): True})
+
     for policy, *more in (["fixed:metp"], ["optimal"], ["fixed:megatron_ts", *PACKED]):
-        args = parsed(monkeypatch, *flag.split(), *WHOLE, policy, *more)
         with pytest.raises(UserError, match=f"^{flag.split()[0]} with --paradyse: .* or give "):
-            validated(args)
-    args = parsed(monkeypatch, *flag.split(), *WHOLE, "fixed:megatron_ts", "--mock-data")
+            validated(given(policy, *more))
     with pytest.raises(UserError, match="--mock-data has no documents"):  # which comes later
-        validated(args)
+        validated(given("fixed:megatron_ts", "--mock-data"))
 
 
 ELSEWHERE = ["--sft", "--fim-data", "--logits-load-dir here", "--inprocess-restart"]
