@@ -96,9 +96,9 @@ def test_longest_sequences_that_are_simulated():
 
 
 def test_longest_sequences_on_cpu_ranks():
-    rows = table("memory.md", "| | LLaMA, predicted")
-    for begin, shape in ((0, "llama"), (3, "bert")):
-        limits = record(f"max_length_real_{shape}")["limits"]
+    rows = table("memory.md", "| | GPT, predicted")
+    for begin, shape in ((0, ""), (3, "_llama"), (6, "_bert")):
+        limits = record(f"max_length_real{shape}")["limits"]
         keys = ("predicted", "tokens", "above")
         found = {limit["strategy"]: [limit[key] for key in keys] for limit in limits}
         assert {name for name, *_ in rows} == set(found)
