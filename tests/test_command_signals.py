@@ -11,6 +11,15 @@ import pytest
 from megatron_paradyse import cli as command_line
 
 
+@pytest.fixture(autouse=True)
+def handlers():
+    """Those of this process stay as they were."""
+    before = {ends: signal.getsignal(ends) for ends in (signal.SIGHUP, signal.SIGTERM)}
+    yield
+    for ends, handler in before.items():
+        signal.signal(ends, handler)
+
+
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN], ids=["default", "nohup"])
 def test_a_terminal_that_closes_ends_a_command_as_a_signal_to_end_does(before, monkeypatch, capsys):
     """So that what is unfinished is removed."""
@@ -20,14 +29,9 @@ def test_a_terminal_that_closes_ends_a_command_as_a_signal_to_end_does(before, m
         sys.exit(0)
 
     monkeypatch.setattr(command_line, "cli", closed)
-    handlers = {ends: signal.getsignal(ends) for ends in (signal.SIGHUP, signal.SIGTERM)}
     signal.signal(signal.SIGHUP, before)
-    try:
-        with pytest.raises(SystemExit) as left:
-            command_line.main()
-    finally:
-        for ends, handler in handlers.items():
-            signal.signal(ends, handler)
+    with pytest.raises(SystemExit) as left:
+        command_line.main()
     ended = (left.value.code, capsys.readouterr().err)
     assert ended == ((0, "") if before == signal.SIG_IGN else (129, "error: terminated\n"))
 
@@ -44,12 +48,7 @@ def test_a_second_signal_does_not_cut_off_what_the_first_began(monkeypatch, caps
             ended.append("a rank")
 
     monkeypatch.setattr(command_line, "cli", hit)
-    handlers = {ends: signal.getsignal(ends) for ends in (signal.SIGHUP, signal.SIGTERM)}
-    try:
-        with pytest.raises(SystemExit) as left:
-            command_line.main()
-    finally:
-        for ends, handler in handlers.items():
-            signal.signal(ends, handler)
+    with pytest.raises(SystemExit) as left:
+        command_line.main()
     assert (left.value.code, ended) == (143, ["a rank"])
     assert capsys.readouterr().err == "error: terminated\n"

@@ -44,8 +44,8 @@ def _check(folder: str | None, *, missing: list[str], left: list[str]) -> None:
     if missing:
         others = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise UserError(
-            f"the checkpoint in {folder} cannot be loaded: {missing[0]}{others} of the model "
-            "missing in it: give the flags that it was trained with, --transformer-impl among "
+            f"the checkpoint in {folder} cannot be loaded: it lacks {missing[0]}{others}, which "
+            "this model has: give the flags that it was trained with, --transformer-impl among "
             "them, or another --load"
         )
     if left:
