@@ -20,7 +20,7 @@ from megatron_paradyse.errors import UserError, errors_said, say_error
 from megatron_paradyse.ports import free_port, without_torchrun
 from megatron_paradyse.profiler.agree import RESTART_CODE, note_path
 from megatron_paradyse.train.ending import current_watchdog, words_of
-from megatron_paradyse.train.uncaught import say_once
+from megatron_paradyse.train.uncaught import report_once
 
 PROGRESS_FD = "MEGATRON_PARADYSE_PROGRESS_FD"
 MAX_RESTARTS = 100
@@ -160,7 +160,7 @@ def as_rank(
     sys.stderr.flush()
     _tell_others(failed)
     if code == 2 and rank != 0:  # it may be wrong on this rank alone
-        say_once(rank, str(failed))
+        report_once(rank, str(failed))
     os._exit(code)
 
 

@@ -12,6 +12,9 @@ from megatron.training import print_rank_0
 from megatron_paradyse.doors import opened
 from megatron_paradyse.errors import UserError
 
+OF_ITS_RUN = (
+    "give the flags that it was trained with, --transformer-impl among them, or another --load"
+)
 _EXTRA = "_extra_state"  # of TransformerEngine's modules, which differs between its versions
 
 
@@ -40,17 +43,19 @@ def weights_all_read(folder: str | None) -> Iterator[None]:
 
 
 def _check(folder: str | None, *, missing: list[str], left: list[str]) -> None:
-    missing, left = ([key for key in keys if not key.endswith(_EXTRA)] for keys in (missing, left))
-    if missing:
-        others = f" and {len(missing) - 1} more" if missing[1:] else ""
+    if lacked := _named(missing):
         raise UserError(
-            f"the checkpoint in {folder} cannot be loaded: it lacks {missing[0]}{others}, which "
-            "this model has: give the flags that it was trained with, --transformer-impl among "
-            "them, or another --load"
+            f"the checkpoint in {folder} cannot be loaded: it lacks {lacked}, which this model "
+            f"has: {OF_ITS_RUN}"
         )
-    if left:
-        others = f" and {len(left) - 1} more" if left[1:] else ""
+    if more := _named(left):
         print_rank_0(
-            f"> paradyse: the checkpoint in {folder} has {left[0]}{others}, which this model does "
-            "not have: passed over"
+            f"> paradyse: the checkpoint in {folder} has {more}, which this model does not have: "
+            "passed over"
         )
+
+
+def _named(keys: list[str]) -> str:
+    """The first weight of these, and how many more; "" where none is a weight."""
+    weights = [key for key in keys if not key.endswith(_EXTRA)]
+    return weights[0] + (f" and {len(weights) - 1} more" if weights[1:] else "") if weights else ""

@@ -35,16 +35,13 @@ from megatron_paradyse.train.checkpoint_files import (
 from megatron_paradyse.train.checkpoint_listing import listed_at_once, listed_when_written
 from megatron_paradyse.train.checkpoint_source import source, whole
 from megatron_paradyse.train.checkpoint_states import check_expert_states, check_order
-from megatron_paradyse.train.checkpoint_weights import weights_all_read
+from megatron_paradyse.train.checkpoint_weights import OF_ITS_RUN, weights_all_read
 from megatron_paradyse.train.ending import is_lost_peer, is_out_of_memory
 from megatron_paradyse.train.helper_processes import managers_end_with_this_process
 
 # What Megatron says of a checkpoint that is whole, but of another run -> the remedy.
 _ITS_FLAGS = "give the flags that it was trained with, or another --load"
-_ITS_PARTS = (
-    "it has other parts than this model: give the flags that it was trained with, "
-    "--transformer-impl among them, or another --load"
-)
+_ITS_PARTS = f"it has other parts than this model: {OF_ITS_RUN}"
 _ITS_OPTIMIZER = (
     "give the optimizer that it was trained with (--optimizer, --use-distributed-optimizer), or "
     "--no-load-optim"

@@ -44,7 +44,7 @@ def show_user_errors_in_one_line() -> None:
             show_traceback(kind, error, traceback)
         elif known:
             sys.stdout.flush()
-            say_once(said_by, words)
+            report_once(said_by, words)
             leave(2)  # other ranks may wait in a collective: do not wait for them
         elif issubclass(kind, KeyboardInterrupt):  # of all ranks at once, by Ctrl-C
             if os.environ.get("RANK", "0") == "0":
@@ -59,7 +59,7 @@ def show_user_errors_in_one_line() -> None:
     sys.excepthook = hook
 
 
-def say_once(said_by: int, message: str) -> None:
+def report_once(said_by: int, message: str) -> None:
     """One line on stderr, once: rank 0 speaks for all, with the words of the first that failed.
 
     The others wait to be ended by torchrun, and speak for themselves if that does not happen: what
